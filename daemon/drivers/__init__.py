@@ -1,0 +1,1 @@
+"""What a worker computes with: the interface, and the two drivers that implement it."""

@@ -1,0 +1,169 @@
+"""The seam between a session worker and what computes for it.
+
+A `Driver` knows the cards of one kind; a `Context` is the one context of one worker process. A driver checks what
+only it can know (is this image loadable, does this kernel fit); handles, ownership and the slice's ledger are
+checked by the session before a call gets here.
+
+Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+Dim3 = tuple[int, int, int]
+
+
+class DriverError(Exception):
+    """A call the driver refused or could not finish; the context goes on.
+
+    Attributes:
+        hint: What the tenant can do about it, a sentence, or "".
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class OutOfMemory(DriverError):
+    """The card could not give the bytes, though the slice would allow them."""
+
+
+class ImageRejected(DriverError):
+    """A module image that could not be loaded.
+
+    Attributes:
+        log: The compiler's log, or the reason with the offending line's text.
+        line: 1-based line of the PTX source the log speaks of, 0 if none.
+    """
+
+    def __init__(self, message: str, *, log: str = "", line: int = 0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.log = log
+        self.line = line
+
+
+class LaunchRejected(DriverError):
+    """A launch that was refused before the kernel began: shape, shared memory, argument bytes."""
+
+
+class KernelFault(DriverError):
+    """A kernel that began and failed; reported once, by the first call that can report it.
+
+    Attributes:
+        tag: The number `launch` was given for it, 0 if the driver can't tell.
+        kernel: The kernel's name, "" if the driver can't tell.
+        address: The faulting device address, or None.
+        context_lost: True if the context can do nothing any more (CUDA's sticky errors).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tag: int = 0,
+        kernel: str = "",
+        address: int | None = None,
+        context_lost: bool = False,
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.tag = tag
+        self.kernel = kernel
+        self.address = address
+        self.context_lost = context_lost
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One kernel parameter's place in the parameter buffer, in bytes."""
+
+    offset: int
+    size: int
+
+
+class Kernel(Protocol):
+    """One entry point of a loaded module."""
+
+    @property
+    def name(self) -> str:
+        """The entry's name, as PTX spells it."""
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In declaration order."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the parameter buffer `launch` takes."""
+
+    @property
+    def max_threads_per_block(self) -> int:
+        """The most threads a block of this kernel may have."""
+
+
+class Module(Protocol):
+    """A loaded image."""
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """Entry points by name."""
+
+
+class Context(Protocol):
+    """One device context: one stream, in order; used by one thread.
+
+    Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
+    the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
+    """
+
+    def mem_alloc(self, size_bytes: int) -> int:
+        """Device address of fresh, zeroed memory, aligned to 256 bytes. Raises OutOfMemory."""
+
+    def mem_free(self, address: int) -> None:
+        """Release an allocation once everything launched before has ended. Takes only what mem_alloc gave."""
+
+    def mem_write(self, address: int, data: memoryview) -> None:
+        """Copy host bytes to the device in stream order; `data` may be reused on return."""
+
+    def mem_read(self, address: int, into: memoryview) -> None:
+        """Copy device bytes to the host in stream order; complete on return."""
+
+    def module_load(self, image: bytes) -> Module:
+        """Load PTX text or a cubin. Raises ImageRejected."""
+
+    def module_unload(self, module: Module) -> None:
+        """Release a module once everything launched before has ended."""
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
+
+    def sync(self, poll: "Poll") -> None:
+        """Wait for all launches. Calls `poll` now and then while waiting, which may raise to give up waiting."""
+
+    def fault(self) -> KernelFault | None:
+        """A pending fault, without waiting; it is then forgotten as if raised."""
+
+    def close(self) -> None:
+        """End the context in good order; the process may exit right after."""
+
+
+class Poll(Protocol):
+    """What a waiting driver calls now and then; it raises when the wait must end."""
+
+    def __call__(self) -> None: ...
+
+
+class Driver(Protocol):
+    """A kind of card."""
+
+    @property
+    def name(self) -> str:
+        """"cuda" or "cpu"."""
+
+    def preload(self) -> None:
+        """Import what a context needs, without touching a device: the zygote runs this once before it forks."""
+
+    def open_context(self, card: str, slice_bytes: int) -> Context:
+        """Make this process's one context on the card of that UUID. Raises DriverError."""
