@@ -1,0 +1,49 @@
+"""The wire format of gpulease: bytes to messages and back. No I/O, no clock, nothing of ours imported.
+
+`README.md` beside this file is the specification; `connection.Connection` is the way in.
+"""
+
+from gpulease.protocol.connection import (
+    Connection,
+    EndOfStream,
+    Event,
+    Goodbye,
+    Rejected,
+    Reply,
+    Request,
+    Role,
+    StreamBroken,
+)
+from gpulease.protocol.errors import (
+    BodyError,
+    FramingError,
+    LocalProtocolError,
+    ProtocolError,
+    RemoteProtocolError,
+)
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Exclusivity, Opcode, RevokeOutcome, Status
+from gpulease.protocol.states import State
+
+__all__ = [
+    "BodyError",
+    "Connection",
+    "EndOfStream",
+    "Event",
+    "Exclusivity",
+    "Failure",
+    "FramingError",
+    "Goodbye",
+    "LocalProtocolError",
+    "Opcode",
+    "ProtocolError",
+    "Rejected",
+    "RemoteProtocolError",
+    "Reply",
+    "Request",
+    "RevokeOutcome",
+    "Role",
+    "State",
+    "Status",
+    "StreamBroken",
+]

@@ -1,0 +1,57 @@
+"""Bodies to payloads and back, by the construct definitions. Exact: a payload has nothing before, between or after."""
+
+from typing import Any, TypeVar
+
+import construct as c
+
+from gpulease.protocol.errors import BodyError, LocalProtocolError
+from gpulease.protocol.messages import BODIES, Body, ErrorBody
+from gpulease.protocol.opcodes import Opcode
+from gpulease.protocol.primitives import BadValue, Record
+
+T = TypeVar("T", bound=Body)
+
+_SCHEMAS: dict[type[Any], Any] = {
+    body: Record(body) for body in {ErrorBody, *(body for pair in BODIES.values() for body in pair)}
+}
+
+
+def build_body(body: Body) -> bytes:
+    """The payload of a body. Raises LocalProtocolError if a field does not fit its encoding."""
+    try:
+        return bytes(_SCHEMAS[type(body)].build(body))
+    except (c.ConstructError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise LocalProtocolError(f"{type(body).__name__} can't be encoded: {_reason(error)}") from error
+
+
+def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
+    """The body a payload holds. Raises BodyError if it is not exactly that, or longer or shorter."""
+    schema = _SCHEMAS[kind]
+    data = bytes(payload)
+    stream = c.io.BytesIO(data)
+    try:
+        body = schema.parse_stream(stream)
+    except c.ConstructError as error:
+        raise BodyError(f"{kind.__name__} is malformed: {_reason(error)}") from None
+    left = len(data) - stream.tell()
+    if left:
+        raise BodyError(f"{kind.__name__} is followed by {left} bytes that belong to nothing")
+    return body  # type: ignore[no-any-return]
+
+
+def request_body(op: Opcode) -> type[Body]:
+    """The class of an operation's request."""
+    return BODIES[op][0]
+
+
+def reply_body(op: Opcode) -> type[Body]:
+    """The class of an operation's successful reply."""
+    return BODIES[op][1]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, BadValue):
+        return str(error.args[0]) if error.args else "a value is not allowed"
+    if isinstance(error, c.StreamError):
+        return "it ends too early"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,256 @@
+"""One connection without I/O: bytes in, events out; messages in, bytes out.
+
+Order of calls: put received bytes in with `receive_data` (or `get_buffer` and `buffer_updated`), then take events with
+`next_event` until it gives None. `send_*` return the bytes to write; nothing is buffered on the way out. After a
+`StreamBroken` or `EndOfStream` event no further event comes.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
+from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import Frame, FrameReader, build_frame
+from gpulease.protocol.limits import MAX_IN_FLIGHT
+from gpulease.protocol.messages import Body, ErrorBody
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
+
+
+class Role(Enum):
+    """Which side of the connection this is."""
+
+    CLIENT = auto()
+    SERVER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The peer asks. Unless `is_quiet`, it waits for `send_reply` or `send_failure`."""
+
+    op: Opcode
+    request_id: int
+    session_id: int
+    is_quiet: bool
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The peer asked for something that can't be served: answer with `failure`, then go on."""
+
+    op: int
+    request_id: int
+    session_id: int
+    is_quiet: bool
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The peer's answer to one of our requests: a body, or why not."""
+
+    op: Opcode
+    request_id: int
+    result: Body | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The peer is about to close the connection and says why."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBroken:
+    """The peer's bytes can't be followed. Send a goodbye with `failure`, then close."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfStream:
+    """The peer closed. `is_clean` is False if it did so inside a frame."""
+
+    is_clean: bool
+
+
+Event = Request | Rejected | Reply | Goodbye | StreamBroken | EndOfStream
+
+
+class Connection:
+    """One end of a connection, from HELLO on, or a session's end from ATTACH on (`state=State.ATTACHING`)."""
+
+    def __init__(self, role: Role, *, max_payload_bytes: int, state: State = State.OPENING) -> None:
+        self.role = role
+        self.state = state
+        self.reader = FrameReader(max_payload_bytes)
+        self._in_flight: dict[int, Opcode] = {}
+        self._last_request_id = 0
+        self._has_eof = False
+
+    # --- receiving ---
+
+    def receive_data(self, data: bytes | memoryview) -> None:
+        """Take received bytes."""
+        self.reader.receive_data(data)
+
+    def receive_eof(self) -> None:
+        """The peer will send nothing more."""
+        self._has_eof = True
+
+    def take_rest(self) -> bytes:
+        """Received bytes behind the last event taken, for whoever goes on with the stream."""
+        return self.reader.take_rest()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that await their reply, ours (client) or the peer's (server)."""
+        return len(self._in_flight)
+
+    def next_event(self) -> Event | None:
+        """The next event, or None until more bytes arrive."""
+        if self.state is State.CLOSED:
+            return None
+        try:
+            frame = self.reader.next_frame()
+            if frame is not None:
+                return self._receive_reply(frame) if self.role is Role.CLIENT else self._receive_request(frame)
+        except FramingError as error:
+            self.state = State.CLOSED
+            return StreamBroken(Failure(error.status, str(error)))
+        if self._has_eof:
+            self.state = State.CLOSED
+            return EndOfStream(is_clean=not self.reader.is_mid_frame)
+        return None
+
+    def _receive_request(self, frame: Frame) -> Event:
+        if frame.is_reply:
+            raise FramingError("a client sent a reply")
+        if frame.request_id in self._in_flight:
+            raise FramingError(f"request id {frame.request_id} is already in flight")
+        if frame.request_id == 0:
+            raise FramingError("request id 0 is kept for goodbyes")
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise FramingError(f"more than {MAX_IN_FLIGHT} requests await their reply", Status.BUSY)
+        try:
+            op = self._accept_request(frame)
+            body = parse_body(request_body(op), frame.payload)
+        except BodyError as error:
+            failure = Failure(error.status, str(error))
+            return Rejected(frame.op, frame.request_id, frame.session_id, frame.is_quiet, failure)
+        self.state = TRANSITIONS[self.state, _trigger(op)]
+        if not frame.is_quiet:
+            self._in_flight[frame.request_id] = op
+        return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
+
+    def _accept_request(self, frame: Frame) -> Opcode:
+        try:
+            op = Opcode(frame.op)
+        except ValueError:
+            raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED) from None
+        trigger = request_trigger(op)
+        if trigger is None or (self.state, trigger) not in TRANSITIONS:
+            raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
+        if op is Opcode.ATTACH and self._in_flight:
+            raise BodyError("ATTACH while other requests are in flight: wait for their replies first")
+        if frame.is_quiet and trigger is not Trigger.SESSION_REQUEST:
+            raise BodyError(f"{op.name} can't be quiet: only session operations can")
+        return op
+
+    def _receive_reply(self, frame: Frame) -> Event:
+        if not frame.is_reply:
+            raise FramingError("the daemon sent a request")
+        if frame.op == Opcode.GOODBYE and frame.request_id == 0:
+            self.state = State.CLOSED
+            return Goodbye(_failure_of(frame))
+        op = self._in_flight.pop(frame.request_id, None)
+        if op is None or op != frame.op:
+            raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
+        try:
+            result = _failure_of(frame) if frame.status else parse_body(reply_body(op), frame.payload)
+        except BodyError as error:
+            raise FramingError(f"{op.name}: {error}", error.status) from None
+        self._move(reply_trigger(op, refused=frame.status != 0), op)
+        return Reply(op, frame.request_id, result)
+
+    # --- sending ---
+
+    def next_request_id(self) -> int:
+        """A number for a request whose frame is built elsewhere and which is sent quietly."""
+        self._last_request_id += 1
+        return self._last_request_id
+
+    def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
+        """(request id, bytes to write). Raises LocalProtocolError if it is not allowed now."""
+        if op is Opcode.ATTACH and self._in_flight:
+            raise LocalProtocolError("ATTACH while other requests are in flight")
+        if type(body) is not request_body(op):
+            raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
+        payload = build_body(body)
+        self._move(request_trigger(op), op)
+        request_id = self.next_request_id()
+        if not quiet:
+            self._in_flight[request_id] = op
+        flags = Flag.QUIET if quiet else 0
+        return request_id, build_frame(op, payload, request_id=request_id, session_id=session_id, flags=flags)
+
+    def expect_reply(self, op: Opcode) -> int:
+        """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
+        self._move(request_trigger(op), op)
+        request_id = self.next_request_id()
+        self._in_flight[request_id] = op
+        return request_id
+
+    def send_reply(self, request: Request, body: Body) -> bytes:
+        """The bytes that answer a request."""
+        if type(body) is not reply_body(request.op):
+            raise LocalProtocolError(f"{request.op.name} is not answered with {type(body).__name__}")
+        payload = build_body(body)
+        return self._answer(request, payload, Status.OK)
+
+    def send_failure(self, request: Request | Rejected, failure: Failure) -> bytes:
+        """The bytes that refuse a request, or answer one that was rejected."""
+        return self._answer(request, build_body(failure.to_body()), failure.status)
+
+    def send_goodbye(self, failure: Failure) -> bytes:
+        """The last bytes on a connection: why it is closed."""
+        self.state = State.CLOSED
+        payload = build_body(failure.to_body())
+        return build_frame(Opcode.GOODBYE, payload, request_id=0, flags=Flag.REPLY, status=failure.status)
+
+    def _answer(self, request: Request | Rejected, payload: bytes, status: Status) -> bytes:
+        if isinstance(request, Request):
+            if self._in_flight.pop(request.request_id, None) is None:
+                raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
+            self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
+        return build_frame(
+            request.op,
+            payload,
+            request_id=request.request_id,
+            session_id=request.session_id,
+            flags=Flag.REPLY,
+            status=status,
+        )
+
+    def _move(self, trigger: Trigger | None, op: Opcode) -> None:
+        state = None if trigger is None else TRANSITIONS.get((self.state, trigger))
+        if state is None:
+            raise LocalProtocolError(f"{op.name} is not allowed in state {self.state.name}")
+        self.state = state
+
+
+def _failure_of(frame: Frame) -> Failure:
+    try:
+        return Failure.from_body(frame.status, parse_body(ErrorBody, frame.payload))
+    except BodyError as error:
+        raise FramingError(f"an error reply is malformed: {error}", error.status) from None
+
+
+def _trigger(op: Opcode) -> Trigger:
+    trigger = request_trigger(op)
+    if trigger is None:
+        raise LocalProtocolError(f"{op.name} is never asked for")
+    return trigger

@@ -1,0 +1,123 @@
+"""The hot path's own codec: launches and copies, through struct.Structs derived from the construct definitions.
+
+A construct parse costs tens of microseconds, a launch must cost less than three. Each function here is the definition's
+equal (`codec.build_body`, `codec.parse_body`): the vectors and property tests hold both to the same bytes.
+"""
+
+import struct
+from dataclasses import fields
+from typing import Any, Final
+
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.errors import BodyError, LocalProtocolError
+from gpulease.protocol.framing import HEADER_BYTES, build_frame
+from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_DATA_BYTES, MAX_KERNEL_NAME_BYTES
+from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
+from gpulease.protocol.opcodes import Flag, Opcode
+
+REQUEST_ID_OFFSET: Final = 16
+_U32: Final = struct.Struct(">I")
+
+
+def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
+    """One struct.Struct for adjacent fixed-size fields of a message. Raises ValueError if one is not fixed-size."""
+    subcons = {item.name: item.metadata["wire"] for item in fields(record)}
+    formats = [getattr(subcons[name], "fmtstr", None) for name in names]
+    if None in formats:
+        raise ValueError(f"{record.__name__} has a field among {names} that is not an integer of fixed size")
+    return struct.Struct(">" + "".join(str(fmt).lstrip(">") for fmt in formats))
+
+
+HANDLE: Final = fixed_struct(Handle, "handle")
+MEM_READ: Final = fixed_struct(MemRead, "handle", "offset", "length")
+_MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
+_LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
+_LAUNCH_GEOMETRY: Final = fixed_struct(
+    Launch, "grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes"
+)
+_NAME_AT: Final = _LAUNCH_MODULE.size
+_AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
+
+
+class LaunchTemplate:
+    """All of a quiet LAUNCH frame but its request id and argument bytes, built once and sent many times."""
+
+    __slots__ = ("_after", "_before", "_head", "args_bytes")
+
+    def __init__(self, launch: Launch, session_id: int) -> None:
+        if sum(launch.arg_sizes) != len(launch.args):
+            raise LocalProtocolError(
+                f"the argument sizes add up to {sum(launch.arg_sizes)} bytes, the arguments have {len(launch.args)}"
+            )
+        frame = build_frame(Opcode.LAUNCH, build_body(launch), request_id=0, session_id=session_id, flags=Flag.QUIET)
+        args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + len(launch.kernel.encode()) + _U32.size
+        self.args_bytes = len(launch.args)
+        self._head = frame[:REQUEST_ID_OFFSET]
+        self._before = frame[REQUEST_ID_OFFSET + 8 : args_at]
+        self._after = frame[args_at + self.args_bytes :]
+
+    def frame(self, request_id: int, args: bytes) -> bytes:
+        """The frame for these argument bytes; the caller has checked that they are `args_bytes` long."""
+        return b"".join((self._head, request_id.to_bytes(8, "big"), self._before, args, self._after))
+
+
+def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
+    """(everything but the argument bytes, the argument bytes) of a LAUNCH payload.
+
+    The first part is equal for two launches of the same kernel with the same shape and argument sizes, and only for
+    them, so it can key what was checked once. It is not checked here. Raises BodyError if the lengths don't fit.
+    """
+    try:
+        (name_bytes,) = _U32.unpack_from(payload, _NAME_AT)
+        if name_bytes > MAX_KERNEL_NAME_BYTES:
+            raise BodyError(f"Launch is malformed: a kernel name of {name_bytes} bytes")
+        length_at = _NAME_AT + _AFTER_NAME + name_bytes
+        (args_bytes,) = _U32.unpack_from(payload, length_at)
+    except struct.error:
+        raise BodyError("Launch is malformed: it ends too early") from None
+    begin = length_at + 4
+    end = begin + args_bytes
+    if args_bytes > MAX_ARGUMENT_BYTES or end + 2 > len(payload):
+        raise BodyError(f"Launch is malformed: {args_bytes} argument bytes do not fit")
+    return b"".join((payload[:begin], payload[end:])), bytes(payload[begin:end])
+
+
+def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:
+    """(handle, offset, a view of the data) of a MEM_WRITE payload, without a copy. Raises BodyError."""
+    data_at = _MEM_WRITE.size + _U32.size
+    if len(payload) < data_at:
+        raise BodyError("MemWrite is malformed: it ends too early")
+    handle, offset = _MEM_WRITE.unpack_from(payload)
+    (length,) = _U32.unpack_from(payload, _MEM_WRITE.size)
+    if length > MAX_DATA_BYTES:
+        raise BodyError(f"MemWrite is malformed: a bytes field of {length} bytes; at most {MAX_DATA_BYTES} are allowed")
+    if len(payload) != data_at + length:
+        raise BodyError(f"MemWrite is malformed: {length} bytes of data announced, {len(payload) - data_at} there")
+    return handle, offset, payload[data_at:]
+
+
+def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, session_id: int, quiet: bool) -> bytes:
+    """A MEM_WRITE frame up to its data, which is to follow on the wire. Raises LocalProtocolError."""
+    if length > MAX_DATA_BYTES:
+        raise LocalProtocolError(f"{length} bytes in one MEM_WRITE; at most {MAX_DATA_BYTES} are allowed")
+    fixed = _MEM_WRITE.pack(handle, offset) + _U32.pack(length)
+    flags = Flag.QUIET if quiet else 0
+    header = build_frame(Opcode.MEM_WRITE, b"", request_id=request_id, session_id=session_id, flags=flags)
+    return _with_length(header, len(fixed) + length) + fixed
+
+
+def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:
+    """A successful MEM_READ reply up to its data, which is to follow on the wire."""
+    header = build_frame(Opcode.MEM_READ, b"", request_id=request_id, session_id=session_id, flags=Flag.REPLY)
+    return _with_length(header, _U32.size + length) + _U32.pack(length)
+
+
+def parse_fixed(layout: struct.Struct, kind: type[Body], payload: memoryview) -> tuple[int, ...]:
+    """The integers of a payload that is nothing but them. Raises BodyError."""
+    if len(payload) != layout.size:
+        raise BodyError(f"{kind.__name__} is malformed: {len(payload)} bytes instead of {layout.size}")
+    return layout.unpack(payload)
+
+
+def _with_length(header: bytes, payload_length: int) -> bytes:
+    return header[:12] + _U32.pack(payload_length) + header[16:]

@@ -1,0 +1,213 @@
+"""The frame header, and the reader that cuts a byte stream into frames.
+
+     0        1        2        3        4        5        6        7
+    +--------+--------+--------+--------+--------+--------+--------+--------+
+    |  'G'      'P'      'L'      'S'   | version|  flags |       op        |  0
+    +--------+--------+--------+--------+--------+--------+--------+--------+
+    |   status (i16)  |  reserved (0)   |         payload length            |  8
+    +--------+--------+--------+--------+--------+--------+--------+--------+
+    |                             request id                                | 16
+    +--------+--------+--------+--------+--------+--------+--------+--------+
+    |                             session id                                | 24
+    |                                                                       | 32
+    +--------+--------+--------+--------+--------+--------+--------+--------+
+    |  payload ...                                                          | 40
+
+`HEADER` is the definition. Every received header is read through `_FAST`, one struct.Struct over the same 40 bytes in
+which magic, version, flags and op are one integer, so that one comparison checks four fields.
+"""
+
+import struct
+from typing import Final, NamedTuple
+
+import construct as c
+
+from gpulease.protocol.errors import FramingError, LocalProtocolError
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, RECEIVE_BUFFER_BYTES
+from gpulease.protocol.opcodes import KNOWN_FLAGS, Flag, Status
+from gpulease.protocol.primitives import I16, U8, U16, U32, U64, U128
+
+MAGIC: Final = b"GPLS"
+
+HEADER: Final = c.Struct(
+    "magic" / c.Const(MAGIC),
+    "version" / c.Const(PROTOCOL_VERSION, U8),
+    "flags" / U8,
+    "op" / U16,
+    "status" / I16,
+    "reserved" / c.Const(0, U16),
+    "payload_length" / U32,
+    "request_id" / U64,
+    "session_id" / U128,
+)
+HEADER_BYTES: Final = HEADER.sizeof()
+
+_FAST: Final = struct.Struct(">QhHIQ16s")
+"""head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
+
+_HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
+_STATUSES: Final = {int(status): status for status in Status}
+
+
+def head_of(op: int, flags: int) -> int:
+    """The header's first eight bytes as the integer that `_FAST` reads them as."""
+    return _HEAD_BASE | flags << 16 | op
+
+
+class Frame(NamedTuple):
+    """One frame. A received payload is a view into the reader: copy what must outlive the next read."""
+
+    op: int
+    flags: int
+    status: int
+    request_id: int
+    session_id: int
+    payload: bytes | memoryview
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether the REPLY flag is set."""
+        return bool(self.flags & Flag.REPLY)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the sender wants no reply."""
+        return bool(self.flags & Flag.QUIET)
+
+
+def build_frame(
+    op: int,
+    payload: bytes | memoryview = b"",
+    *,
+    request_id: int,
+    session_id: int = 0,
+    flags: int = 0,
+    status: int = 0,
+) -> bytes:
+    """A frame's bytes. Raises LocalProtocolError for what a receiver would have to refuse."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise LocalProtocolError(f"a payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+    _check_header(flags, status, 0, LocalProtocolError)
+    try:
+        header = _FAST.pack(head_of(op, flags), status, 0, len(payload), request_id, session_id.to_bytes(16, "big"))
+    except (struct.error, OverflowError) as error:
+        raise LocalProtocolError(f"a header field is out of range: {error}") from None
+    return b"".join((header, payload))
+
+
+def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int, int, int, int, bytes]:
+    """(op, flags, status, payload length, request id, session id as 16 bytes) of a checked header.
+
+    Raises FramingError; the caller has HEADER_BYTES at `offset`.
+    """
+    head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
+    if head >> 32 != _HEAD_BASE >> 32:
+        raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")
+    version = head >> 24 & 0xFF
+    if version != PROTOCOL_VERSION:
+        raise FramingError(
+            f"version {version} of the protocol; this side speaks version {PROTOCOL_VERSION}",
+            Status.UNSUPPORTED,
+        )
+    flags = head >> 16 & 0xFF
+    _check_header(flags, status, reserved, FramingError)
+    return head & 0xFFFF, flags, status, length, request_id, session_id
+
+
+def _check_header(flags: int, status: int, reserved: int, error: type[FramingError] | type[LocalProtocolError]) -> None:
+    """The rules a sender keeps and a receiver enforces."""
+    if flags & ~KNOWN_FLAGS:
+        raise error(f"unknown header flags {flags & ~KNOWN_FLAGS:#04x}", Status.UNSUPPORTED)
+    if reserved:
+        raise error("the reserved header field is not zero")
+    if flags & Flag.REPLY and flags & Flag.QUIET:
+        raise error("a reply can't be quiet")
+    if not flags & Flag.REPLY and status:
+        raise error("a request carries a status")
+    if status and status not in _STATUSES:
+        raise error(f"unknown status {status}", Status.UNSUPPORTED)
+
+
+class FrameReader:
+    """Bytes in, frames out; no I/O.
+
+    Feed it with `receive_data`, or read into `get_buffer()` and call `buffer_updated`. Then take frames until
+    `next_frame` gives None. Its memory grows with what has arrived, to `max_payload_bytes` and a header at most, and
+    shrinks back once a large frame is through.
+    """
+
+    def __init__(self, max_payload_bytes: int, *, buffer_bytes: int = RECEIVE_BUFFER_BYTES) -> None:
+        self._max_payload_bytes = max_payload_bytes
+        self._initial_bytes = buffer_bytes
+        self.buffer = bytearray(buffer_bytes)
+        self.view = memoryview(self.buffer)
+        self.start = 0
+        self.end = 0
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes go; never empty. Views of earlier frames are void from here on."""
+        if self.start == self.end:
+            self.start = self.end = 0
+            if len(self.buffer) > self._initial_bytes:
+                self._resize(self._initial_bytes)
+        elif self.end == len(self.buffer) or self.start > len(self.buffer) >> 1:
+            self._make_room()
+        return self.view[self.end :]
+
+    def buffer_updated(self, count: int) -> None:
+        """`count` bytes were put into the last `get_buffer()`."""
+        self.end += count
+
+    def receive_data(self, data: bytes | memoryview) -> None:
+        """Take bytes that were read elsewhere."""
+        rest = memoryview(data)
+        while rest:
+            room = self.get_buffer()
+            count = min(len(room), len(rest))
+            room[:count] = rest[:count]
+            self.buffer_updated(count)
+            rest = rest[count:]
+
+    def next_frame(self) -> Frame | None:
+        """The next whole frame, or None until more arrives. Raises FramingError; the reader is useless then."""
+        have = self.end - self.start
+        if have < HEADER_BYTES:
+            return None
+        op, flags, status, length, request_id, session_id = parse_header(self.buffer, self.start)
+        if length > self._max_payload_bytes:
+            raise FramingError(
+                f"a payload of {length} bytes is announced; at most {self._max_payload_bytes} are taken here"
+            )
+        if have < HEADER_BYTES + length:
+            return None
+        begin = self.start + HEADER_BYTES
+        self.start = begin + length
+        payload = self.view[begin : self.start]
+        return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
+
+    @property
+    def is_mid_frame(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return self.end > self.start
+
+    def take_rest(self) -> bytes:
+        """Everything not yet taken as a frame; the reader is empty afterwards."""
+        rest = bytes(self.view[self.start : self.end])
+        self.start = self.end = 0
+        return rest
+
+    def _make_room(self) -> None:
+        pending = self.end - self.start
+        if pending <= len(self.buffer) >> 1:
+            self.buffer[:pending] = self.buffer[self.start : self.end]
+        else:
+            self._resize(min(len(self.buffer) * 2, self._max_payload_bytes + HEADER_BYTES))
+        self.start, self.end = 0, pending
+
+    def _resize(self, size: int) -> None:
+        # A new buffer, because views of old frames may still hold the old one.
+        fresh = bytearray(max(size, self._initial_bytes))
+        pending = self.end - self.start
+        fresh[:pending] = self.view[self.start : self.end]
+        self.buffer = fresh
+        self.view = memoryview(fresh)

@@ -1,0 +1,51 @@
+"""Every limit of the wire format: its unit, and the mistake or attack it stops.
+
+All are enforced before anything is allocated or read by the length they bound.
+"""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+"""The one version this package speaks. A frame of another version is refused: nothing after its header can be trusted."""
+
+MAX_PAYLOAD_BYTES: Final = 64 << 20
+"""Largest payload of any frame. Stops a peer that announces 4 GiB and makes the receiver reserve it.
+The largest honest frame is a module image; large copies are cut into DATA_CHUNK_BYTES pieces."""
+
+MAX_CONTROL_PAYLOAD_BYTES: Final = 64 << 10
+"""Largest payload of a request to the broker. No control request is over a few hundred bytes; a thousand connections
+that each send half a frame can hold 64 MiB of the broker's memory at most."""
+
+DATA_CHUNK_BYTES: Final = 1 << 20
+"""How much of a copy a client puts into one MEM_WRITE or asks of one MEM_READ. Larger pieces gain nothing on a socket
+and hold the session's other requests up for longer."""
+
+MAX_DATA_BYTES: Final = 16 << 20
+"""Most bytes one MEM_WRITE may carry or one MEM_READ may ask for. Bounds the reply a worker has to hold."""
+
+MAX_TEXT_BYTES: Final = 1024
+"""Longest text of a control message (agent, device, reason). Stops log flooding through names."""
+
+MAX_KERNEL_NAME_BYTES: Final = 4096
+"""Longest kernel name. Mangled C++ template names run to a kilobyte or two."""
+
+MAX_ERROR_TEXT_BYTES: Final = 8192
+"""Longest text in an error reply. A compiler log is cut to this, its end kept: the last lines name the fault."""
+
+MAX_ARGUMENT_BYTES: Final = 32764
+"""Most argument bytes of a launch (CUDA C++ Programming Guide, kernel parameters: 4 KiB, since CUDA 12.1 32,764)."""
+
+MAX_ARGUMENTS: Final = 4096
+"""Most arguments of a launch. Stops a sizes list that is longer than the bytes it describes."""
+
+MAX_KERNELS: Final = 4096
+"""Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
+
+MAX_TLVS: Final = 64
+"""Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
+
+MAX_IN_FLIGHT: Final = 1024
+"""Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
+
+RECEIVE_BUFFER_BYTES: Final = 256 << 10
+"""What a frame reader holds between frames. It grows with the bytes that arrive, never by the length announced."""

@@ -1,0 +1,109 @@
+"""The numbers on the wire: operations, header flags, statuses, and the public constants they go with."""
+
+from enum import IntEnum, IntFlag
+from typing import Final
+
+GPU_RESOURCE_TYPE: Final = 0x0005
+"""The resource type of a GPU in LEASE_ALLOC and in an inventory entry."""
+
+EXCLUSIVITY_TAG: Final = 0x0903
+"""The lease parameter TLV that carries the exclusivity class, one byte."""
+
+
+class Opcode(IntEnum):
+    """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
+
+    HELLO = 0x0001
+    ATTACH = 0x0002
+    PING = 0x0003
+    GOODBYE = 0x0004
+    GET_INVENTORY = 0x0100
+    LEASE_ALLOC = 0x0200
+    LEASE_RENEW = 0x0201
+    LEASE_FREE = 0x0202
+    LEASE_QUERY = 0x0203
+    LEASE_LIST_ACTIVE = 0x0204
+    LEASE_REVOKE = 0x020A
+    FENCE_CLEAR = 0x020B
+    MEM_ALLOC = 0x0601
+    MEM_FREE = 0x0602
+    MEM_WRITE = 0x0603
+    MEM_READ = 0x0604
+    MODULE_LOAD = 0x0605
+    LAUNCH = 0x0606
+    SYNC = 0x0607
+    MODULE_UNLOAD = 0x0608
+
+
+SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
+"""The operations a session's worker serves; the broker refuses them, and the worker refuses all others but PING."""
+
+
+class Flag(IntFlag):
+    """Bits of the header's flags byte. Every other bit is refused."""
+
+    REPLY = 0x01
+    QUIET = 0x02
+
+
+KNOWN_FLAGS: Final = int(Flag.REPLY | Flag.QUIET)
+
+
+class Status(IntEnum):
+    """The header's status: 0 in requests and successful replies. -1 to -6 are the public host error numbers."""
+
+    OK = 0
+    DISCONNECTED = -1
+    LEASE_EXPIRED = -2
+    FENCED = -3
+    CAPACITY_EXCEEDED = -4
+    UNSUPPORTED = -5
+    REVOKED = -6
+    INVALID_REQUEST = -16
+    NOT_FOUND = -17
+    DENIED = -18
+    BUSY = -19
+    INTERNAL = -20
+    LEASE_FREED = -21
+    SESSION_FAILED = -32
+    ALLOC_FAILED = -33
+    INVALID_HANDLE = -34
+    LOAD_FAILED = -35
+    LAUNCH_FAILED = -36
+    SYNC_FAILED = -37
+
+
+class Exclusivity(IntEnum):
+    """Who else may use what a lease holds; one byte. 4-254 are refused as unknown, 255 is never valid."""
+
+    SHARED = 0
+    SESSION_EXCLUSIVE = 1
+    DEVICE_EXCLUSIVE = 2
+    PARTITION_EXCLUSIVE = 3
+
+
+class RevokeOutcome(IntEnum):
+    """What LEASE_REVOKE came to."""
+
+    TORN_DOWN = 0
+    FENCED = 1
+    NOT_FOUND = 2
+
+
+class InventoryFlag(IntFlag):
+    """Flag bits of an inventory entry."""
+
+    FENCED = 0x0001
+    DEGRADED = 0x0002
+
+
+class ErrorTlv(IntEnum):
+    """Types of the TLVs that follow an error's text. Unknown ones are skipped."""
+
+    HINT = 1
+    FAILED_REQUEST_ID = 2
+    FAILED_OP = 3
+    KERNEL = 4
+    ADDRESS = 5
+    LOG = 6
+    LINE = 7
