@@ -24,7 +24,7 @@ import construct as c
 
 from gpulease.protocol.errors import FramingError, LocalProtocolError
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, RECEIVE_BUFFER_BYTES
-from gpulease.protocol.opcodes import KNOWN_FLAGS, Flag, Status
+from gpulease.protocol.opcodes import KNOWN_FLAGS, Flag, Opcode, Status
 from gpulease.protocol.primitives import I16, U8, U16, U32, U64, U128
 
 MAGIC: Final = b"GPLS"
@@ -46,12 +46,21 @@ _FAST: Final = struct.Struct(">QhHIQ16s")
 """head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
 
 _HEAD_BASE: Final = int.from_bytes(MAGIC, "big") << 32 | PROTOCOL_VERSION << 24
-_STATUSES: Final = {int(status): status for status in Status}
+_STATUSES: Final = frozenset(int(status) for status in Status)
+# Plain integers: an operation on an IntFlag costs more than reading the whole header.
+_REPLY: Final = int(Flag.REPLY)
+_REPLY_AND_QUIET: Final = int(Flag.REPLY | Flag.QUIET)
 
 
 def head_of(op: int, flags: int) -> int:
     """The header's first eight bytes as the integer that `_FAST` reads them as."""
     return _HEAD_BASE | flags << 16 | op
+
+
+_PLAIN_HEADS: Final = {
+    head_of(op, flags): (int(op), int(flags)) for op in Opcode for flags in (0, Flag.QUIET, Flag.REPLY)
+}
+"""Heads that need no further look: nearly every header that is ever received."""
 
 
 class Frame(NamedTuple):
@@ -67,7 +76,7 @@ class Frame(NamedTuple):
     @property
     def is_reply(self) -> bool:
         """Whether the REPLY flag is set."""
-        return bool(self.flags & Flag.REPLY)
+        return bool(self.flags & _REPLY)
 
     @property
     def is_quiet(self) -> bool:
@@ -101,6 +110,9 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     Raises FramingError; the caller has HEADER_BYTES at `offset`.
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
+    known = _PLAIN_HEADS.get(head)
+    if known is not None and not status and not reserved:
+        return *known, 0, length, request_id, session_id
     if head >> 32 != _HEAD_BASE >> 32:
         raise FramingError("the stream does not start with GPLS: the peer speaks another protocol")
     version = head >> 24 & 0xFF
@@ -120,9 +132,9 @@ def _check_header(flags: int, status: int, reserved: int, error: type[FramingErr
         raise error(f"unknown header flags {flags & ~KNOWN_FLAGS:#04x}", Status.UNSUPPORTED)
     if reserved:
         raise error("the reserved header field is not zero")
-    if flags & Flag.REPLY and flags & Flag.QUIET:
+    if flags & _REPLY_AND_QUIET == _REPLY_AND_QUIET:
         raise error("a reply can't be quiet")
-    if not flags & Flag.REPLY and status:
+    if status and not flags & _REPLY:
         raise error("a request carries a status")
     if status and status not in _STATUSES:
         raise error(f"unknown status {status}", Status.UNSUPPORTED)

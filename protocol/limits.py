@@ -6,7 +6,7 @@ All are enforced before anything is allocated or read by the length they bound.
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
-"""The one version this package speaks. A frame of another version is refused: nothing after its header can be trusted."""
+"""The one version this package speaks. A frame of another version is refused: what follows its header is unknown."""
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """Largest payload of any frame. Stops a peer that announces 4 GiB and makes the receiver reserve it.
