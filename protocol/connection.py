@@ -189,16 +189,20 @@ class Connection:
             raise LocalProtocolError("ATTACH while other requests are in flight")
         if type(body) is not request_body(op):
             raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
-        payload = build_body(body)
-        self._move(request_trigger(op), op)
-        request_id = self.next_request_id()
-        if not quiet:
-            self._in_flight[request_id] = op
+        if quiet and request_trigger(op) is not Trigger.SESSION_REQUEST:
+            raise LocalProtocolError(f"{op.name} can't be quiet: only session operations can")
+        request_id = self._last_request_id + 1
         flags = Flag.QUIET if quiet else 0
-        return request_id, build_frame(op, payload, request_id=request_id, session_id=session_id, flags=flags)
+        frame = build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)
+        if quiet:
+            self._move(request_trigger(op), op)
+            return self.next_request_id(), frame
+        return self.expect_reply(op), frame
 
     def expect_reply(self, op: Opcode) -> int:
         """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
         self._move(request_trigger(op), op)
         request_id = self.next_request_id()
         self._in_flight[request_id] = op
@@ -222,11 +226,7 @@ class Connection:
         return build_frame(Opcode.GOODBYE, payload, request_id=0, flags=Flag.REPLY, status=failure.status)
 
     def _answer(self, request: Request | Rejected, payload: bytes, status: Status) -> bytes:
-        if isinstance(request, Request):
-            if self._in_flight.pop(request.request_id, None) is None:
-                raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
-            self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
-        return build_frame(
+        frame = build_frame(
             request.op,
             payload,
             request_id=request.request_id,
@@ -234,6 +234,13 @@ class Connection:
             flags=Flag.REPLY,
             status=status,
         )
+        if isinstance(request, Request):
+            # An ATTACH may have been received by another process, which handed the socket over.
+            if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
+                raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
+            self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
+            self._in_flight.pop(request.request_id, None)
+        return frame
 
     def _move(self, trigger: Trigger | None, op: Opcode) -> None:
         state = None if trigger is None else TRANSITIONS.get((self.state, trigger))

@@ -55,25 +55,29 @@ class Failure:
 
     @classmethod
     def from_body(cls, status: int, body: ErrorBody) -> "Failure":
-        """The failure an error reply tells of. Unknown TLVs are skipped; an unknown status is INTERNAL."""
+        """The failure an error reply tells of.
+
+        Unknown TLVs and numbers of a wrong width are skipped; an unknown status is INTERNAL.
+        """
         found = {tlv.type: tlv.value for tlv in body.details}
 
         def text(kind: ErrorTlv) -> str:
             return found.get(kind, b"").decode(errors="replace")
 
-        def number(kind: ErrorTlv) -> int | None:
-            return int.from_bytes(found[kind], "big") if kind in found else None
+        def number(kind: ErrorTlv, width_bytes: int) -> int | None:
+            value = found.get(kind, b"")
+            return int.from_bytes(value, "big") if len(value) == width_bytes else None
 
         return cls(
             status=_STATUSES.get(status, Status.INTERNAL),
             message=body.message,
             hint=text(ErrorTlv.HINT),
-            failed_request_id=number(ErrorTlv.FAILED_REQUEST_ID),
-            failed_op=number(ErrorTlv.FAILED_OP),
+            failed_request_id=number(ErrorTlv.FAILED_REQUEST_ID, 8),
+            failed_op=number(ErrorTlv.FAILED_OP, 2),
             kernel=text(ErrorTlv.KERNEL),
-            address=number(ErrorTlv.ADDRESS),
+            address=number(ErrorTlv.ADDRESS, 8),
             log=text(ErrorTlv.LOG),
-            line=number(ErrorTlv.LINE) or 0,
+            line=number(ErrorTlv.LINE, 4) or 0,
         )
 
 

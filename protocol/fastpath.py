@@ -100,7 +100,10 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
     """A MEM_WRITE frame up to its data, which is to follow on the wire. Raises LocalProtocolError."""
     if length > MAX_DATA_BYTES:
         raise LocalProtocolError(f"{length} bytes in one MEM_WRITE; at most {MAX_DATA_BYTES} are allowed")
-    fixed = _MEM_WRITE.pack(handle, offset) + _U32.pack(length)
+    try:
+        fixed = _MEM_WRITE.pack(handle, offset) + _U32.pack(length)
+    except struct.error as error:
+        raise LocalProtocolError(f"MemWrite can't be encoded: {error}") from None
     flags = Flag.QUIET if quiet else 0
     header = build_frame(Opcode.MEM_WRITE, b"", request_id=request_id, session_id=session_id, flags=flags)
     return _with_length(header, len(fixed) + length) + fixed

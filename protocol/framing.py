@@ -40,7 +40,7 @@ HEADER: Final = c.Struct(
     "request_id" / U64,
     "session_id" / U128,
 )
-HEADER_BYTES: Final = HEADER.sizeof()
+HEADER_BYTES: Final[int] = HEADER.sizeof()
 
 _FAST: Final = struct.Struct(">QhHIQ16s")
 """head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
@@ -96,6 +96,8 @@ def build_frame(
     """A frame's bytes. Raises LocalProtocolError for what a receiver would have to refuse."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+    if op >> 16:
+        raise LocalProtocolError(f"an operation of {op:#x}; it is a u16")
     _check_header(flags, status, 0, LocalProtocolError)
     try:
         header = _FAST.pack(head_of(op, flags), status, 0, len(payload), request_id, session_id.to_bytes(16, "big"))
@@ -171,14 +173,14 @@ class FrameReader:
         self.end += count
 
     def receive_data(self, data: bytes | memoryview) -> None:
-        """Take bytes that were read elsewhere."""
-        rest = memoryview(data)
-        while rest:
-            room = self.get_buffer()
-            count = min(len(room), len(rest))
-            room[:count] = rest[:count]
-            self.buffer_updated(count)
-            rest = rest[count:]
+        """Take bytes that were read elsewhere: all of them, however many frames they hold."""
+        room = self.get_buffer()
+        pending = self.end - self.start
+        if len(room) < len(data):
+            self._resize(max(pending + len(data), self._next_size()))
+            self.start, self.end = 0, pending
+        self.view[self.end : self.end + len(data)] = data
+        self.buffer_updated(len(data))
 
     def next_frame(self) -> Frame | None:
         """The next whole frame, or None until more arrives. Raises FramingError; the reader is useless then."""
@@ -213,8 +215,11 @@ class FrameReader:
         if pending <= len(self.buffer) >> 1:
             self.buffer[:pending] = self.buffer[self.start : self.end]
         else:
-            self._resize(min(len(self.buffer) * 2, self._max_payload_bytes + HEADER_BYTES))
+            self._resize(max(pending, self._next_size()))
         self.start, self.end = 0, pending
+
+    def _next_size(self) -> int:
+        return min(len(self.buffer) * 2, self._max_payload_bytes + HEADER_BYTES)
 
     def _resize(self, size: int) -> None:
         # A new buffer, because views of old frames may still hold the old one.

@@ -152,7 +152,8 @@ class Context(Protocol):
 class Poll(Protocol):
     """What a waiting driver calls now and then; it raises when the wait must end."""
 
-    def __call__(self) -> None: ...
+    def __call__(self) -> None:
+        """Look once."""
 
 
 class Driver(Protocol):
@@ -160,7 +161,7 @@ class Driver(Protocol):
 
     @property
     def name(self) -> str:
-        """"cuda" or "cpu"."""
+        """Which driver: cuda or cpu."""
 
     def preload(self) -> None:
         """Import what a context needs, without touching a device: the zygote runs this once before it forks."""

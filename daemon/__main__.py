@@ -1,0 +1,93 @@
+"""`gpuleased`: the daemon in the foreground."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from gpulease.daemon.version import VERSION
+
+EXIT_CONFIG: Final = 78
+"""EX_CONFIG of sysexits(3): a restart would fail the same way, so a supervisor should not try."""
+
+EXIT_UNAVAILABLE: Final = 69
+"""EX_UNAVAILABLE: the driver, the cards or an address can't be had; a later start may succeed."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--listen", multiple=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT; repeatable.")
+@click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
+@click.option(
+    "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
+)
+@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
+@click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
+@click.version_option(VERSION, prog_name="gpuleased")
+def main(
+    listen: tuple[str, ...], driver: str | None, vram: tuple[str, ...], config: Path | None, verbose: bool
+) -> None:
+    """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
+    sys.exit(_run(config, overrides))
+
+
+def _run(path: Path | None, overrides: dict[str, Any]) -> int:
+    try:
+        from gpulease.daemon.broker.listening import CannotListen
+        from gpulease.daemon.broker.zygote import ZygoteBroken
+        from gpulease.daemon.cards.source import CardsUnavailable
+        from gpulease.daemon.config import ConfigError, load_config
+    except ImportError as error:
+        return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
+    try:
+        config = load_config(path, overrides)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(config))
+    except ConfigError as error:
+        return _fail(str(error), "", EXIT_CONFIG)
+    except (CardsUnavailable, ZygoteBroken) as error:
+        return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
+    except CannotListen as error:
+        return _fail(str(error), "", EXIT_UNAVAILABLE)
+    return 0
+
+
+async def _serve(config: Any) -> None:
+    from gpulease.daemon.broker.service import running_service
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with running_service(config) as service:
+        for address in service.addresses:
+            logging.getLogger("gpulease").info("gpuleased %s listens on %s", VERSION, address)
+        await stop.wait()
+        logging.getLogger("gpulease").info("stopping")
+
+
+def _loop_factory() -> Any:
+    """Prefer uvloop; asyncio's own loop does the same, slower."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _fail(message: str, hint: str, status: int) -> int:
+    click.echo(f"gpuleased: {message}.{' ' + hint if hint else ''}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""One control connection: transport on one side, requests on the other.
+
+A connection that does not introduce itself, stops inside a frame, or does not read what it asked for is closed; one
+that attaches to a session leaves the broker altogether: its socket goes to the session's worker.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.daemon.broker.peers import Peer, identify
+from gpulease.daemon.broker.requests import Desk, Refusal
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.version import AGENT
+from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Rejected, Reply, Request, Role, StreamBroken
+from gpulease.protocol.errors import LocalProtocolError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Body, HelloReply
+from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.states import State
+
+HELLO_TIMEOUT_S: Final = 10.0
+"""From connect to HELLO. Stops peers that connect and say nothing from using up the connections."""
+
+STALL_TIMEOUT_S: Final = 10.0
+"""From the first byte of a frame to its last. Stops a peer that sends one byte a minute; no honest control request
+takes a second packet."""
+
+HAND_OVER_POLL_S: Final = 0.001
+"""How often a hand-over looks whether what was written before it is out; it nearly always is at once."""
+
+LINGER_S: Final = 5.0
+"""For a peer to read what it was told last, before the connection is cut."""
+
+WRITE_BUFFER_BYTES: Final = 256 << 10
+"""Replies a peer has not read, before nothing more is read from it."""
+
+_log = logging.getLogger("gpulease.control")
+
+
+class ControlConnection(asyncio.Protocol):
+    """A tenant's or an operator's connection to the broker.
+
+    Args:
+        admit: Counts the connection in, or says why it is one too many.
+        release: Counts it out again; called exactly once.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        driver: str,
+        admit: Callable[["ControlConnection"], Failure | None],
+        release: Callable[["ControlConnection"], None],
+    ) -> None:
+        self.peer = Peer("", is_operator=False, is_known=False)
+        self._runtime = runtime
+        self._driver = driver
+        self._admit = admit
+        self._release = release
+        self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._desk: Desk | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stalled = False
+
+    # --- transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A peer connected."""
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError("a control connection needs a stream transport")
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self.peer = identify(transport.get_extra_info("socket"))
+        self._desk = Desk(self._runtime, self, self._driver)
+        refusal = self._admit(self)
+        if refusal is not None:
+            self.say_goodbye(refusal)
+            return
+        failure = Failure(Status.INVALID_REQUEST, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
+        self._set_timer(HELLO_TIMEOUT_S, self.say_goodbye, failure)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        self._connection.receive_data(data)
+        self._take_events()
+
+    def eof_received(self) -> bool:
+        """The peer will send nothing more; what it asked for is given up."""
+        self._connection.receive_eof()
+        self._take_events()
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The transport is gone."""
+        self._transport = None
+        self._set_timer(None)
+        if self._desk is not None:
+            self._desk.leave()
+        self._release(self)
+
+    def pause_writing(self) -> None:
+        """The peer does not read: neither do we, and not for long."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self._set_timer(STALL_TIMEOUT_S, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        if self._transport is not None:
+            self._set_timer(None)
+            self._transport.resume_reading()
+
+    # --- answers ---
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anybody to answer."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def answer(self, request: Request, result: Body | Failure) -> None:
+        """Answer a request, if the peer is still there."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if isinstance(result, Failure):
+            self._transport.write(self._connection.send_failure(request, result))
+            return
+        try:
+            self._transport.write(self._connection.send_reply(request, result))
+        except LocalProtocolError:
+            _log.exception("%s could not be answered", request.op.name)
+            failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
+            self._transport.write(self._connection.send_failure(request, failure))
+
+    def say_goodbye(self, failure: Failure) -> None:
+        """Say why and close."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._connection.send_goodbye(failure))
+            self._close()
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._set_timer(LINGER_S, self._transport.abort)
+            self._transport.close()
+
+    # --- events ---
+
+    def _take_events(self) -> None:
+        while self._connection.state is not State.ATTACHING and (event := self._connection.next_event()) is not None:
+            match event:
+                case Request():
+                    self._take_request(event)
+                case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
+                    self._transport.write(self._connection.send_failure(event, event.failure))
+                case StreamBroken():
+                    self.say_goodbye(event.failure)
+                case EndOfStream():
+                    self._close()
+                case Rejected() | Reply() | Goodbye():
+                    pass
+        self._watch_for_stall()
+
+    def _take_request(self, request: Request) -> None:
+        if self._desk is None:
+            return
+        if request.op is Opcode.HELLO:
+            self._set_timer(None)
+            self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, ()))
+        elif request.op is Opcode.ATTACH:
+            self._attach(request, self._desk)
+        else:
+            self._desk.take(request)
+
+    def _watch_for_stall(self) -> None:
+        is_stalled = self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL
+        if is_stalled != self._is_stalled:
+            self._is_stalled = is_stalled
+            failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
+            self._set_timer(STALL_TIMEOUT_S if is_stalled else None, self.say_goodbye, failure)
+
+    def _set_timer(self, delay_s: float | None, action: Callable[..., None] | None = None, *arguments: Failure) -> None:
+        """One timer a connection: what it is waiting for now replaces what it waited for before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if delay_s is not None and action is not None:
+            self._timer = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
+
+    # --- hand-over ---
+
+    def _attach(self, request: Request, desk: Desk) -> None:
+        if self._transport is None:
+            return
+        # What the peer sent behind its ATTACH is the worker's to read, in the kernel or in our buffer.
+        self._transport.pause_reading()
+        if self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(HAND_OVER_POLL_S, self._attach, request, desk)
+            return
+        try:
+            desk.check_attach(request.session_id)
+        except Refusal as refusal:
+            self._refuse_attach(request, refusal.failure)
+            return
+        if not self._hand_over(request):
+            failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
+            self._refuse_attach(request, failure)
+
+    def _hand_over(self, request: Request) -> bool:
+        if self._transport is None:
+            return False
+        fd = os.dup(self._transport.get_extra_info("socket").fileno())
+        try:
+            rest = self._connection.take_rest()
+            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest):
+                self._connection.receive_data(rest)
+                return False
+        finally:
+            os.close(fd)
+        # Closes this process's descriptor only; the connection lives on in the worker's.
+        self._transport.abort()
+        return True
+
+    def _refuse_attach(self, request: Request, failure: Failure) -> None:
+        if self._transport is None:
+            return
+        self.answer(request, failure)
+        self._transport.resume_reading()
+        self._take_events()

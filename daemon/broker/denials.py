@@ -1,0 +1,38 @@
+"""The lease core's refusals as statuses of the wire."""
+
+from typing import Final
+
+from gpulease.daemon.core import Cause, Denial, DenialReason
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+_STATUS: Final = {
+    DenialReason.CAPACITY_EXCEEDED: Status.CAPACITY_EXCEEDED,
+    DenialReason.LEASE_EXPIRED: Status.LEASE_EXPIRED,
+    DenialReason.REVOKED: Status.REVOKED,
+    DenialReason.FENCED: Status.FENCED,
+    DenialReason.UNSUPPORTED: Status.UNSUPPORTED,
+    DenialReason.INVALID_REQUEST: Status.INVALID_REQUEST,
+    DenialReason.NOT_FOUND: Status.NOT_FOUND,
+    DenialReason.LIMIT: Status.DENIED,
+    DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
+    DenialReason.FREED: Status.LEASE_FREED,
+    DenialReason.SHUTTING_DOWN: Status.BUSY,
+}
+
+_REVOCATION_WORD: Final = {
+    Cause.EXPIRED: Status.LEASE_EXPIRED,
+    Cause.REVOKED: Status.REVOKED,
+    Cause.FREED: Status.LEASE_FREED,
+    Cause.SHUTDOWN: Status.BUSY,
+}
+
+
+def failure_of(denial: Denial) -> Failure:
+    """What to answer a refused request."""
+    return Failure(_STATUS[denial.reason], denial.message, hint=denial.hint)
+
+
+def word_for(cause: Cause) -> Status:
+    """What a worker answers once its lease has ended for `cause`."""
+    return _REVOCATION_WORD.get(cause, Status.SESSION_FAILED)

@@ -1,0 +1,101 @@
+"""The sockets the broker listens on.
+
+A Unix socket is guarded by a lock file beside it, so that two daemons can't take it from one another and a socket left
+by a crash can be told from one in use. TCP is bound to loopback only: it is neither encrypted nor authenticated.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from gpulease.protocol.address import Address, TcpAddress, UnixAddress
+
+BACKLOG: Final = 512
+"""Connections the kernel keeps until they are accepted; the kernel's own limit may be lower."""
+
+
+class CannotListen(Exception):
+    """An address that can't be listened on; the message is a sentence for the operator."""
+
+
+class Listeners:
+    """All listening sockets of one broker."""
+
+    def __init__(self, factory: Callable[[], asyncio.Protocol], socket_mode: int) -> None:
+        self._factory = factory
+        self._socket_mode = socket_mode
+        self._servers: list[asyncio.Server] = []
+        self._paths: list[str] = []
+        self._locks: list[int] = []
+
+    async def listen(self, address: Address) -> Address:
+        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen."""
+        try:
+            if isinstance(address, UnixAddress):
+                return await self._listen_unix(address)
+            return await self._listen_tcp(address)
+        except OSError as error:
+            raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+
+    async def close(self) -> None:
+        """Stop listening and remove the sockets' files."""
+        for server in self._servers:
+            server.close()
+        for server in self._servers:
+            await server.wait_closed()
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        for lock in self._locks:
+            os.close(lock)
+        self._servers, self._paths, self._locks = [], [], []
+
+    async def _listen_unix(self, address: UnixAddress) -> UnixAddress:
+        self._lock(address)
+        sock = self._bind_unix(address)
+        self._paths.append(address.path)
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG))
+        return address
+
+    def _bind_unix(self, address: UnixAddress) -> socket.socket:
+        path = Path(address.path)
+        if path.is_socket():
+            # The lock is ours, so whoever made this socket is gone.
+            path.unlink()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(address.path)
+            os.chmod(address.path, self._socket_mode)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def _lock(self, address: UnixAddress) -> None:
+        lock = os.open(f"{address.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CannotListen(f"can't listen on {address}: another gpuleased does") from None
+        self._locks.append(lock)
+
+    async def _listen_tcp(self, address: TcpAddress) -> TcpAddress:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        hosts = {str(entry[4][0]) for entry in found}
+        for host in hosts:
+            if not ipaddress.ip_address(host).is_loopback:
+                raise CannotListen(
+                    f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address"
+                )
+        server = await loop.create_server(self._factory, host=sorted(hosts), port=address.port, backlog=BACKLOG)
+        self._servers.append(server)
+        return TcpAddress(address.host, int(server.sockets[0].getsockname()[1]))

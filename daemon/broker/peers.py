@@ -1,0 +1,41 @@
+"""Who is at the other end of a control connection.
+
+On a Unix socket the kernel says which user connected (unix(7), SO_PEERCRED). On loopback TCP nobody does: such peers
+share one tenant, may use only leases whose ids they know, and are never operators.
+"""
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+ANONYMOUS_TENANT: Final = "tcp"
+_UCRED: Final = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One peer.
+
+    Attributes:
+        tenant: Who its leases belong to.
+        is_operator: Whether it may list and revoke everybody's leases: root, and the daemon's own user.
+        is_known: Whether the kernel vouches for `tenant`.
+    """
+
+    tenant: str
+    is_operator: bool
+    is_known: bool
+
+    def __str__(self) -> str:
+        return f"{self.tenant}{' (operator)' if self.is_operator else ''}"
+
+
+def identify(sock: Any) -> Peer:
+    """The peer of an accepted socket."""
+    if sock.family != socket.AF_UNIX:
+        return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(credentials)
+    return Peer(f"uid:{uid}", is_operator=uid in (0, os.geteuid()), is_known=True)

@@ -1,0 +1,83 @@
+"""What the broker tells about leases and cards: the maps of LEASE_QUERY, LEASE_LIST_ACTIVE and GET_INVENTORY."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gpulease.daemon.core import CardSnapshot, LeaseSnapshot
+from gpulease.daemon.worker.page import BrokerPage, Counter
+from gpulease.protocol.messages import Inventory, InventoryEntry
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
+
+NS_PER_MS: Final = 1_000_000
+
+
+def remaining_ms(lease: LeaseSnapshot, now_ns: int) -> int:
+    """Time left to a lease, 0 if it has none."""
+    return 0 if lease.deadline_ns is None else max(0, lease.deadline_ns - now_ns) // NS_PER_MS
+
+
+def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int) -> int:
+    """The deadline on the wall clock, for people: the monotonic one is what counts."""
+    return int(time.time() + remaining_ms(lease, now_ns) / 1000)
+
+
+def lease_report(lease: LeaseSnapshot, page: BrokerPage | None, now_ns: int) -> dict[str, Any]:
+    """One lease as a map; the counters are the worker's word."""
+    report: dict[str, Any] = {
+        "lease_id": f"{lease.lease_id:032x}",
+        "tenant": lease.tenant,
+        "state": lease.state.value,
+        "cause": None if lease.cause is None else lease.cause.value,
+        "reason": lease.reason or lease.fault,
+        "fault": lease.fault,
+        "generation": lease.generation,
+        "size_bytes": lease.size_bytes,
+        "card_uuid": lease.card_uuid,
+        "exclusivity": lease.exclusivity.name.lower(),
+        "remaining_ms": remaining_ms(lease, now_ns) if lease.ended_ns is None else 0,
+        "ttl_ms": lease.ttl_ms,
+    }
+    if lease.ended_ns is not None and lease.deadline_ns is not None:
+        report["ended_after_deadline_us"] = (lease.ended_ns - lease.deadline_ns) // 1000
+    if page is not None:
+        report |= {
+            "allocated_bytes": page.counter(Counter.ALLOCATED_BYTES),
+            "launches": page.counter(Counter.LAUNCHES),
+            "syncs": page.counter(Counter.SYNCS),
+            "operations": page.counter(Counter.OPS),
+        }
+    return report
+
+
+def inventory(cards: Sequence[CardSnapshot], driver: str) -> Inventory:
+    """All cards, in the public 36-byte form and as maps."""
+    return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) for card in cards])
+
+
+def _entry(card: CardSnapshot) -> InventoryEntry:
+    flags = InventoryFlag.FENCED if card.fenced_bytes else InventoryFlag(0)
+    return InventoryEntry(
+        _uuid_number(card.uuid), GPU_RESOURCE_TYPE, int(flags), card.capacity_bytes, card.available_bytes
+    )
+
+
+def _uuid_number(card_uuid: str) -> int:
+    """The 128 bits of `GPU-xxxxxxxx-...`, or of a MIG device's `MIG-xxxxxxxx-...`."""
+    return uuid.UUID(card_uuid.partition("-")[2]).int
+
+
+def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
+    return {
+        "uuid": card.uuid,
+        "index": card.index,
+        "name": card.name,
+        "driver": driver,
+        "capacity_bytes": card.capacity_bytes,
+        "held_bytes": card.held_bytes,
+        "available_bytes": card.available_bytes,
+        "fenced_bytes": card.fenced_bytes,
+        "leases": card.leases,
+        "exclusive": card.is_exclusive,
+    }

@@ -1,0 +1,286 @@
+"""What each control operation means: a request in, an event for the lease table or a report out."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from gpulease.daemon.broker.denials import failure_of
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.reports import expires_at_unix_s, inventory, lease_report, remaining_ms
+from gpulease.daemon.broker.runtime import Outcome, Runtime
+from gpulease.daemon.core import (
+    AcquireRequested,
+    Denied,
+    Exclusivity,
+    FenceCleared,
+    FenceClearRequested,
+    Freed,
+    FreeRequested,
+    Granted,
+    LeaseSnapshot,
+    Renewed,
+    RenewRequested,
+    RequesterGone,
+    RevokeDone,
+    RevokeRequested,
+)
+from gpulease.protocol import messages
+from gpulease.protocol.connection import Request
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Opcode, Status
+from gpulease.protocol.primitives import LeaseParameter
+
+
+class Answerer(Protocol):
+    """Where answers go: a control connection."""
+
+    @property
+    def peer(self) -> Peer:
+        """Who asks."""
+
+    def answer(self, request: Request, result: messages.Body | Failure) -> None:
+        """Answer a request; does nothing once the connection is gone."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody is there to read an answer."""
+
+
+class Refusal(Exception):
+    """A request that never gets to the lease table."""
+
+    def __init__(self, status: Status, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.failure = Failure(status, message, hint=hint)
+
+
+class Desk:
+    """Takes the control requests of one connection.
+
+    Attributes:
+        acquired: The leases granted on this connection.
+    """
+
+    def __init__(self, runtime: Runtime, answerer: Answerer, driver: str) -> None:
+        self.acquired: set[int] = set()
+        self._runtime = runtime
+        self._answerer = answerer
+        self._peer = answerer.peer
+        self._driver = driver
+        self._open_acquires: set[int] = set()
+        self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
+            Opcode.PING: lambda request, body: answerer.answer(request, body),
+            Opcode.GET_INVENTORY: self._get_inventory,
+            Opcode.LEASE_ALLOC: self._lease_alloc,
+            Opcode.LEASE_RENEW: self._lease_renew,
+            Opcode.LEASE_FREE: self._lease_free,
+            Opcode.LEASE_QUERY: self._lease_query,
+            Opcode.LEASE_LIST_ACTIVE: self._lease_list_active,
+            Opcode.LEASE_REVOKE: self._lease_revoke,
+            Opcode.FENCE_CLEAR: self._fence_clear,
+        }
+
+    def take(self, request: Request) -> None:
+        """Serve one request, now or when the table has an outcome."""
+        try:
+            self._operations[request.op](request, request.body)
+        except Refusal as refusal:
+            self._answerer.answer(request, refusal.failure)
+
+    def leave(self) -> None:
+        """The client is gone: what it waits for is given up."""
+        for number in list(self._open_acquires):
+            self._runtime.post(RequesterGone(number))
+            self._runtime.forget(number)
+        self._open_acquires.clear()
+
+    def check_attach(self, lease_id: int) -> None:
+        """Raises Refusal unless this peer may attach to that lease's session now."""
+        lease = self._runtime.table.get(lease_id)
+        if lease is not None and lease.tenant != self._peer.tenant:
+            raise _not_found(lease_id)
+        denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
+        if denial is not None:
+            failure = failure_of(denial)
+            raise Refusal(failure.status, failure.message, hint=failure.hint)
+
+    # --- leases ---
+
+    def _lease_alloc(self, request: Request, body: messages.LeaseAlloc) -> None:
+        if body.resource_type != GPU_RESOURCE_TYPE:
+            raise Refusal(
+                Status.UNSUPPORTED,
+                f"resource type {body.resource_type:#06x} is not leased here",
+                hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
+            )
+        exclusivity = exclusivity_of(body.parameters)
+
+        def on_outcome(outcome: Outcome) -> None:
+            self._open_acquires.discard(number)
+            self._granted(request, outcome)
+
+        number = self._runtime.expect(on_outcome)
+        self._open_acquires.add(number)
+        self._runtime.post(
+            AcquireRequested(
+                request=number,
+                tenant=self._peer.tenant,
+                lease_id=secrets.randbits(128) or 1,
+                size_bytes=body.size_bytes,
+                ttl_ms=body.ttl_ms,
+                exclusivity=exclusivity,
+                selector=body.device,
+                wait_ms=body.wait_ms,
+            )
+        )
+
+    def _granted(self, request: Request, outcome: Outcome) -> None:
+        if not isinstance(outcome, Granted):
+            self._answer_denied(request, outcome)
+            return
+        lease = outcome.lease
+        if not self._answerer.is_open:
+            # Nobody will ever know this lease's id: it would hold its bytes, unused, to the end of its time.
+            self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
+            return
+        self.acquired.add(lease.lease_id)
+        now_ns = time.monotonic_ns()
+        grant = messages.LeaseGrant(
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            size_bytes=lease.size_bytes,
+            ttl_ms=remaining_ms(lease, now_ns),
+            expires_at_unix_s=expires_at_unix_s(lease, now_ns),
+            exclusivity=int(lease.exclusivity),
+            card_uuid=lease.card_uuid,
+        )
+        self._answerer.answer(request, grant)
+
+    def _lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
+        def on_outcome(outcome: Outcome) -> None:
+            if not isinstance(outcome, Renewed):
+                self._answer_denied(request, outcome)
+                return
+            now_ns = time.monotonic_ns()
+            lease = outcome.lease
+            renewed = messages.LeaseRenewed(
+                lease.generation, remaining_ms(lease, now_ns), expires_at_unix_s(lease, now_ns)
+            )
+            self._answerer.answer(request, renewed)
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.post(
+            RenewRequested(number, body.lease_id, self._peer.tenant, body.ttl_ms, self._peer.is_operator)
+        )
+
+    def _lease_free(self, request: Request, body: messages.LeaseRef) -> None:
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, Freed):
+                self._answerer.answer(request, messages.Empty())
+            else:
+                self._answer_denied(request, outcome)
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.post(FreeRequested(number, body.lease_id, self._peer.tenant, self._peer.is_operator))
+
+    def _lease_revoke(self, request: Request, body: messages.LeaseRevoke) -> None:
+        self._need_operator("LEASE_REVOKE")
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, RevokeDone):
+                self._answerer.answer(request, messages.LeaseRevoked(int(outcome.outcome)))
+            else:
+                self._answer_denied(request, outcome)
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.post(RevokeRequested(number, body.lease_id, body.reason))
+
+    def _fence_clear(self, request: Request, body: messages.FenceClear) -> None:
+        self._need_operator("FENCE_CLEAR")
+        card_uuid = None if body.device is None else self._card_uuid(body.device)
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, FenceCleared):
+                self._answerer.answer(request, messages.FenceCleared(outcome.count))
+            else:
+                self._answer_denied(request, outcome)
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.post(FenceClearRequested(number, card_uuid))
+
+    # --- reports ---
+
+    def _get_inventory(self, request: Request, body: messages.Empty) -> None:
+        self._answerer.answer(request, inventory(self._runtime.table.cards(), self._driver))
+
+    def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
+        lease = self._runtime.table.get(body.lease_id)
+        if lease is None or (lease.tenant != self._peer.tenant and not self._peer.is_operator):
+            raise _not_found(body.lease_id)
+        self._answerer.answer(request, messages.Report(self._report(lease)))
+
+    def _lease_list_active(self, request: Request, body: messages.Empty) -> None:
+        leases = [self._report(lease) for lease in self._runtime.table.snapshots() if self._may_see(lease)]
+        self._answerer.answer(request, messages.Report(leases))
+
+    def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
+        return lease_report(lease, self._runtime.workers.page(lease.lease_id), time.monotonic_ns())
+
+    def _may_see(self, lease: LeaseSnapshot) -> bool:
+        if self._peer.is_operator:
+            return True
+        if not self._peer.is_known:
+            # Peers nobody vouches for share a tenant: a list of its leases would hand out other people's ids.
+            return lease.lease_id in self.acquired
+        return lease.tenant == self._peer.tenant
+
+    # --- shared by several ---
+
+    def _answer_denied(self, request: Request, outcome: Outcome) -> None:
+        if isinstance(outcome, Denied):
+            self._answerer.answer(request, failure_of(outcome.denial))
+
+    def _need_operator(self, operation: str) -> None:
+        if not self._peer.is_operator:
+            raise Refusal(
+                Status.DENIED,
+                f"{operation} is for operators; this connection is {self._peer}",
+                hint="Run it as root or as the daemon's user, over its Unix socket.",
+            )
+
+    def _card_uuid(self, selector: str) -> str:
+        wanted = selector.lower().removeprefix("gpu-")
+        for card in self._runtime.table.cards():
+            if wanted in (str(card.index), card.uuid.lower().removeprefix("gpu-")):
+                return card.uuid
+        raise Refusal(Status.INVALID_REQUEST, f"no card answers to {selector!r}", hint="See `gpulease info`.")
+
+
+_CLASSES: Final = {int(member): member for member in Exclusivity}
+
+
+def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:
+    """The exclusivity class among a request's lease parameters, SESSION_EXCLUSIVE if there is none.
+
+    Raises Refusal for classes that are unknown (4-254) or never valid (255), or if it is given twice.
+    """
+    values = [parameter.value for parameter in parameters if parameter.tag == EXCLUSIVITY_TAG]
+    if not values:
+        return Exclusivity.SESSION_EXCLUSIVE
+    if len(values) > 1 or len(values[0]) != 1:
+        raise Refusal(Status.INVALID_REQUEST, "the exclusivity class is one byte, given once")
+    number = values[0][0]
+    if number == 255:
+        raise Refusal(Status.INVALID_REQUEST, "exclusivity class 255 is never valid")
+    if number not in _CLASSES:
+        raise Refusal(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
+    return _CLASSES[number]
+
+
+def _not_found(lease_id: int) -> Refusal:
+    return Refusal(
+        Status.NOT_FOUND,
+        f"there is no lease {lease_id:032x} of yours here",
+        hint="Check the lease id and the node; leases that ended long ago are forgotten.",
+    )

@@ -1,0 +1,163 @@
+"""The lease table's hands: events in, effects out, each effect carried out here.
+
+Nothing here decides. An event posted while an effect is being carried out waits for its turn, so the table is never
+entered twice.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from gpulease.daemon.broker.denials import word_for
+from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.source import CardSource
+from gpulease.daemon.core import (
+    ArmTimer,
+    ArmWaitTimer,
+    Denied,
+    Effect,
+    Event,
+    Exclusivity,
+    FenceCleared,
+    Freed,
+    Granted,
+    KillWorker,
+    LeaseEnded,
+    LeaseSnapshot,
+    LeaseState,
+    LeaseTable,
+    ProveReclaimed,
+    RefuseWork,
+    Renewed,
+    RevokeDone,
+    SetDeadline,
+    SpawnWorker,
+    TimerFired,
+    TimerKind,
+    WaitTimerFired,
+)
+from gpulease.daemon.worker.spec import WorkerSpec
+
+NS_PER_S = 1_000_000_000
+
+Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied
+OnOutcome = Callable[[Outcome], None]
+
+_log = logging.getLogger("gpulease.leases")
+
+
+class Runtime:
+    """Carries out what the lease table wants done."""
+
+    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers) -> None:
+        self.table = table
+        self.workers = workers
+        workers.deliver_to(self.post)
+        self._reclaimer = Reclaimer(source, self.post)
+        self._events: deque[Event] = deque()
+        self._is_busy = False
+        self._last_request = 0
+        self._waiting: dict[int, OnOutcome] = {}
+        self._timers: dict[tuple[int, TimerKind], asyncio.TimerHandle] = {}
+        self._wait_timers: dict[int, asyncio.TimerHandle] = {}
+        self._lease_ended = asyncio.Event()
+
+    async def drained(self) -> None:
+        """Wait until no lease is left but fenced ones."""
+        while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()):
+            self._lease_ended.clear()
+            await self._lease_ended.wait()
+
+    async def stop(self) -> None:
+        """Wait for nothing any more."""
+        for handle in (*self._timers.values(), *self._wait_timers.values()):
+            handle.cancel()
+        await self._reclaimer.stop()
+
+    # --- requests ---
+
+    def expect(self, on_outcome: OnOutcome) -> int:
+        """A number for a request whose outcome `on_outcome` will get, exactly once."""
+        self._last_request += 1
+        self._waiting[self._last_request] = on_outcome
+        return self._last_request
+
+    def forget(self, request: int) -> None:
+        """Nobody waits for this outcome any more."""
+        self._waiting.pop(request, None)
+
+    def is_expected(self, request: int) -> bool:
+        """Whether somebody waits for this outcome."""
+        return request in self._waiting
+
+    # --- events in ---
+
+    def post(self, event: Event) -> None:
+        """Tell the table what happened, and carry out what it wants done."""
+        self._events.append(event)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events:
+                for effect in self.table.handle(self._events.popleft(), time.monotonic_ns()):
+                    self._perform(effect)
+        finally:
+            self._is_busy = False
+
+    # --- effects out ---
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SpawnWorker():
+                self._spawn(effect)
+            case SetDeadline(lease_id, generation, deadline_ns):
+                self.workers.set_deadline(lease_id, deadline_ns, generation)
+            case RefuseWork(lease_id, cause):
+                self.workers.refuse(lease_id, word_for(cause))
+            case KillWorker(lease_id):
+                self.workers.kill(lease_id)
+            case ProveReclaimed(lease_id, card_uuid):
+                self._reclaimer.prove(lease_id, card_uuid, self.workers.take_ended_pid(lease_id))
+            case ArmTimer():
+                self._arm(effect)
+            case ArmWaitTimer(request, due_ns):
+                self._wait_timers[request] = self._at(due_ns, WaitTimerFired(request))
+            case LeaseEnded(lease):
+                self._end(lease)
+            case _:
+                self._answer(effect)
+
+    def _spawn(self, effect: SpawnWorker) -> None:
+        lease = self.table.get(effect.lease_id)
+        is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
+        self.workers.spawn(WorkerSpec(effect.lease_id, effect.card_uuid, effect.size_bytes, is_shared))
+
+    def _arm(self, effect: ArmTimer) -> None:
+        key = (effect.lease_id, effect.kind)
+        if (armed := self._timers.get(key)) is not None:
+            armed.cancel()
+        self._timers[key] = self._at(effect.due_ns, TimerFired(effect.lease_id, effect.generation, effect.kind))
+
+    def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
+        delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
+        return asyncio.get_running_loop().call_later(delay_s, self.post, event)
+
+    def _end(self, lease: LeaseSnapshot) -> None:
+        for kind in TimerKind:
+            if (handle := self._timers.pop((lease.lease_id, kind), None)) is not None:
+                handle.cancel()
+        self._reclaimer.give_up(lease.lease_id)
+        self._lease_ended.set()
+        cause = lease.cause.value if lease.cause is not None else "unknown"
+        _log.info("lease %032x %s: %s %s", lease.lease_id, lease.state.value, cause, lease.reason)
+
+    def _answer(self, outcome: Outcome) -> None:
+        if (handle := self._wait_timers.pop(outcome.request, None)) is not None:
+            handle.cancel()
+        on_outcome = self._waiting.pop(outcome.request, None)
+        if on_outcome is not None:
+            on_outcome(outcome)

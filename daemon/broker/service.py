@@ -1,0 +1,110 @@
+"""The daemon from start to stop: cards, zygote, lease table, listeners, and back."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Final
+
+from gpulease.daemon.broker.admission import Doorkeeper
+from gpulease.daemon.broker.control import ControlConnection
+from gpulease.daemon.broker.listening import Listeners
+from gpulease.daemon.broker.probe import measure_overhead
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.choice import choose_cards
+from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
+from gpulease.daemon.config import Config
+from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.processes import adopt_orphans
+from gpulease.protocol.address import Address
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+SHUTDOWN_TIMEOUT_S: Final = 10.0
+"""How long leases get to be proved back when the daemon stops; their workers die in any case."""
+
+_log = logging.getLogger("gpulease")
+
+
+class Service:
+    """A running daemon.
+
+    Attributes:
+        addresses: Where it listens, with the ports the kernel chose.
+    """
+
+    def __init__(self, config: Config, source: CardSource, cards: list[Card], workers: Workers) -> None:
+        self.addresses: list[Address] = []
+        self.runtime = Runtime(LeaseTable(cards, config.limits), source, workers)
+        self._config = config
+        self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
+        self._driver = source.driver
+        self._listeners = Listeners(self._new_connection, config.socket_mode)
+
+    async def start(self) -> None:
+        """Listen. Raises CannotListen."""
+        for address in self._config.listen:
+            self.addresses.append(await self._listeners.listen(address))
+
+    async def stop(self) -> None:
+        """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""
+        await self._listeners.close()
+        self.runtime.post(ShutdownRequested())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await self.runtime.drained()
+        self._doorkeeper.say_goodbye(Failure(Status.BUSY, "the daemon is stopping", hint="Try again once it is back."))
+        await asyncio.sleep(0)
+
+    def _new_connection(self) -> ControlConnection:
+        return ControlConnection(self.runtime, self._driver, self._doorkeeper.admit, self._doorkeeper.release)
+
+
+@contextlib.asynccontextmanager
+async def running_service(config: Config) -> AsyncIterator[Service]:
+    """A daemon that listens, until the block is left.
+
+    Raises CardsUnavailable, ZygoteBroken or CannotListen, each with a sentence for the operator.
+    """
+    adopt_orphans()
+    source = choose_cards(config.driver, config.vram_bytes)
+    try:
+        facts = await asyncio.to_thread(source.discover)
+        if not facts:
+            raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
+        workers = Workers(source.driver)
+        try:
+            await workers.start()
+            cards = await _measured(source, facts, workers)
+            async with _serving(Service(config, source, cards, workers)) as service:
+                yield service
+        finally:
+            await workers.stop()
+    finally:
+        source.close()
+
+
+async def _measured(source: CardSource, facts: list[CardFacts], workers: Workers) -> list[Card]:
+    cards = []
+    for fact, overhead in zip(facts, await measure_overhead(source, workers, facts), strict=True):
+        cards.append(Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, overhead, fact.is_partition))
+        _log.info(
+            "card %d %s %s: %d bytes to lease, %d more for each context",
+            fact.index,
+            fact.uuid,
+            fact.name,
+            fact.capacity_bytes,
+            overhead,
+        )
+    return cards
+
+
+@contextlib.asynccontextmanager
+async def _serving(service: Service) -> AsyncIterator[Service]:
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.stop()
+        await service.runtime.stop()

@@ -1,0 +1,219 @@
+"""The workers as the broker sees them: one record a lease, from the spawn to the reaped process."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
+from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.worker.page import BrokerPage
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.opcodes import Status
+
+ZYGOTE_RESTART_DELAY_S: Final = 1.0
+"""Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
+
+_log = logging.getLogger("gpulease.workers")
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it."""
+
+    spec: WorkerSpec
+    page: BrokerPage
+    channel: socket.socket
+    pid: int = 0
+    pidfd: int = -1
+    is_killed: bool = False
+
+
+class Workers:
+    """All workers, and the zygote that makes them."""
+
+    def __init__(self, driver: str) -> None:
+        self._deliver: Callable[[Event], None] = _not_delivered
+        self._workers: dict[int, Worker] = {}
+        self._ended_pids: dict[int, int] = {}
+        self._driver = driver
+        self._zygote = Zygote(driver, self._on_zygote_message, self._on_zygote_exit)
+        self._restart: asyncio.Task[None] | None = None
+
+    def deliver_to(self, deliver: Callable[[Event], None]) -> None:
+        """Who is told what happens to workers from now on."""
+        self._deliver = deliver
+
+    async def start(self) -> None:
+        """Start the zygote. Raises ZygoteBroken."""
+        await self._zygote.start()
+
+    async def stop(self) -> None:
+        """End the zygote and every worker that is left."""
+        if self._restart is not None:
+            self._restart.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restart
+        self._zygote.stop()
+        for worker in list(self._workers.values()):
+            self._kill(worker)
+            self._forget(worker)
+
+    def pid(self, lease_id: int) -> int:
+        """The worker's process id, 0 if there is none."""
+        worker = self._workers.get(lease_id)
+        return 0 if worker is None else worker.pid
+
+    def take_ended_pid(self, lease_id: int) -> int:
+        """The process id of a worker that has ended, told once; 0 if it never had one."""
+        return self._ended_pids.pop(lease_id, 0)
+
+    def page(self, lease_id: int) -> BrokerPage | None:
+        """The worker's control page."""
+        worker = self._workers.get(lease_id)
+        return None if worker is None else worker.page
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        """Have a worker made; `WorkerReady` or `WorkerExited` follows."""
+        page = BrokerPage()
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        worker = Worker(spec, page, ours)
+        self._workers[spec.lease_id] = worker
+        with theirs:
+            try:
+                self._zygote.spawn(spec, theirs.fileno(), page.fd)
+            except (ChannelClosed, BlockingIOError) as error:
+                self._ended(worker, f"could not be started: {error}")
+                return
+        asyncio.get_running_loop().add_reader(ours, self._on_worker_message, worker)
+
+    def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
+        """Write the deadline where the worker reads it."""
+        if (worker := self._workers.get(lease_id)) is not None:
+            worker.page.set_deadline(deadline_ns, generation)
+
+    def refuse(self, lease_id: int, status: Status) -> None:
+        """Have the worker answer everything with `status`, and say so to whoever is connected."""
+        if (worker := self._workers.get(lease_id)) is None:
+            return
+        worker.page.refuse(status)
+        # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            send_message(worker.channel, {"op": "end"})
+
+    def kill(self, lease_id: int) -> None:
+        """End the worker whatever it is doing; `WorkerExited` follows."""
+        worker = self._workers.get(lease_id)
+        if worker is None:
+            asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, "there was no process"))
+            return
+        worker.is_killed = True
+        self._kill(worker)
+
+    def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes) -> bool:
+        """Hand a tenant's socket to its worker; False if the worker can't take it now."""
+        worker = self._workers.get(lease_id)
+        if worker is None:
+            return False
+        try:
+            send_message(worker.channel, {"op": "attach", "request_id": request_id, "rest": rest}, (sock_fd,))
+        except (ChannelClosed, BlockingIOError):
+            return False
+        return True
+
+    # --- what the zygote and the workers say ---
+
+    def _on_zygote_message(self, message: dict[str, Any], fds: list[int]) -> None:
+        worker = self._workers.get(int(str(message.get("lease", "0")), 16))
+        match message:
+            case {"op": "spawned", "pid": int(pid)} if worker is not None and len(fds) == 1:
+                worker.pid, worker.pidfd = pid, fds[0]
+                if worker.is_killed:
+                    self._kill(worker)
+            case {"op": "exited" | "no_fork", "reason": str(reason)} if worker is not None:
+                close_all(fds)
+                self._ended(worker, reason)
+            case _:
+                close_all(fds)
+
+    def _on_worker_message(self, worker: Worker) -> None:
+        try:
+            message, fds = receive_message(worker.channel)
+        except BlockingIOError:
+            return
+        except ChannelClosed:
+            # Its exit is reported by whoever reaps it.
+            asyncio.get_running_loop().remove_reader(worker.channel)
+            return
+        close_all(fds)
+        lease_id = worker.spec.lease_id
+        match message:
+            case {"op": "ready"}:
+                self._post(WorkerReady(lease_id))
+            case {"op": "failed", "reason": str(reason)}:
+                self._post(WorkerFailed(lease_id, reason))
+            case {"op": "faulted", "reason": str(reason)}:
+                self._post(SessionFaulted(lease_id, reason))
+
+    def _on_zygote_exit(self) -> None:
+        _log.error("the zygote died: every session ends with it; it will be started again")
+        for worker in list(self._workers.values()):
+            if worker.pid == 0:
+                self._ended(worker, "the zygote died before it could start the worker")
+            else:
+                asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)
+        self._restart = asyncio.get_running_loop().create_task(self._restart_zygote())
+
+    async def _restart_zygote(self) -> None:
+        while True:
+            await asyncio.sleep(ZYGOTE_RESTART_DELAY_S)
+            self._zygote = Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit)
+            try:
+                await self._zygote.start()
+            except ZygoteBroken as error:
+                _log.error("the zygote can't be started: %s %s", error, error.hint)
+                continue
+            _log.info("the zygote is back")
+            return
+
+    def _reap_orphan(self, worker: Worker) -> None:
+        """A dead zygote's worker is this process's child (see processes.adopt_orphans) and died with its parent."""
+        asyncio.get_running_loop().remove_reader(worker.pidfd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
+        self._ended(worker, "was killed with the zygote it came from")
+
+    # --- ends ---
+
+    def _post(self, event: Event) -> None:
+        self._deliver(event)
+
+    def _kill(self, worker: Worker) -> None:
+        if worker.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+    def _ended(self, worker: Worker, reason: str) -> None:
+        self._forget(worker)
+        self._ended_pids[worker.spec.lease_id] = worker.pid
+        asyncio.get_running_loop().call_soon(self._post, WorkerExited(worker.spec.lease_id, reason))
+
+    def _forget(self, worker: Worker) -> None:
+        del self._workers[worker.spec.lease_id]
+        asyncio.get_running_loop().remove_reader(worker.channel)
+        worker.channel.close()
+        worker.page.close()
+        if worker.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(worker.pidfd)
+            os.close(worker.pidfd)
+
+
+def _not_delivered(event: Event) -> None:
+    _log.warning("nobody was told of %r", event)

@@ -1,0 +1,1 @@
+"""Which cards there are, and the proof that what was taken from them is back."""

@@ -1,0 +1,39 @@
+"""The embedded driver's cards: as many as the operator asks for, of any size, in host memory."""
+
+import uuid
+from collections.abc import Sequence
+
+from gpulease.daemon.cards.source import CardFacts
+
+_NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
+
+
+class EmbeddedCards:
+    """Pretended cards. A card's UUID depends on its index alone, so it survives a restart.
+
+    Args:
+        sizes_bytes: One card for each, in order.
+    """
+
+    driver = "cpu"
+
+    def __init__(self, sizes_bytes: Sequence[int]) -> None:
+        self._sizes_bytes = tuple(sizes_bytes)
+
+    def discover(self) -> list[CardFacts]:
+        """The cards asked for."""
+        return [
+            CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size)
+            for index, size in enumerate(self._sizes_bytes)
+        ]
+
+    def process_bytes(self, card_uuid: str, pid: int) -> int:
+        """A context on the host costs no pretended VRAM."""
+        return 0
+
+    def missing_proof(self, card_uuid: str, pid: int) -> str:
+        """A session's memory is its worker's anonymous memory: the kernel had it back when the worker was reaped."""
+        return ""
+
+    def close(self) -> None:
+        """There is nothing open."""

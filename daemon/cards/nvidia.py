@@ -1,0 +1,91 @@
+"""NVIDIA cards, through NVML: the broker's only look at them, which makes no context and holds no VRAM.
+
+The proof that a dead worker's bytes are back has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and
+nvmlDeviceGetMemoryInfo): the card no longer lists the process, and what is used on the card beyond what its listed
+processes hold is no more than it was at start-up. Other leases that come and go meanwhile change neither half.
+"""
+
+from typing import Any, Final
+
+import pynvml
+
+from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
+
+RESERVE_BYTES: Final = 256 << 20
+"""Kept off every card's capacity: the driver's own needs grow a little with the number of contexts."""
+
+UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
+"""How far the bytes that belong to no listed process may move without being a leak; a context's share is larger."""
+
+
+class NvidiaCards:
+    """The cards NVML lists. Raises CardsUnavailable if the driver can't be used."""
+
+    driver = "cuda"
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: lease at most this much of each card, None for all of it."""
+        self._limit_bytes = limit_bytes
+        self._handles: dict[str, Any] = {}
+        self._unattributed_bytes: dict[str, int] = {}
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise CardsUnavailable(f"NVML can't be used: {error}", hint=_hint(error)) from None
+
+    def discover(self) -> list[CardFacts]:
+        """All cards, with what is used on each now off its capacity."""
+        try:
+            return [self._facts(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            raise CardsUnavailable(f"NVML can't list the cards: {error}", hint=_hint(error)) from None
+
+    def process_bytes(self, card_uuid: str, pid: int) -> int:
+        """What NVML says the process holds."""
+        return self._processes(card_uuid).get(pid, 0)
+
+    def missing_proof(self, card_uuid: str, pid: int) -> str:
+        """See the module's text."""
+        try:
+            processes = self._processes(card_uuid)
+            if pid in processes:
+                return f"NVML still lists process {pid} with {processes[pid]} bytes"
+            unattributed = self._used(card_uuid) - sum(processes.values())
+        except pynvml.NVMLError as error:
+            return f"NVML can't say what the card holds: {error}"
+        allowed = self._unattributed_bytes[card_uuid] + UNATTRIBUTED_SLACK_BYTES
+        if unattributed > allowed:
+            return f"{unattributed} bytes of the card belong to no process; at most {allowed} are expected"
+        return ""
+
+    def close(self) -> None:
+        """Shut NVML down."""
+        pynvml.nvmlShutdown()
+
+    def _facts(self, index: int) -> CardFacts:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = str(pynvml.nvmlDeviceGetUUID(handle))
+        self._handles[uuid] = handle
+        used = self._used(uuid)
+        self._unattributed_bytes[uuid] = used - sum(self._processes(uuid).values())
+        capacity = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) - used - RESERVE_BYTES
+        if self._limit_bytes is not None:
+            capacity = min(capacity, self._limit_bytes)
+        return CardFacts(uuid, index, str(pynvml.nvmlDeviceGetName(handle)), max(0, capacity))
+
+    def _used(self, card_uuid: str) -> int:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
+
+    def _processes(self, card_uuid: str) -> dict[int, int]:
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card_uuid])
+        return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
+
+
+def _hint(error: Any) -> str:
+    if isinstance(error, pynvml.NVMLError_LibraryNotFound):
+        return "Install the NVIDIA driver, or start with --driver cpu."
+    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
+        return "The kernel module and the library differ: reboot, or reload the NVIDIA kernel module."
+    if isinstance(error, pynvml.NVMLError_NoPermission):
+        return "Let the daemon's user open /dev/nvidia*."
+    return "Check that nvidia-smi works for the daemon's user, or start with --driver cpu."

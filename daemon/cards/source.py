@@ -1,0 +1,51 @@
+"""The seam between the broker and what knows the cards."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class CardsUnavailable(Exception):
+    """The cards can't be used at all: the daemon must not start.
+
+    Attributes:
+        hint: What the operator can do, a sentence.
+    """
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """A card as found.
+
+    Attributes:
+        capacity_bytes: All that may be leased, contexts' overhead included; the node's reserve is already taken off.
+    """
+
+    uuid: str
+    index: int
+    name: str
+    capacity_bytes: int
+    is_partition: bool = False
+
+
+class CardSource(Protocol):
+    """Knows the cards of one kind. Its methods may take milliseconds: the broker calls them from a thread."""
+
+    @property
+    def driver(self) -> str:
+        """The driver whose workers compute on these cards."""
+
+    def discover(self) -> list[CardFacts]:
+        """All cards. Raises CardsUnavailable."""
+
+    def process_bytes(self, card_uuid: str, pid: int) -> int:
+        """What a process holds on a card now, 0 if nothing."""
+
+    def missing_proof(self, card_uuid: str, pid: int) -> str:
+        """Why it is not proved yet that all a dead process held on a card is back; "" once it is proved."""
+
+    def close(self) -> None:
+        """Let go of what was opened."""

@@ -1,0 +1,76 @@
+"""Messages between the daemon's own processes: one msgpack map a datagram, with file descriptors beside it.
+
+SOCK_SEQPACKET keeps message boundaries and reports the peer's death as end of stream (unix(7)). Both ends are ours,
+but a worker computes for a tenant, so what comes from one is checked like any other input.
+"""
+
+import array
+import socket
+from typing import Any, Final
+
+import msgpack
+
+MAX_MESSAGE_BYTES: Final = 128 << 10
+"""Largest datagram. The largest honest one carries what a tenant sent behind its ATTACH, 64 KiB at most."""
+
+MAX_FDS: Final = 4
+"""Most descriptors beside one message."""
+
+
+class ChannelClosed(Exception):
+    """The other process is gone, or sent what is not a message."""
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends, close-on-exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one message; the descriptors stay open here. Raises ChannelClosed, or BlockingIOError if it would wait."""
+    data = msgpack.packb(message)
+    if len(data) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
+        raise ValueError(f"a message of {len(data)} bytes and {len(fds)} descriptors is too large")
+    try:
+        socket.send_fds(sock, [data], list(fds), socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ChannelClosed(f"the other process is gone: {error.strerror}") from None
+
+
+def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One message and its descriptors, close-on-exec and now the caller's.
+
+    Raises ChannelClosed, or BlockingIOError if there is none yet.
+    """
+    space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ChannelClosed(f"the other process is gone: {error.strerror}") from None
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    message = None if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) else _unpack(data)
+    if message is None:
+        close_all(fds)
+        raise ChannelClosed("the other process closed the channel" if not data else "a malformed message")
+    return message, list(fds)
+
+
+def close_all(fds: "array.array[int] | list[int]") -> None:
+    """Close descriptors that came with a message nobody wants."""
+    for fd in fds:
+        socket.close(fd)
+
+
+def _unpack(data: bytes) -> dict[str, Any] | None:
+    try:
+        message = msgpack.unpackb(data) if data else None
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return message if isinstance(message, dict) else None

@@ -1,0 +1,120 @@
+"""What the operator wants: command line over file over defaults, checked once, in sentences."""
+
+import re
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.core import CoreLimits
+from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
+
+DRIVERS: Final = ("auto", "cuda", "cpu")
+
+MAX_EMBEDDED_CARDS: Final = 64
+"""More pretended cards than any host has real ones is a typing mistake."""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE)
+_SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ConfigError(Exception):
+    """A setting that can't be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The daemon's settings.
+
+    Attributes:
+        listen: Where to listen.
+        driver: "auto", "cuda" or "cpu".
+        vram_bytes: For cpu: one pretended card of each size. For cuda: at most one, how much of each card to lease.
+        socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
+        max_connections: Control connections at a time, all tenants together.
+        max_connections_per_tenant: The same for one tenant; operators are not counted.
+        limits: The lease table's bounds.
+    """
+
+    listen: tuple[Address, ...] = field(default_factory=lambda: (parse_address(DEFAULT_ADDRESS),))
+    driver: str = "auto"
+    vram_bytes: tuple[int, ...] = ()
+    socket_mode: int = 0o660
+    max_connections: int = 1024
+    max_connections_per_tenant: int = 512
+    limits: CoreLimits = field(default_factory=CoreLimits)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "6GiB", "512M" or "1073741824"; all units are powers of 1024. Raises ConfigError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
+    size = int(float(match[1]) * _SCALE[match[2][:1].upper()])
+    if size < 1:
+        raise ConfigError(f"{text!r} is not a size: it must be at least one byte")
+    return size
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
+    """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
+    settings: dict[str, Any] = {} if path is None else _from_file(path)
+    settings |= {key: value for key, value in overrides.items() if value}
+    config = Config()
+    for key, value in settings.items():
+        config = replace(config, **{_field(key): _convert(key, value)})
+    _check(config)
+    return config
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+
+
+def _field(key: str) -> str:
+    name = "vram_bytes" if key == "vram" else key
+    if name not in {item.name for item in fields(Config)}:
+        known = ", ".join("vram" if item.name == "vram_bytes" else item.name for item in fields(Config))
+        raise ConfigError(f"unknown setting {key!r}; known are: {known}")
+    return name
+
+
+def _convert(key: str, value: Any) -> Any:
+    try:
+        if key == "listen":
+            return tuple(parse_address(text) for text in _texts(value))
+        if key == "vram":
+            return tuple(parse_size(text) for text in _texts(value))
+        if key == "socket_mode":
+            return int(value, 8) if isinstance(value, str) else int(value)
+        if key == "limits":
+            return CoreLimits(**value)
+        if key == "driver":
+            return str(value)
+        return int(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"setting {key}: {error}") from None
+
+
+def _texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("it must be a string or a list of strings")
+    return texts
+
+
+def _check(config: Config) -> None:
+    if config.driver not in DRIVERS:
+        raise ConfigError(f"unknown driver {config.driver!r}; there are {', '.join(DRIVERS)}")
+    if not config.listen:
+        raise ConfigError("nothing to listen on")
+    if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
+        raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
+    if not 0 < config.max_connections_per_tenant <= config.max_connections:
+        raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")

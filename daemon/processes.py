@@ -1,0 +1,52 @@
+"""What Linux offers to make sure that no process outlives what it is for: prctl(2) and pidfd_open(2)."""
+
+import ctypes
+import os
+import signal
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_NAME: Final = 15
+PR_SET_CHILD_SUBREAPER: Final = 36
+PR_SET_NO_NEW_PRIVS: Final = 38
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
+    if libc.prctl(option, value, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies. Exits at once if that has happened already."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be reaped here."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def gain_no_privileges() -> None:
+    """Let no exec of this process or its children gain privileges (no_new_privs)."""
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_name(name: str) -> None:
+    """Name this process for ps(1) and top(1); 15 bytes at most are kept."""
+    _prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def exit_text(status: int) -> str:
+    """A wait(2) status in words."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

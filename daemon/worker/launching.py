@@ -1,0 +1,126 @@
+"""Launches, checked once and repeated cheaply.
+
+Everything of a LAUNCH but its argument bytes keys a plan: the kernel, its shape, and where each argument goes in the
+parameter buffer (CUDA driver API, cuLaunchKernel: parameters lie at their natural alignment; on the wire they have no
+gaps).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.drivers.interface import Dim3, Kernel
+from gpulease.daemon.worker.ledger import Ledger, Refused
+from gpulease.protocol.codec import parse_body
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.fastpath import split_launch
+from gpulease.protocol.messages import Launch
+from gpulease.protocol.opcodes import Status
+
+MAX_PLANS: Final = 4096
+"""Most plans kept. A tenant that never launches the same shape twice gets no faster, and uses no more memory."""
+
+
+def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
+    """The launch was refused before it was queued."""
+    return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked launch, waiting for argument bytes.
+
+    Attributes:
+        moves: (from, to, size) of each argument if the wire's bytes need gaps, None if they fit as they are.
+    """
+
+    kernel: Kernel
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int
+    moves: tuple[tuple[int, int, int], ...] | None
+
+    def lay_out(self, args: bytes) -> bytes:
+        """The kernel's parameter buffer."""
+        if self.moves is None:
+            return args
+        params = bytearray(self.kernel.parameter_bytes)
+        for start, target, size in self.moves:
+            params[target : target + size] = args[start : start + size]
+        return bytes(params)
+
+
+class Planner:
+    """Plans of one session, by what the launches look like on the wire."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._plans: dict[bytes, Plan] = {}
+
+    def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
+        """The plan of a LAUNCH and its argument bytes. Raises BodyError or Refused."""
+        key, args = split_launch(payload)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(parse_body(Launch, payload))
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan, args
+
+    def forget(self) -> None:
+        """A module went away: its plans must not launch it."""
+        self._plans.clear()
+
+    def _make(self, launch: Launch) -> Plan:
+        kernels = self._ledger.module(launch.module).kernels
+        kernel = kernels.get(launch.kernel)
+        if kernel is None:
+            names = ", ".join(sorted(kernels)[:16]) or "none"
+            raise launch_failed(
+                f"module {launch.module} has no kernel {launch.kernel!r}",
+                kernel=launch.kernel,
+                hint=f'Its kernels: {names}. C++ names are mangled unless declared extern "C".',
+            )
+        _check_sizes(launch, kernel)
+        block_threads = launch.block_x * launch.block_y * launch.block_z
+        grid = (launch.grid_x, launch.grid_y, launch.grid_z)
+        if not block_threads or not all(grid):
+            raise launch_failed(
+                f"{kernel.name}: grid {grid} and block {(launch.block_x, launch.block_y, launch.block_z)} "
+                "must be at least 1 in every dimension",
+                kernel=kernel.name,
+            )
+        if block_threads > kernel.max_threads_per_block:
+            raise launch_failed(
+                f"{kernel.name}: {block_threads} threads a block; at most {kernel.max_threads_per_block} fit",
+                kernel=kernel.name,
+                hint="Use smaller blocks and more of them.",
+            )
+        block = (launch.block_x, launch.block_y, launch.block_z)
+        return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel))
+
+
+def _check_sizes(launch: Launch, kernel: Kernel) -> None:
+    sizes = [parameter.size for parameter in kernel.parameters]
+    if list(launch.arg_sizes) != sizes:
+        raise launch_failed(
+            f"{kernel.name} takes arguments of {sizes} bytes, not {list(launch.arg_sizes)}",
+            kernel=kernel.name,
+            hint="Push one argument for each of the kernel's parameters, of its size.",
+        )
+    if len(launch.args) != sum(sizes):
+        raise launch_failed(
+            f"{kernel.name}: {len(launch.args)} argument bytes, though their sizes add up to {sum(sizes)}",
+            kernel=kernel.name,
+        )
+
+
+def _moves(kernel: Kernel) -> tuple[tuple[int, int, int], ...] | None:
+    moves = []
+    start = 0
+    for parameter in kernel.parameters:
+        moves.append((start, parameter.offset, parameter.size))
+        start += parameter.size
+    if start == kernel.parameter_bytes and all(source == target for source, target, _ in moves):
+        return None
+    return tuple(moves)

@@ -1,0 +1,100 @@
+"""The control page: what broker and worker share without a syscall.
+
+Two pages of one sealed memfd. The broker alone writes the first, the worker maps it read-only; the worker alone writes
+the second. Each field is one aligned native u64, so a reader sees an old or a new value, never half of one.
+
+    page 0, by the broker           page 1, by the worker
+      0  revocation word              0  launches
+      8  deadline, monotonic ns       8  syncs
+     16  generation                  16  failed operations
+                                     24  bytes allocated
+                                     32  operations
+
+The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
+from then on. The memfd is sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
+"""
+
+import fcntl
+import mmap
+import os
+import time
+from enum import IntEnum
+from typing import Final
+
+from gpulease.protocol.opcodes import Status
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+_WORD: Final = 0
+_DEADLINE: Final = 1
+_GENERATION: Final = 2
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Counter(IntEnum):
+    """The worker's counters, by their place in page 1."""
+
+    LAUNCHES = 0
+    SYNCS = 1
+    FAILED_OPS = 2
+    ALLOCATED_BYTES = 3
+    OPS = 4
+
+
+class BrokerPage:
+    """The broker's view: it writes the lease's state and reads the worker's counters."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("gpulease-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, 2 * PAGE_BYTES)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, 2 * PAGE_BYTES)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._words = memoryview(self._map).cast("Q")
+
+    def set_deadline(self, deadline_ns: int, generation: int) -> None:
+        """The lease lives until `deadline_ns`."""
+        self._words[_DEADLINE] = deadline_ns
+        self._words[_GENERATION] = generation
+
+    def refuse(self, status: Status) -> None:
+        """Flip the revocation word: every operation is answered with `status` from the worker's next look on."""
+        self._words[_WORD] = -status
+
+    def counter(self, counter: Counter) -> int:
+        """What the worker says; for reports only, no decision rests on it."""
+        return self._words[PAGE_BYTES // 8 + counter]
+
+    def close(self) -> None:
+        """Give the pages back."""
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class WorkerPage:
+    """The worker's view: it reads the lease's state before every operation and keeps the counters."""
+
+    def __init__(self, fd: int) -> None:
+        self._state_map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        self._count_map = mmap.mmap(fd, PAGE_BYTES, offset=PAGE_BYTES)
+        self._state = memoryview(self._state_map).cast("Q")
+        self.counters = memoryview(self._count_map).cast("Q")
+
+    def refusal(self) -> Status | None:
+        """The status that answers every operation now, None while the lease lives. Costs no syscall."""
+        word = self._state[_WORD]
+        if word:
+            return Status(-word)
+        if time.monotonic_ns() >= self._state[_DEADLINE]:
+            return Status.LEASE_EXPIRED
+        return None
+
+    def close(self) -> None:
+        """Give the pages back."""
+        self._state.release()
+        self.counters.release()
+        self._state_map.close()
+        self._count_map.close()

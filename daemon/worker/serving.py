@@ -1,0 +1,205 @@
+"""The worker's loop: the broker's channel, and the tenant's sockets it handed over.
+
+One thread, one poll(2). Between requests the worker sleeps in the kernel and costs nothing. While it waits inside the
+driver it looks at the control page; what it does not see in time, the broker ends with SIGKILL.
+"""
+
+import contextlib
+import select
+import socket
+from typing import Any, Final
+
+from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.worker.session import Session
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import FrameReader, build_frame
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import AttachReply
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+
+MAX_CONNECTIONS: Final = 16
+"""Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
+
+READS_PER_TURN: Final = 16
+"""Buffers taken from one connection before the others and the broker get a turn."""
+
+SEND_POLL_MS: Final = 100
+"""How often a send to a peer that does not read looks at the lease."""
+
+
+class _ConnectionLost(Exception):
+    """The peer is gone, or what it sends can't be followed."""
+
+
+class _Connection:
+    """One attached socket and what has arrived on it."""
+
+    def __init__(self, sock: socket.socket, rest: bytes) -> None:
+        self.sock = sock
+        self.reader = FrameReader(MAX_PAYLOAD_BYTES)
+        self.reader.receive_data(rest)
+
+
+class Server:
+    """Serves one session until the broker's channel closes."""
+
+    def __init__(self, channel: socket.socket, session: Session, welcome: AttachReply, *, is_shared: bool) -> None:
+        self._channel = channel
+        self._session = session
+        self._welcome = build_body(welcome)
+        self._max_connections = MAX_CONNECTIONS if is_shared else 1
+        self._connections: dict[int, _Connection] = {}
+        self._poll = select.poll()
+        self._reported_lost = False
+
+    def run(self) -> None:
+        """Serve; returns when the broker is gone or says that the lease is over."""
+        self._channel.setblocking(False)
+        self._poll.register(self._channel, select.POLLIN)
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._channel.fileno():
+                    if not self._serve_broker():
+                        return
+                elif fd in self._connections:
+                    self._serve(self._connections[fd])
+
+    # --- the broker ---
+
+    def _serve_broker(self) -> bool:
+        while True:
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return True
+            except ChannelClosed:
+                return False
+            match message:
+                case {"op": "attach", "request_id": int(request_id), "rest": bytes(rest)} if len(fds) == 1:
+                    self._attach(socket.socket(fileno=fds[0]), request_id, rest)
+                case {"op": "end"}:
+                    close_all(fds)
+                    self._say_goodbye()
+                    return True
+                case _:
+                    close_all(fds)
+
+    def _attach(self, sock: socket.socket, request_id: int, rest: bytes) -> None:
+        sock.setblocking(False)
+        connection = _Connection(sock, rest)
+        failure = self._session.refusal()
+        if failure is None and len(self._connections) >= self._max_connections:
+            failure = Failure(
+                Status.BUSY,
+                f"the session has {len(self._connections)} connections, the most its exclusivity class allows",
+                hint="Close the other connection first, or acquire the lease as SHARED.",
+            )
+        try:
+            if failure is not None:
+                self._send(connection, _attach_frame(self._session, request_id, failure))
+                sock.close()
+                return
+            header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
+            self._send(connection, build_frame(Opcode.ATTACH, self._welcome, **header))
+            self._connections[sock.fileno()] = connection
+            self._poll.register(sock, select.POLLIN)
+            self._serve_frames(connection)
+        except (_ConnectionLost, FramingError) as error:
+            self._drop(connection, error)
+
+    def _say_goodbye(self) -> None:
+        """Tell every connection why it will not be answered any more; the process is about to be killed."""
+        failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
+        for connection in list(self._connections.values()):
+            self._drop(connection, FramingError(failure.message, failure.status), failure)
+
+    # --- tenants ---
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            for _ in range(READS_PER_TURN):
+                if not self._receive(connection):
+                    return
+                self._serve_frames(connection)
+        except (_ConnectionLost, FramingError) as error:
+            self._drop(connection, error)
+
+    def _receive(self, connection: _Connection) -> bool:
+        try:
+            count = connection.sock.recv_into(connection.reader.get_buffer())
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _ConnectionLost(error.strerror) from None
+        if count == 0:
+            raise _ConnectionLost("the peer closed the connection")
+        connection.reader.buffer_updated(count)
+        return True
+
+    def _serve_frames(self, connection: _Connection) -> None:
+        next_frame = connection.reader.next_frame
+        handle = self._session.handle
+        while (frame := next_frame()) is not None:
+            reply = handle(frame)
+            if reply is not None:
+                self._send(connection, reply)
+        if self._session.lost is not None and not self._reported_lost:
+            self._report_lost(self._session.lost)
+
+    def _send(self, connection: _Connection, data: bytes | memoryview) -> None:
+        """Send all of it, however slow the peer, for as long as the lease lives."""
+        while True:
+            try:
+                sent = connection.sock.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._await_writable(connection)
+                continue
+            except OSError as error:
+                raise _ConnectionLost(error.strerror) from None
+            if sent == len(data):
+                return
+            data = memoryview(data)[sent:]
+
+    def _await_writable(self, connection: _Connection) -> None:
+        writable = select.poll()
+        writable.register(connection.sock, select.POLLOUT)
+        while not writable.poll(SEND_POLL_MS):
+            if self._session.refusal() is not None:
+                raise _ConnectionLost("the lease ended while its peer did not read")
+
+    def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
+        if isinstance(error, FramingError):
+            failure = failure or Failure(error.status, str(error))
+            frame = build_frame(
+                Opcode.GOODBYE, build_body(failure.to_body()), request_id=0, flags=Flag.REPLY, status=failure.status
+            )
+            # A peer that can't be told will notice that the connection is closed.
+            with contextlib.suppress(OSError):
+                connection.sock.send(frame, socket.MSG_NOSIGNAL)
+        fd = connection.sock.fileno()
+        if self._connections.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+        connection.sock.close()
+
+    def _report_lost(self, failure: Failure) -> None:
+        self._reported_lost = True
+        report(self._channel, {"op": "faulted", "reason": failure.message})
+
+
+def report(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Tell the broker something it can do without if it is not listening."""
+    with contextlib.suppress(ChannelClosed, BlockingIOError):
+        send_message(channel, message)
+
+
+def _attach_frame(session: Session, request_id: int, failure: Failure) -> bytes:
+    return build_frame(
+        Opcode.ATTACH,
+        build_body(failure.to_body()),
+        request_id=request_id,
+        session_id=session.lease_id,
+        flags=Flag.REPLY,
+        status=failure.status,
+    )

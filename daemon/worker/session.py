@@ -1,0 +1,309 @@
+"""What a session does with one request: the gate, the operation, the reply.
+
+Order of checks for every operation: the control page (expired, revoked), the session id, a failure kept from an
+earlier quiet operation, then the operation's own. A quiet operation that fails is kept, those behind it are skipped,
+and the next operation with a reply reports it instead of being done. After a fault that cost the context, every later
+operation reports that fault.
+
+Knows frames and the driver, no sockets.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
+from gpulease.daemon.worker.launching import Planner
+from gpulease.daemon.worker.ledger import Ledger, Refused
+from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.fastpath import HANDLE, MEM_READ, data_prefix, parse_fixed, parse_mem_write
+from gpulease.protocol.framing import Frame, build_frame
+from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_KERNELS
+from gpulease.protocol.messages import (
+    Body,
+    Handle,
+    KernelEntry,
+    MemAlloc,
+    MemRead,
+    ModuleLoad,
+    ModuleLoaded,
+    Ping,
+)
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+
+_REFUSAL_TEXT: Final = {
+    Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
+    Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
+    Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
+}
+
+
+# Plain integers: looking a member up on its enum costs as much as the rest of a check.
+_QUIET: Final = int(Flag.QUIET)
+_LAUNCH: Final = int(Opcode.LAUNCH)
+_OPS: Final = int(Counter.OPS)
+_LAUNCHES: Final = int(Counter.LAUNCHES)
+
+
+class LeaseOver(Exception):
+    """Raised out of a wait when the control page says that the lease is over."""
+
+
+class Session:
+    """One lease's session: its ledger, its context, and the failure it has yet to report.
+
+    Attributes:
+        lost: Why the context can do nothing any more, None while it can.
+    """
+
+    def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
+        self.lease_id = lease_id
+        self.lost: Failure | None = None
+        self._context = context
+        self._ledger = ledger
+        self._page = page
+        self._counters = page.counters
+        self._planner = Planner(ledger)
+        self._kept: Failure | None = None
+        self._staging = bytearray()
+        self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
+            Opcode.MEM_ALLOC: self._mem_alloc,
+            Opcode.MEM_FREE: self._mem_free,
+            Opcode.MEM_WRITE: self._mem_write,
+            Opcode.MEM_READ: self._mem_read,
+            Opcode.MODULE_LOAD: self._module_load,
+            Opcode.MODULE_UNLOAD: self._module_unload,
+            Opcode.LAUNCH: self._launch,
+            Opcode.SYNC: self._sync,
+            Opcode.PING: self._ping,
+        }
+
+    def handle(self, frame: Frame) -> bytes | memoryview | None:
+        """Do what a request frame asks; its reply's bytes, None for a quiet one.
+
+        A memoryview is the session's own and void at the next call.
+        """
+        self._counters[_OPS] += 1
+        if frame.flags == 0:
+            return self._answer(frame)
+        if frame.flags == _QUIET:
+            self._obey(frame)
+            return None
+        return _failed(frame, Failure(Status.INVALID_REQUEST, "a session's worker takes requests, not replies"))
+
+    def refusal(self) -> Failure | None:
+        """Why the lease is over, None while it lives."""
+        status = self._page.refusal()
+        if status is None:
+            return None
+        message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
+        return Failure(status, message, hint=hint)
+
+    # --- one request ---
+
+    def _answer(self, frame: Frame) -> bytes | memoryview:
+        failure = self.refusal() or self._take_kept()
+        if failure is None:
+            try:
+                return self._operation(frame)(frame)
+            except (Refused, BodyError, DriverError, LeaseOver) as error:
+                failure = self._failure(error, frame)
+        self._counters[Counter.FAILED_OPS] += 1
+        return _failed(frame, failure)
+
+    def _obey(self, frame: Frame) -> None:
+        if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
+            return
+        try:
+            if frame.op == _LAUNCH and frame.session_id == self.lease_id:
+                self._launch(frame)
+            else:
+                self._operation(frame)(frame)
+        except (Refused, BodyError, DriverError, LeaseOver) as error:
+            self._kept = self._failure(error, frame)
+            self._counters[Counter.FAILED_OPS] += 1
+
+    def _operation(self, frame: Frame) -> Callable[[Frame], bytes | memoryview]:
+        operation = self._operations.get(frame.op)
+        if operation is None:
+            raise BodyError(f"operation {frame.op:#06x} is not served by a session", Status.UNSUPPORTED)
+        if frame.session_id != self.lease_id:
+            raise BodyError(f"the request is for session {frame.session_id:032x}, which this connection is not")
+        return operation
+
+    def _take_kept(self) -> Failure | None:
+        """What an earlier operation left to report; reported once, unless it cost the context."""
+        if self.lost is not None:
+            return self.lost
+        if self._kept is None:
+            fault = self._context.fault()
+            return None if fault is None else self._from_fault(fault)
+        kept, self._kept = self._kept, None
+        return kept
+
+    def _failure(self, error: Exception, frame: Frame) -> Failure:
+        match error:
+            case Refused():
+                failure = error.failure
+            case KernelFault():
+                return self._from_fault(error)
+            case LeaseOver():
+                return self.refusal() or Failure(Status.INTERNAL, "the wait was ended while the lease lives")
+            case BodyError():
+                failure = Failure(error.status, str(error))
+            case ImageRejected():
+                failure = Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
+            case LaunchRejected():
+                failure = Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
+            case DriverError():
+                status = _DRIVER_STATUS.get(frame.op, Status.SESSION_FAILED)
+                failure = Failure(status, str(error), hint=error.hint)
+            case _:
+                raise error
+        if frame.flags & _QUIET:
+            return _as_earlier(failure, frame)
+        return failure
+
+    def _from_fault(self, fault: KernelFault) -> Failure:
+        failure = Failure(
+            Status.SYNC_FAILED,
+            str(fault),
+            hint=fault.hint or "Fix the kernel or its arguments; what was queued behind it was skipped.",
+            failed_request_id=fault.tag or None,
+            failed_op=Opcode.LAUNCH,
+            kernel=fault.kernel,
+            address=fault.address,
+        )
+        if fault.context_lost:
+            self.lost = failure
+        return failure
+
+    # --- operations ---
+
+    def _mem_alloc(self, frame: Frame) -> bytes:
+        size_bytes = parse_body(MemAlloc, frame.payload).size_bytes
+        self._ledger.check_alloc(size_bytes)
+        address = self._context.mem_alloc(size_bytes)
+        self._ledger.add_allocation(address, size_bytes)
+        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        return _done(frame, Handle(address))
+
+    def _mem_free(self, frame: Frame) -> bytes:
+        (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        self._ledger.check_allocation(handle)
+        self._context.mem_free(handle)
+        self._ledger.remove_allocation(handle)
+        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        return _empty(frame)
+
+    def _mem_write(self, frame: Frame) -> bytes:
+        handle, offset, data = parse_mem_write(memoryview(frame.payload))
+        address = self._ledger.locate(handle, offset, len(data))
+        if data:
+            self._context.mem_write(address, data)
+        return _empty(frame)
+
+    def _mem_read(self, frame: Frame) -> bytes | memoryview:
+        handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
+        if length > MAX_DATA_BYTES:
+            raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
+        address = self._ledger.locate(handle, offset, length)
+        prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
+        total = len(prefix) + length
+        if len(self._staging) < total:
+            self._staging = bytearray(total)
+        reply = memoryview(self._staging)[:total]
+        reply[: len(prefix)] = prefix
+        if length:
+            self._context.mem_read(address, reply[len(prefix) :])
+        return reply
+
+    def _module_load(self, frame: Frame) -> bytes:
+        image = parse_body(ModuleLoad, frame.payload).image
+        self._ledger.check_load(len(image))
+        module = self._context.module_load(image)
+        if len(module.kernels) > MAX_KERNELS:
+            self._context.module_unload(module)
+            raise ImageRejected(f"the module has {len(module.kernels)} kernels; at most {MAX_KERNELS} are allowed")
+        kernels = tuple(
+            KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
+            for name, kernel in module.kernels.items()
+        )
+        return _done(frame, ModuleLoaded(self._ledger.add_module(module, len(image)), kernels))
+
+    def _module_unload(self, frame: Frame) -> bytes:
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        module = self._ledger.module(number)
+        self._planner.forget()
+        self._context.module_unload(module)
+        self._ledger.remove_module(number)
+        return _empty(frame)
+
+    def _launch(self, frame: Frame) -> bytes:
+        plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
+        params = args if plan.moves is None else plan.lay_out(args)
+        self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        self._counters[_LAUNCHES] += 1
+        return b"" if frame.flags else _empty(frame)
+
+    def _sync(self, frame: Frame) -> bytes:
+        if frame.payload:
+            raise BodyError("SYNC takes no payload")
+        self._context.sync(self._check_lease)
+        self._counters[Counter.SYNCS] += 1
+        return _empty(frame)
+
+    def _ping(self, frame: Frame) -> bytes:
+        return _done(frame, parse_body(Ping, frame.payload))
+
+    def _check_lease(self) -> None:
+        if self._page.refusal() is not None:
+            raise LeaseOver
+
+
+_DRIVER_STATUS: Final[dict[int, Status]] = {
+    Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
+    Opcode.MODULE_LOAD: Status.LOAD_FAILED,
+    Opcode.LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.SYNC: Status.SYNC_FAILED,
+}
+
+
+def _as_earlier(failure: Failure, frame: Frame) -> Failure:
+    """A quiet operation's failure, as the operation that reports it will have to tell it."""
+    return Failure(
+        failure.status,
+        failure.message,
+        hint=failure.hint,
+        failed_request_id=frame.request_id,
+        failed_op=frame.op,
+        kernel=failure.kernel,
+        address=failure.address,
+        log=failure.log,
+        line=failure.line,
+    )
+
+
+def _done(frame: Frame, body: Body) -> bytes:
+    return build_frame(
+        frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY
+    )
+
+
+def _empty(frame: Frame) -> bytes:
+    if frame.flags:
+        return b""
+    return build_frame(frame.op, b"", request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY)
+
+
+def _failed(frame: Frame, failure: Failure) -> bytes:
+    return build_frame(
+        frame.op,
+        build_body(failure.to_body()),
+        request_id=frame.request_id,
+        session_id=frame.session_id,
+        flags=Flag.REPLY,
+        status=failure.status,
+    )

@@ -1,0 +1,36 @@
+"""What the broker asks the zygote to make: one worker, described in one message."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker to be.
+
+    Attributes:
+        lease_id: The lease, and the session's id.
+        card_uuid: The only card it may see.
+        size_bytes: Its slice.
+        is_shared: Whether several connections may be attached at a time.
+    """
+
+    lease_id: int
+    card_uuid: str
+    size_bytes: int
+    is_shared: bool
+
+    def to_message(self) -> dict[str, Any]:
+        """As it travels to the zygote."""
+        return {
+            "op": "spawn",
+            "lease": f"{self.lease_id:032x}",
+            "card": self.card_uuid,
+            "size": self.size_bytes,
+            "shared": self.is_shared,
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> "WorkerSpec":
+        """As it arrived."""
+        return cls(int(message["lease"], 16), message["card"], message["size"], message["shared"])
