@@ -1,0 +1,211 @@
+"""Who is let in: the checks of an acquire, its placement, and the line of those who wait."""
+
+from gpulease.daemon.core import denials, placement
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.cards import CardAccount
+from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.effects import ArmTimer, ArmWaitTimer, Denied, Effect, SpawnWorker
+from gpulease.daemon.core.events import AcquireRequested, TimerKind
+from gpulease.daemon.core.leases import Lease
+from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
+from gpulease.daemon.core.waiting import Waiter
+
+MAX_LEASE_ID = (1 << 128) - 1
+
+
+def check_ttl(ttl_ms: int, limits: CoreLimits) -> Denial | None:
+    """Why a time to live can't be granted, None if it can."""
+    if ttl_ms < 1:
+        return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
+    if ttl_ms > limits.max_ttl_s * 1000:
+        return denials.over_limit(
+            "max_ttl_s",
+            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, but this node grants at most"
+            f" {limits.max_ttl_s} s at a time",
+            "Ask for less, and renew the lease while you need it.",
+        )
+    return None
+
+
+class Admission:
+    """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._limits = book.limits
+
+    def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
+        """Place the request, put it in line, or refuse it."""
+        denial = self._check_request(event) or self._check_counts(event)
+        if denial is not None:
+            out.append(Denied(event.request, denial))
+            return
+        selected = placement.select(self._book.accounts, event.selector)
+        suitable = [account for account in selected if placement.suits(account, event.exclusivity)]
+        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes))
+        denial = self._check_cards(event, selected, suitable, candidates)
+        if denial is not None:
+            out.append(Denied(event.request, denial))
+            return
+        allowed = [account for account in candidates if not account.waiters]
+        account = placement.choose(allowed, event.size_bytes, event.exclusivity)
+        if account is not None:
+            self._place(event, account, now_ns, out)
+        elif event.wait_ms == 0:
+            out.append(Denied(event.request, self._no_room(event, candidates)))
+        else:
+            self._enqueue(event, candidates, now_ns, out)
+
+    def serve_line(self, now_ns: int, out: list[Effect]) -> None:
+        """Place every waiter that can be placed without passing another. Those past their time are sent away."""
+        while (found := self._book.line.next_placeable()) is not None:
+            waiter, account = found
+            self._book.line.leave(waiter)
+            if now_ns >= waiter.due_ns:
+                out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
+            else:
+                self._place(waiter.acquire, account, now_ns, out)
+        self._book.has_freed_room = False
+
+    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
+        """Send away a waiter whose time is over."""
+        waiter = self._book.line.get(request)
+        if waiter is None:
+            return
+        if now_ns < waiter.due_ns:
+            out.append(ArmWaitTimer(request, waiter.due_ns))
+            return
+        self.drop(waiter)
+        out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
+
+    def drop(self, waiter: Waiter) -> None:
+        """Take a waiter out of the line; those behind it may go on."""
+        self._book.line.leave(waiter)
+        self._book.has_freed_room = True
+
+    def close_line(self, out: list[Effect]) -> None:
+        """Send everybody away because the daemon stops."""
+        for waiter in self._book.line:
+            self._book.line.leave(waiter)
+            out.append(Denied(waiter.acquire.request, denials.shutting_down()))
+
+    def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        lease = Lease(
+            lease_id=event.lease_id,
+            tenant=event.tenant,
+            card_uuid=account.card.uuid,
+            size_bytes=event.size_bytes,
+            charge_bytes=account.charge_bytes(event.size_bytes),
+            exclusivity=event.exclusivity,
+            ttl_ms=event.ttl_ms,
+            request=event.request,
+            created_ns=now_ns,
+            spawn_due_ns=now_ns + self._limits.spawn_timeout_s * NS_PER_S,
+            max_story_entries=self._limits.max_story_entries,
+        )
+        self._book.open(lease)
+        out.append(SpawnWorker(lease.lease_id, lease.card_uuid, lease.size_bytes, lease.generation))
+        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+
+    def _enqueue(
+        self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]
+    ) -> None:
+        denial = self._check_line(event)
+        if denial is not None:
+            out.append(Denied(event.request, denial))
+            return
+        waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS)
+        self._book.line.join(waiter)
+        out.append(ArmWaitTimer(event.request, waiter.due_ns))
+
+    def _check_request(self, event: AcquireRequested) -> Denial | None:
+        if self._book.is_shutting_down:
+            return denials.shutting_down()
+        if not 0 < event.lease_id <= MAX_LEASE_ID or self._book.is_used(event.lease_id):
+            return denials.invalid(
+                f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
+                "Choose another at random.",
+            )
+        if event.size_bytes < self._limits.min_size_bytes:
+            return denials.invalid(
+                f"A lease of {event.size_bytes} bytes was asked for; the smallest is"
+                f" {denials.size_text(self._limits.min_size_bytes)}.",
+                "Ask for the bytes you need.",
+            )
+        if event.wait_ms < 0:
+            return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
+        if event.wait_ms > self._limits.max_wait_s * 1000:
+            return denials.over_limit(
+                "max_wait_s",
+                f"A wait of {denials.duration_text(event.wait_ms)} was asked for, but this node lets nobody wait"
+                f" for more than {self._limits.max_wait_s} s",
+                "Wait for less, and ask again.",
+            )
+        return check_ttl(event.ttl_ms, self._limits)
+
+    def _check_counts(self, event: AcquireRequested) -> Denial | None:
+        # Those in line count as if they were placed, so that placing them can't go over a limit later.
+        book, limits = self._book, self._limits
+        if len(book.live) + len(book.line) >= limits.max_leases:
+            return denials.over_limit(
+                "max_leases",
+                f"This node has or awaits {limits.max_leases} leases, as many as it may have",
+                "Try again when some have ended, or on another node.",
+            )
+        mine = book.live_by_tenant.get(event.tenant, 0) + book.line.count_of(event.tenant)
+        if mine >= limits.max_leases_per_tenant:
+            return denials.over_limit(
+                "max_leases_per_tenant",
+                f"Tenant {event.tenant!r} has or awaits {mine} leases, as many as one tenant may have here",
+                "Free a lease you no longer need.",
+            )
+        return None
+
+    def _check_line(self, event: AcquireRequested) -> Denial | None:
+        if len(self._book.line) >= self._limits.max_waiting:
+            return denials.over_limit(
+                "max_waiting",
+                f"There is no room now and {self._limits.max_waiting} requests wait already, as many as may",
+                "Try again later, or on another node.",
+            )
+        if self._book.line.count_of(event.tenant) >= self._limits.max_waiting_per_tenant:
+            return denials.over_limit(
+                "max_waiting_per_tenant",
+                f"There is no room now and {self._limits.max_waiting_per_tenant} requests of tenant"
+                f" {event.tenant!r} wait already, as many as one tenant may have in line",
+                "Wait for one of them to be answered.",
+            )
+        return None
+
+    def _check_cards(
+        self,
+        event: AcquireRequested,
+        selected: tuple[CardAccount, ...],
+        suitable: list[CardAccount],
+        candidates: tuple[CardAccount, ...],
+    ) -> Denial | None:
+        if event.selector is not None and not selected:
+            return denials.unknown_card(event.selector, [account.card for account in self._book.accounts])
+        if selected and not suitable:
+            return denials.no_partition()
+        if not candidates:
+            largest, available = placement.largest_slice_bytes(suitable), placement.available_bytes(suitable)
+            return denials.never_fits(event.size_bytes, largest, available)
+        return None
+
+    def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
+        available = placement.available_bytes(candidates)
+        if placement.choose(candidates, event.size_bytes, event.exclusivity) is not None:
+            why = "others that wait for the same cards are first in line"
+        elif available >= event.size_bytes:
+            why = "no card is without other leases"
+        elif all(account.exclusive_leases for account in candidates):
+            why = "other leases have the cards to themselves"
+        else:
+            why = "other leases hold the memory"
+        largest = placement.largest_slice_bytes(candidates)
+        return denials.no_room(event.size_bytes, largest, available, why=why, waited_ms=waited_ms)
+
+    def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:
+        waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
+        return self._no_room(waiter.acquire, waiter.candidates, waited_ms)

@@ -1,0 +1,84 @@
+"""The book of the node: live leases, ended ones, and the sums kept over them.
+
+Everything here is constant time per change; `invariants.validate` recomputes it all.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from gpulease.daemon.core.cards import Card, CardAccount
+from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
+from gpulease.daemon.core.limits import CoreLimits
+from gpulease.daemon.core.waiting import WaitingLine
+
+
+class Book:
+    """What the parts of the lease table share. A lease is in `live` from its placement until it is torn down.
+
+    Attributes:
+        pending: The lease each open, placed acquire waits for.
+        live_by_tenant: How many live leases each tenant has; tenants without any are absent.
+        fenced: The live leases that are fenced.
+        ended: The last leases torn down, oldest first.
+        has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
+    """
+
+    def __init__(self, cards: Iterable[Card], limits: CoreLimits) -> None:
+        self.limits = limits
+        self.accounts = tuple(CardAccount(card) for card in sorted(cards, key=lambda card: card.index))
+        self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
+        self.live: dict[int, Lease] = {}
+        self.pending: dict[int, int] = {}
+        self.live_by_tenant: Counter[str] = Counter()
+        self.fenced: dict[int, Lease] = {}
+        self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
+        self.line = WaitingLine()
+        self.has_freed_room = False
+        self.is_shutting_down = False
+        selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}
+        indexes = {account.card.index for account in self.accounts}
+        if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
+            raise ValueError("Two cards have the same uuid or the same index.")
+
+    def get(self, lease_id: int) -> LeaseSnapshot | None:
+        """The lease as it is, or as it was when it ended; None if it is unknown or forgotten."""
+        lease = self.live.get(lease_id)
+        return lease.snapshot() if lease is not None else self.ended.get(lease_id)
+
+    def is_used(self, lease_id: int) -> bool:
+        """Whether a lease had, has or is to have this id."""
+        return lease_id in self.live or lease_id in self.ended or self.line.has_lease_id(lease_id)
+
+    def open(self, lease: Lease) -> None:
+        """Enter a new lease and hold its bytes."""
+        self.live[lease.lease_id] = lease
+        self.pending[lease.request] = lease.lease_id
+        self.live_by_tenant[lease.tenant] += 1
+        self.account_by_uuid[lease.card_uuid].take(lease)
+
+    def fence(self, lease: Lease, now_ns: int) -> None:
+        """Keep the bytes of a lease that could not be proved free."""
+        lease.move(Trigger.RECLAIM_FAILED, now_ns)
+        lease.ended_ns = now_ns
+        self.fenced[lease.lease_id] = lease
+        self.account_by_uuid[lease.card_uuid].fenced_bytes += lease.charge_bytes
+
+    def close(self, lease: Lease, trigger: Trigger, now_ns: int) -> None:
+        """Give a lease's bytes back and remember it as ended."""
+        was_fenced = lease.state is LeaseState.FENCED
+        lease.move(trigger, now_ns)
+        account = self.account_by_uuid[lease.card_uuid]
+        if was_fenced:
+            del self.fenced[lease.lease_id]
+            account.fenced_bytes -= lease.charge_bytes
+        else:
+            lease.ended_ns = now_ns
+        account.give_back(lease)
+        del self.live[lease.lease_id]
+        self.live_by_tenant[lease.tenant] -= 1
+        if not self.live_by_tenant[lease.tenant]:
+            del self.live_by_tenant[lease.tenant]
+        self.ended[lease.lease_id] = lease.snapshot()
+        if len(self.ended) > self.limits.max_tombstones:
+            self.ended.popitem(last=False)
+        self.has_freed_room = True

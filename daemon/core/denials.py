@@ -1,0 +1,184 @@
+"""Why a request was refused: a reason for programs, a sentence for people, and what to do about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from gpulease.daemon.core.cards import Card
+from gpulease.daemon.core.leases import Cause, LeaseSnapshot, LeaseState
+
+# Enough of a tenant's own text to recognise it by; a log line is not theirs to fill.
+MAX_QUOTED_CHARS: Final = 64
+
+
+class DenialReason(Enum):
+    """What a program may act on."""
+
+    CAPACITY_EXCEEDED = "capacity_exceeded"
+    LEASE_EXPIRED = "lease_expired"
+    REVOKED = "revoked"
+    FENCED = "fenced"
+    UNSUPPORTED = "unsupported"
+    INVALID_REQUEST = "invalid_request"
+    NOT_FOUND = "not_found"
+    LIMIT = "limit"
+    SESSION_FAILED = "session_failed"
+    FREED = "freed"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """One refusal: `message` says what failed and why, `hint` what to do; both are sentences."""
+
+    reason: DenialReason
+    message: str
+    hint: str
+
+
+def size_text(size_bytes: int) -> str:
+    """A number of bytes for people: the exact figure, and a rounded one where that helps."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size_bytes >= scale:
+            return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
+    return f"{size_bytes} bytes"
+
+
+def duration_text(ms: int) -> str:
+    """A time for people."""
+    return f"{ms / 1000:g} s" if ms >= 1000 else f"{ms} ms"
+
+
+def _ended_text(lease: LeaseSnapshot, what: str) -> str:
+    because = f": {lease.reason.rstrip('.')}" if lease.reason else ""
+    return f"Lease {lease.lease_id:032x} {what}{because}."
+
+
+_ENDED: Final = {
+    Cause.FREED: (DenialReason.FREED, "was already freed", "Acquire a new lease."),
+    Cause.EXPIRED: (DenialReason.LEASE_EXPIRED, "has expired", "Acquire a new lease, and renew it in time."),
+    Cause.REVOKED: (DenialReason.REVOKED, "was revoked", "Ask the operator why before you acquire another."),
+    Cause.FAULTED: (
+        DenialReason.SESSION_FAILED,
+        "ended because its context was lost",
+        "Fix the kernel that faulted, then acquire a new lease.",
+    ),
+    Cause.WORKER_DIED: (
+        DenialReason.SESSION_FAILED,
+        "ended because its worker died",
+        "Acquire a new lease; if it happens again, tell the operator.",
+    ),
+    Cause.SPAWN_FAILED: (
+        DenialReason.SESSION_FAILED,
+        "ended before it began because its worker could not start",
+        "Try again; if it happens again, tell the operator.",
+    ),
+    Cause.ABANDONED: (
+        DenialReason.FREED,
+        "was given back because the client that asked for it left before it began",
+        "Acquire a new lease.",
+    ),
+    Cause.SHUTDOWN: (
+        DenialReason.SHUTTING_DOWN,
+        "ended because the daemon is shutting down",
+        "Acquire a new lease once the daemon is back, or on another node.",
+    ),
+}
+
+
+def lease_ended(lease: LeaseSnapshot) -> Denial:
+    """The lease is draining, torn down or fenced."""
+    if lease.state is LeaseState.FENCED:
+        return Denial(
+            DenialReason.FENCED,
+            _ended_text(lease, "ended and its memory is fenced, as it could not be proved free"),
+            "Acquire a new lease; an operator must clear the fence.",
+        )
+    if lease.cause is None:
+        raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
+    reason, what, hint = _ENDED[lease.cause]
+    return Denial(reason, _ended_text(lease, what), hint)
+
+
+def lease_expired(lease: LeaseSnapshot) -> Denial:
+    """The lease's time is over though nothing has ended it yet."""
+    reason, what, hint = _ENDED[Cause.EXPIRED]
+    return Denial(reason, _ended_text(lease, what), hint)
+
+
+def lease_pending(lease: LeaseSnapshot) -> Denial:
+    """The lease's worker is still starting."""
+    return Denial(
+        DenialReason.INVALID_REQUEST,
+        f"Lease {lease.lease_id:032x} has not been granted yet: its worker is still starting.",
+        "Wait for the reply to the acquire.",
+    )
+
+
+def not_found(lease_id: int) -> Denial:
+    """No such lease, or one the caller has no business with: the two must look the same."""
+    return Denial(
+        DenialReason.NOT_FOUND,
+        f"There is no lease {lease_id:032x} of yours here.",
+        "Check the lease id and the node; leases that ended long ago are forgotten.",
+    )
+
+
+def shutting_down() -> Denial:
+    """Nobody is let in any more."""
+    return Denial(
+        DenialReason.SHUTTING_DOWN,
+        "No lease can be granted because the daemon is shutting down.",
+        "Try again once it is back, or on another node.",
+    )
+
+
+def invalid(message: str, hint: str) -> Denial:
+    """The request makes no sense as it stands."""
+    return Denial(DenialReason.INVALID_REQUEST, message, hint)
+
+
+def over_limit(name: str, message: str, hint: str) -> Denial:
+    """A bound of the node, called `name` in its configuration, was reached."""
+    return Denial(DenialReason.LIMIT, f"{message} (limit {name}).", hint)
+
+
+def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
+    """The selector names no card."""
+    names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
+    return invalid(
+        f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
+        "Name a card by its uuid or its index, or leave the choice to the daemon.",
+    )
+
+
+def no_partition() -> Denial:
+    """Partition exclusivity was asked of a device that is not partitioned."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        "Partition exclusivity can't be granted because the device is not a MIG partition.",
+        "Ask for session or device exclusivity, or for a card that is a partition.",
+    )
+
+
+def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Denial:
+    """No candidate card could hold the request even if it were empty."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"{size_text(size_bytes)} were asked for, but the largest slice possible is"
+        f" {size_text(largest_bytes)}; {size_text(available_bytes)} are available now.",
+        "Ask for less: waiting would not help.",
+    )
+
+
+def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
+    """There is no room now; `why` says in a clause what is in the way."""
+    waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"{size_text(size_bytes)} were asked for and can't be granted{waited} because {why}:"
+        f" {size_text(available_bytes)} are available now, the largest slice possible is"
+        f" {size_text(largest_bytes)}.",
+        "Ask for less, wait longer, or try another node.",
+    )

@@ -1,0 +1,148 @@
+"""What the lease table wants done. The shell executes effects in the order given; it never decides.
+
+Every acquire, renew, free, revoke and fence clear gets exactly one of `Granted`, `Renewed`, `Freed`, `RevokeDone`,
+`FenceCleared` or `Denied`, except an acquire whose requester left. Times are monotonic nanoseconds.
+"""
+
+from dataclasses import dataclass
+
+from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.events import TimerKind
+from gpulease.daemon.core.leases import Cause, LeaseSnapshot, StoryEntry
+from gpulease.protocol.opcodes import RevokeOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker:
+    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`."""
+
+    lease_id: int
+    card_uuid: str
+    size_bytes: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetDeadline:
+    """Write the deadline and the generation where the worker reads them."""
+
+    lease_id: int
+    generation: int
+    deadline_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseWork:
+    """Flip the control page's revocation word; the first effect of every teardown, sent once per lease."""
+
+    lease_id: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill the worker's process and reap it; answered by `WorkerExited`, also if there is no process."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProveReclaimed:
+    """Watch the device until the lease's bytes are back; answered by `ReclaimProved` or `ReclaimFailed`."""
+
+    lease_id: int
+    card_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArmTimer:
+    """Send `TimerFired` with these numbers at `due_ns`; an earlier timer of the lease need not be cancelled."""
+
+    lease_id: int
+    generation: int
+    kind: TimerKind
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArmWaitTimer:
+    """Send `WaitTimerFired` for the waiting acquire at `due_ns`."""
+
+    request: int
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Reply to an acquire: the lease is active and its clock runs."""
+
+    request: int
+    lease: LeaseSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Reply to a renew: the lease with its new generation and deadline."""
+
+    request: int
+    lease: LeaseSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Reply to a free: the lease is torn down and its bytes are proved back."""
+
+    request: int
+    lease: LeaseSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeDone:
+    """Reply to a revoke, sent only once the lease is torn down or fenced, or was never there."""
+
+    request: int
+    outcome: RevokeOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class FenceCleared:
+    """Reply to a fence clear: how many leases' slices are grantable again, and which leases they were."""
+
+    request: int
+    count: int
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Reply to any request that can't be met."""
+
+    request: int
+    denial: Denial
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """For logs and metrics, once per lease: it is torn down or fenced (`lease.state` says which), and its story."""
+
+    lease: LeaseSnapshot
+    cause: Cause
+    story: tuple[StoryEntry, ...]
+
+
+Effect = (
+    SpawnWorker
+    | SetDeadline
+    | RefuseWork
+    | KillWorker
+    | ProveReclaimed
+    | ArmTimer
+    | ArmWaitTimer
+    | Granted
+    | Renewed
+    | Freed
+    | RevokeDone
+    | FenceCleared
+    | Denied
+    | LeaseEnded
+)

@@ -1,0 +1,172 @@
+"""What can happen to the lease table. The shell turns the world into these; the table turns them into effects.
+
+`request` is a number the shell gives to one call of one client; it must not be in use by another open acquire.
+Lease ids are u128. An event for a lease that is unknown or has ended is harmless.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from gpulease.daemon.core.leases import Exclusivity
+
+
+class TimerKind(Enum):
+    """Which of a lease's clocks ran out."""
+
+    SPAWN = "spawn"
+    EXPIRY = "expiry"
+    GRACE = "grace"
+    RECLAIM = "reclaim"
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireRequested:
+    """A tenant asks for a lease.
+
+    Attributes:
+        lease_id: Chosen by the shell, nonzero and never used before.
+        size_bytes: The bytes the tenant may allocate; the context's overhead is charged on top, to the node.
+        ttl_ms: How long the lease lives, counted from the moment its worker is ready.
+        selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
+        wait_ms: How long to wait in line if there is no room; 0 not to wait.
+    """
+
+    request: int
+    tenant: str
+    lease_id: int
+    size_bytes: int
+    ttl_ms: int
+    exclusivity: Exclusivity = Exclusivity.SHARED
+    selector: str | None = None
+    wait_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequesterGone:
+    """The client that asked for a lease left before it was answered. An active lease is not touched."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """The lease's worker has its context: the lease begins."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """The worker could not start. It is killed all the same, so `WorkerExited` must still follow."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenewRequested:
+    """A tenant, or an operator in its stead, asks for more time: `ttl_ms` from now."""
+
+    request: int
+    lease_id: int
+    tenant: str
+    ttl_ms: int
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRequested:
+    """A tenant, or an operator in its stead, gives a lease back."""
+
+    request: int
+    lease_id: int
+    tenant: str
+    is_operator: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeRequested:
+    """An operator takes a lease away; `reason` is shown to its tenant."""
+
+    request: int
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFaulted:
+    """The context is lost but its worker lives and says so to its client. The lease stays active."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
+
+    lease_id: int
+    generation: int
+    kind: TimerKind
+
+
+@dataclass(frozen=True, slots=True)
+class WaitTimerFired:
+    """A timer armed by `ArmWaitTimer` ran out."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimProved:
+    """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimFailed:
+    """The worker could not be killed, or its bytes could not be shown back: the slice is fenced."""
+
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FenceClearRequested:
+    """An operator vouches that the fenced slices of a card (None: of every card) are free."""
+
+    request: int
+    card_uuid: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownRequested:
+    """The daemon stops: nobody is let in, everybody is let go."""
+
+
+Event = (
+    AcquireRequested
+    | RequesterGone
+    | WorkerReady
+    | WorkerFailed
+    | WorkerExited
+    | RenewRequested
+    | FreeRequested
+    | RevokeRequested
+    | SessionFaulted
+    | TimerFired
+    | WaitTimerFired
+    | ReclaimProved
+    | ReclaimFailed
+    | FenceClearRequested
+    | ShutdownRequested
+)

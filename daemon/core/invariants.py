@@ -1,0 +1,123 @@
+"""What must hold of the book at all times, recomputed from the leases alone."""
+
+from collections import Counter
+
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.cards import CardAccount
+from gpulease.daemon.core.leases import ALONE, Lease, LeaseState, Trigger
+from gpulease.protocol.opcodes import Exclusivity
+
+
+class InvariantBroken(Exception):
+    """A rule of the lease table does not hold: a fault of the core. The text says which."""
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvariantBroken(sentence)
+
+
+def validate(book: Book) -> None:
+    """Check every rule.
+
+    Raises:
+        InvariantBroken: One does not hold.
+    """
+    by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in book.accounts}
+    for lease in book.live.values():
+        _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
+        by_card[lease.card_uuid].append(lease)
+        _validate_lease(book, lease)
+    for account in book.accounts:
+        _validate_account(account, by_card[account.card.uuid])
+    _validate_counts(book)
+    _validate_line(book)
+
+
+def _name(lease: Lease) -> str:
+    return f"Lease {lease.lease_id:032x} ({lease.state.value})"
+
+
+def _validate_lease(book: Book, lease: Lease) -> None:
+    name, state = _name(lease), lease.state
+    has_ended = state in (LeaseState.DRAINING, LeaseState.FENCED)
+    _require(state is not LeaseState.TORNDOWN, f"{name} is torn down but still counted as live.")
+    _require(has_ended == (lease.cause is not None), f"{name} has cause {lease.cause}.")
+    _require((state is LeaseState.FENCED) == (lease.lease_id in book.fenced), f"{name} is misfiled as to fences.")
+    _require((state is LeaseState.FENCED) == (lease.ended_ns is not None), f"{name} ended at {lease.ended_ns}.")
+    is_awaited = book.pending.get(lease.request) == lease.lease_id
+    _require((state is LeaseState.PENDING) == is_awaited, f"{name} and its acquire disagree on who waits.")
+    _require(state is not LeaseState.PENDING or lease.deadline_ns is None, f"{name} has a deadline already.")
+    _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
+    _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
+    _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
+    _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
+    if state is LeaseState.DRAINING:
+        is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
+        _require(is_moving, f"{name} has no timer, so nothing would ever end its teardown.")
+    _validate_story(book, lease)
+
+
+def _validate_story(book: Book, lease: Lease) -> None:
+    name, story = _name(lease), lease.story
+    _require(len(story) <= book.limits.max_story_entries, f"{name} has a story of {len(story)} entries.")
+    _require(not story or story[-1].finish is lease.state, f"{name} is not where its story ends.")
+    generations = [entry.generation for entry in story] + [lease.generation]
+    _require(generations == sorted(generations) and generations[0] >= 1, f"{name} went back a generation.")
+    renewed = [entry.generation for entry in story if entry.trigger is Trigger.RENEWED]
+    _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
+    ends = sum(entry.finish is LeaseState.DRAINING for entry in story)
+    _require(ends <= 1, f"{name} was torn down {ends} times.")
+    _require(lease.charge_bytes >= lease.size_bytes > 0, f"{name} is charged {lease.charge_bytes} bytes.")
+
+
+def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
+    name, card = f"Card {account.card.uuid}", account.card
+    held = sum(lease.charge_bytes for lease in leases)
+    fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
+    alone = sum(lease.exclusivity in ALONE for lease in leases)
+    _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
+    _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
+    _require(0 <= held <= card.capacity_bytes, f"{name} holds {held} of {card.capacity_bytes} bytes.")
+    _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
+    _require(account.exclusive_leases == alone, f"{name} counts {account.exclusive_leases} lone leases.")
+    _require(not alone or len(leases) == 1, f"{name} has a lease that must be alone, and {len(leases)} in all.")
+    for lease in leases:
+        _require(lease.charge_bytes == account.charge_bytes(lease.size_bytes), f"{_name(lease)} is mischarged.")
+        is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
+        _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
+
+
+def _validate_counts(book: Book) -> None:
+    limits = book.limits
+    by_tenant = Counter(lease.tenant for lease in book.live.values())
+    _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
+    _require(len(book.live) <= limits.max_leases, f"There are {len(book.live)} leases.")
+    most = max(by_tenant.values(), default=0)
+    _require(most <= limits.max_leases_per_tenant, f"One tenant has {most} leases.")
+    pending = sum(lease.state is LeaseState.PENDING for lease in book.live.values())
+    _require(len(book.pending) == pending, f"{len(book.pending)} acquires wait for {pending} pending leases.")
+    _require(len(book.ended) <= limits.max_tombstones, f"{len(book.ended)} ended leases are remembered.")
+    for lease_id, snapshot in book.ended.items():
+        _require(lease_id not in book.live, f"Lease {lease_id:032x} is both live and ended.")
+        is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
+        _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
+
+
+def _validate_line(book: Book) -> None:
+    limits, waiters = book.limits, tuple(book.line)
+    _require(len(waiters) <= limits.max_waiting, f"{len(waiters)} acquires wait.")
+    by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
+    most = max(by_tenant.values(), default=0)
+    _require(most <= limits.max_waiting_per_tenant, f"{most} acquires of one tenant wait.")
+    by_card = Counter(account.card.uuid for waiter in waiters for account in waiter.candidates)
+    for account in book.accounts:
+        counted = by_card[account.card.uuid]
+        _require(account.waiters == counted, f"Card {account.card.uuid} counts {account.waiters}, not {counted}.")
+    for waiter in waiters:
+        lease_id = waiter.acquire.lease_id
+        _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
+        is_new = lease_id not in book.live and lease_id not in book.ended
+        _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
+    _require(not (book.is_shutting_down and waiters), "Somebody waits for a daemon that is shutting down.")
+    _require(book.line.next_placeable() is None, "Somebody waits who could be placed.")

@@ -1,0 +1,227 @@
+"""One lease: its states, why it ended, the table of what may follow what, and its story.
+
+Rules:
+
+1. A lease is PENDING while its worker starts, ACTIVE from the moment the worker is ready, DRAINING from the moment
+   anything ends it, and TORNDOWN once its bytes are proved back; FENCED if they could not be proved back.
+2. The first cause to end a lease is the one it keeps.
+3. Nothing leads back: no state before DRAINING can be reached again, and a FENCED lease is let go only by an operator.
+4. Whatever is not in `TRANSITIONS` raises `InvalidTransition` with all that happened to the lease.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+from gpulease.protocol.opcodes import Exclusivity
+
+
+class LeaseState(Enum):
+    """Where a lease is in its life."""
+
+    PENDING = "pending"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    TORNDOWN = "torndown"
+    FENCED = "fenced"
+
+
+class Cause(Enum):
+    """Why a lease ended."""
+
+    FREED = "freed"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    FAULTED = "faulted"
+    WORKER_DIED = "worker_died"
+    SPAWN_FAILED = "spawn_failed"
+    ABANDONED = "abandoned"
+    SHUTDOWN = "shutdown"
+
+
+class Trigger(Enum):
+    """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
+
+    WORKER_READY = "worker_ready"
+    RECLAIM_PROVED = "reclaim_proved"
+    RECLAIM_FAILED = "reclaim_failed"
+    FENCE_CLEARED = "fence_cleared"
+    RENEWED = "renewed"
+
+
+# The two classes that keep every other lease off the card, or off the partition.
+ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
+
+TRANSITIONS: Final = MappingProxyType(
+    {
+        (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
+        (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.REVOKED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.SPAWN_FAILED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
+        (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.REVOKED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.FAULTED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.WORKER_DIED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
+        (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
+        (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoryEntry:
+    """One recorded transition of a lease, at the monotonic time `at_ns`."""
+
+    at_ns: int
+    start: LeaseState
+    trigger: Trigger | Cause
+    finish: LeaseState
+    generation: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.at_ns} ns: {self.start.value} -> {self.finish.value}"
+            f" by {self.trigger.value} (generation {self.generation})"
+        )
+
+
+class InvalidTransition(Exception):
+    """A lease was asked to go where the table does not lead: a fault of the core or of its shell.
+
+    Attributes:
+        lease_id: The lease.
+        state: Where it was.
+        trigger: What was to move it.
+        story: All that was recorded of it, oldest first.
+    """
+
+    def __init__(
+        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, story: tuple[StoryEntry, ...]
+    ) -> None:
+        super().__init__(lease_id, state, trigger, story)
+        self.lease_id = lease_id
+        self.state = state
+        self.trigger = trigger
+        self.story = story
+
+    def __str__(self) -> str:
+        told = "; ".join(str(entry) for entry in self.story) or "nothing yet"
+        return (
+            f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
+            f" Its story: {told}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSnapshot:
+    """What one lease was at one moment; all times are monotonic nanoseconds.
+
+    Attributes:
+        cause: Why it ended, None while nothing has ended it.
+        reason: The cause in words, "" while there is none.
+        fault: What the worker said when the context was lost, "" if it was not.
+        deadline_ns: When it expires; None until the worker was ready.
+        ended_ns: When it was torn down or fenced.
+        ttl_ms: The time to live last asked for.
+    """
+
+    lease_id: int
+    tenant: str
+    card_uuid: str
+    size_bytes: int
+    exclusivity: Exclusivity
+    generation: int
+    state: LeaseState
+    cause: Cause | None
+    reason: str
+    fault: str
+    created_ns: int
+    deadline_ns: int | None
+    ended_ns: int | None
+    ttl_ms: int
+
+
+@dataclass(slots=True)
+class Lease:
+    """A live lease as the table keeps it; only the table's own parts change it.
+
+    Attributes:
+        request: The acquire that waits for the worker; meaningless once it was answered.
+        charge_bytes: The size and the context's overhead, as held on the card.
+        grace_due_ns: When the worker is killed, None if no grace was given.
+        reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
+        is_kill_sent: The worker was ordered dead; it is never ordered twice.
+        is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
+        free_request: The free that is answered when the teardown is over.
+        revoke_requests: The revokes that are answered when the teardown is over.
+    """
+
+    lease_id: int
+    tenant: str
+    card_uuid: str
+    size_bytes: int
+    charge_bytes: int
+    exclusivity: Exclusivity
+    ttl_ms: int
+    request: int
+    created_ns: int
+    spawn_due_ns: int
+    max_story_entries: int
+    generation: int = 1
+    state: LeaseState = LeaseState.PENDING
+    cause: Cause | None = None
+    reason: str = ""
+    fault: str = ""
+    deadline_ns: int | None = None
+    grace_due_ns: int | None = None
+    reclaim_due_ns: int | None = None
+    ended_ns: int | None = None
+    is_kill_sent: bool = False
+    is_worker_gone: bool = False
+    free_request: int | None = None
+    revoke_requests: list[int] = field(default_factory=list)
+    story: list[StoryEntry] = field(default_factory=list)
+
+    def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
+        """Follow the table and record the step.
+
+        Raises:
+            InvalidTransition: The table has no such step.
+        """
+        finish = TRANSITIONS.get((self.state, trigger))
+        if finish is None:
+            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.story))
+        if len(self.story) >= self.max_story_entries:
+            del self.story[0]
+        self.story.append(StoryEntry(now_ns, self.state, trigger, finish, self.generation))
+        self.state = finish
+
+    def is_expired(self, now_ns: int) -> bool:
+        """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""
+        return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
+
+    def snapshot(self) -> LeaseSnapshot:
+        """The lease as it is now."""
+        return LeaseSnapshot(
+            self.lease_id,
+            self.tenant,
+            self.card_uuid,
+            self.size_bytes,
+            self.exclusivity,
+            self.generation,
+            self.state,
+            self.cause,
+            self.reason,
+            self.fault,
+            self.created_ns,
+            self.deadline_ns,
+            self.ended_ns,
+            self.ttl_ms,
+        )

@@ -1,0 +1,61 @@
+"""Every bound the lease core enforces, each with the mistake or attack it stops."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Final
+
+from gpulease.daemon.core.leases import Cause
+
+NS_PER_MS: Final = 1_000_000
+NS_PER_S: Final = 1_000_000_000
+
+# Kernels in flight may finish for this long after new work is refused; where a cause is absent, none may: the
+# tenant has said it is done, or there is nothing left that could finish.
+DEFAULT_GRACE_MS: Final = MappingProxyType({Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20})
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """The bounds of one node; going over one is a denial that names it.
+
+    Raises:
+        ValueError: A bound is negative, or zero where nothing could ever be granted.
+    """
+
+    # A tenant that asks for a year, or mixes up seconds and milliseconds, would hold the card until a restart.
+    max_ttl_s: int = 86_400
+    # A lease of nothing still costs a process and a context.
+    min_size_bytes: int = 1
+    # Every live lease is a worker process: this bounds pids, file descriptors and the broker's memory.
+    max_leases: int = 4096
+    # One tenant in a loop must not use up max_leases for all the others.
+    max_leases_per_tenant: int = 256
+    # Each return of bytes walks the queue once: this bounds that walk, and the memory of those who wait.
+    max_waiting: int = 256
+    # One tenant must not fill the queue, or hold its cards for ever against newcomers.
+    max_waiting_per_tenant: int = 64
+    # A wait without an end keeps a connection and a place in the queue for a client that may have forgotten it.
+    max_wait_s: int = 3600
+    # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.
+    max_tombstones: int = 65_536
+    # A lease renewed every second for a day would otherwise carry 86,400 story entries.
+    max_story_entries: int = 64
+    # A driver that hangs in cuInit would keep its bytes and its requester for ever.
+    spawn_timeout_s: int = 60
+    # A process that can't be reaped, or bytes that do not come back, must become visible as a fence.
+    reclaim_timeout_s: int = 30
+    # A kernel that never ends must not outlive its lease by more than this.
+    grace_ms: Mapping[Cause, int] = field(default_factory=lambda: DEFAULT_GRACE_MS)
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            bound = getattr(self, entry.name)
+            if isinstance(bound, int) and bound < 1 and entry.name != "max_tombstones":
+                raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
+        if self.max_tombstones < 0 or any(grace < 0 for grace in self.grace_ms.values()):
+            raise ValueError("max_tombstones and every grace must be at least 0.")
+
+    def grace_ns(self, cause: Cause) -> int:
+        """How long work in flight may go on after a lease ended for `cause`, in nanoseconds."""
+        return self.grace_ms.get(cause, 0) * NS_PER_MS

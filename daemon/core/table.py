@@ -1,0 +1,315 @@
+"""The lease table: one event and the time in, effects out, in the order they are to be executed.
+
+All state changes go through `LeaseTable.handle`. It does no I/O, reads no clock and draws no random numbers, so the
+same events always give the same effects. Work per event does not grow with the number of leases; when room comes
+back it grows with the length of the line, which is bounded.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gpulease.daemon.core import denials, events, invariants, placement
+from gpulease.daemon.core.admission import Admission, check_ttl
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.cards import Card, CardSnapshot
+from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.effects import (
+    ArmTimer,
+    Denied,
+    Effect,
+    FenceCleared,
+    Granted,
+    Renewed,
+    RevokeDone,
+    RevokeOutcome,
+    SetDeadline,
+)
+from gpulease.daemon.core.events import Event, TimerKind
+from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState, StoryEntry, Trigger
+from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
+from gpulease.daemon.core.teardown import Teardown
+from gpulease.daemon.core.waiting import WaiterSnapshot
+
+
+class LeaseTable:
+    """Every lease of the node, and who waits for one.
+
+    Args:
+        cards: What there is to lease.
+        limits: What nobody may go over.
+
+    Raises:
+        ValueError: Two cards have the same uuid or index.
+    """
+
+    def __init__(self, cards: Iterable[Card], limits: CoreLimits | None = None) -> None:
+        self._limits = limits or CoreLimits()
+        self._book = Book(cards, self._limits)
+        self._admission = Admission(self._book)
+        self._teardown = Teardown(self._book)
+        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
+        self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
+            events.AcquireRequested: self._on_acquire_requested,
+            events.FenceClearRequested: self._on_fence_clear_requested,
+            events.FreeRequested: self._on_free_requested,
+            events.ReclaimFailed: self._on_reclaim_failed,
+            events.ReclaimProved: self._on_reclaim_proved,
+            events.RenewRequested: self._on_renew_requested,
+            events.RequesterGone: self._on_requester_gone,
+            events.RevokeRequested: self._on_revoke_requested,
+            events.SessionFaulted: self._on_session_faulted,
+            events.ShutdownRequested: self._on_shutdown_requested,
+            events.TimerFired: self._on_timer_fired,
+            events.WaitTimerFired: self._on_wait_timer_fired,
+            events.WorkerExited: self._on_worker_exited,
+            events.WorkerFailed: self._on_worker_failed,
+            events.WorkerReady: self._on_worker_ready,
+        }
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Take in what happened at monotonic time `now_ns`, and return what is to be done about it, in order.
+
+        Raises:
+            ValueError: An acquire reuses the number of one that is still open.
+            InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
+        """
+        out: list[Effect] = []
+        self._handlers[type(event)](event, now_ns, out)
+        if self._book.has_freed_room:
+            self._admission.serve_line(now_ns, out)
+        return out
+
+    def get(self, lease_id: int) -> LeaseSnapshot | None:
+        """A live lease, or one that ended and is still remembered."""
+        return self._book.get(lease_id)
+
+    def snapshots(self) -> tuple[LeaseSnapshot, ...]:
+        """Every live lease, the fenced ones too, oldest first."""
+        return tuple(lease.snapshot() for lease in self._book.live.values())
+
+    def cards(self) -> tuple[CardSnapshot, ...]:
+        """Every card by its index, and what is held on it."""
+        return tuple(account.snapshot() for account in self._book.accounts)
+
+    def waiting(self) -> tuple[WaiterSnapshot, ...]:
+        """Those in line, first come first."""
+        return tuple(waiter.snapshot() for waiter in self._book.line)
+
+    def story(self, lease_id: int) -> tuple[StoryEntry, ...]:
+        """What happened to a live lease, oldest first; `LeaseEnded` carries the story of one that ended."""
+        lease = self._book.live.get(lease_id)
+        return tuple(lease.story) if lease is not None else ()
+
+    def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
+        """Why work under this lease must be refused now; None if it is active and its time is not over."""
+        lease = self._book.live.get(lease_id)
+        if lease is None:
+            ended = self._book.ended.get(lease_id)
+            return denials.not_found(lease_id) if ended is None else denials.lease_ended(ended)
+        if lease.state is LeaseState.PENDING:
+            return denials.lease_pending(lease.snapshot())
+        if lease.state is not LeaseState.ACTIVE:
+            return denials.lease_ended(lease.snapshot())
+        return denials.lease_expired(lease.snapshot()) if lease.is_expired(now_ns) else None
+
+    @property
+    def is_shutting_down(self) -> bool:
+        """Whether a shutdown was asked for; it is done once `snapshots` has nothing left but fenced leases."""
+        return self._book.is_shutting_down
+
+    def validate(self) -> None:
+        """Recompute everything that is kept as a running sum and check every rule.
+
+        Raises:
+            InvariantBroken: Something does not hold, in a sentence.
+        """
+        invariants.validate(self._book)
+
+    # --- Requests. ------------------------------------------------------------
+
+    def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
+        if event.request in self._book.pending or self._book.line.get(event.request) is not None:
+            raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
+        self._admission.acquire(event, now_ns, out)
+
+    def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
+        waiter = self._book.line.get(event.request)
+        if waiter is not None:
+            self._admission.drop(waiter)
+            return
+        lease = self._book.live.get(self._book.pending.get(event.request, 0))
+        if lease is not None:
+            self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
+
+    def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+        if self._is_hidden(event.lease_id, event.tenant, event.is_operator):
+            out.append(Denied(event.request, denials.not_found(event.lease_id)))
+            return
+        lease = self._book.live.get(event.lease_id)
+        self._expire_if_due(lease, now_ns, out)
+        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(event.ttl_ms, self._limits)
+        if denial is not None or lease is None or lease.deadline_ns is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        lease.generation += 1
+        lease.move(Trigger.RENEWED, now_ns)
+        lease.ttl_ms = event.ttl_ms
+        # A renewal never takes away time that was promised; what was promised was under the same maximum.
+        self._set_deadline(lease, max(lease.deadline_ns, now_ns + event.ttl_ms * NS_PER_MS), out)
+        out.append(Renewed(event.request, lease.snapshot()))
+
+    def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+        if self._is_hidden(event.lease_id, event.tenant, event.is_operator):
+            out.append(Denied(event.request, denials.not_found(event.lease_id)))
+            return
+        lease = self._book.live.get(event.lease_id)
+        self._expire_if_due(lease, now_ns, out)
+        if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
+            lease.free_request = event.request
+            by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
+            self._teardown.begin(lease, Cause.FREED, f"given back by {by_whom}", now_ns, out)
+            return
+        denial = self.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
+        out.append(Denied(event.request, denial))
+
+    def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is None:
+            # Revoking twice is no mistake: the second answer is that of the first.
+            was_here = event.lease_id in self._book.ended
+            outcome = RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
+            out.append(RevokeDone(event.request, outcome))
+            return
+        self._expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.FENCED:
+            out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
+            return
+        lease.revoke_requests.append(event.request)
+        if lease.state is not LeaseState.DRAINING:
+            self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
+
+    def _on_fence_clear_requested(self, event: events.FenceClearRequested, now_ns: int, out: list[Effect]) -> None:
+        selected = placement.select(self._book.accounts, event.card_uuid)
+        if event.card_uuid is not None and not selected:
+            cards = [account.card for account in self._book.accounts]
+            out.append(Denied(event.request, denials.unknown_card(event.card_uuid, cards)))
+            return
+        uuids = {account.card.uuid for account in selected}
+        cleared = [lease for lease in self._book.fenced.values() if lease.card_uuid in uuids]
+        for lease in cleared:
+            self._book.close(lease, Trigger.FENCE_CLEARED, now_ns)
+        lease_ids = tuple(lease.lease_id for lease in cleared)
+        out.append(FenceCleared(event.request, len(lease_ids), lease_ids))
+
+    def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
+        self._book.is_shutting_down = True
+        self._admission.close_line(out)
+        for lease in self._book.live.values():
+            self._expire_if_due(lease, now_ns, out)
+            if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
+                self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was asked for", now_ns, out)
+
+    # --- Workers. -------------------------------------------------------------
+
+    def _on_worker_ready(self, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is None or lease.state is not LeaseState.PENDING:
+            return
+        lease.move(Trigger.WORKER_READY, now_ns)
+        del self._book.pending[lease.request]
+        self._set_deadline(lease, now_ns + lease.ttl_ms * NS_PER_MS, out)
+        out.append(Granted(lease.request, lease.snapshot()))
+
+    def _on_worker_failed(self, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is not None and lease.state is LeaseState.PENDING:
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
+
+    def _on_worker_exited(self, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is None:
+            return
+        if lease.state is LeaseState.PENDING:
+            lease.is_worker_gone = True
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
+        elif lease.state is LeaseState.ACTIVE:
+            lease.is_worker_gone = True
+            self._on_active_worker_lost(lease, event.reason, now_ns, out)
+        else:
+            self._teardown.on_worker_exited(lease, now_ns, out)
+
+    def _on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        if lease.is_expired(now_ns):
+            self._expire_if_due(lease, now_ns, out)
+        elif lease.fault:
+            self._teardown.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
+        else:
+            self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
+
+    def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        # The first fault is the one to know: a lost context fails everything after it.
+        if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
+            lease.fault = event.reason
+
+    def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is not None:
+            self._teardown.on_reclaim_proved(lease, now_ns, out)
+
+    def _on_reclaim_failed(self, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is not None:
+            self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
+
+    # --- Timers. --------------------------------------------------------------
+
+    def _on_timer_fired(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is None or lease.generation != event.generation:
+            return
+        if event.kind is TimerKind.SPAWN:
+            self._on_spawn_timer(lease, now_ns, out)
+        elif event.kind is TimerKind.EXPIRY:
+            self._on_expiry_timer(lease, now_ns, out)
+        elif event.kind is TimerKind.GRACE:
+            self._teardown.on_grace_timer(lease, now_ns, out)
+        else:
+            self._teardown.on_reclaim_timer(lease, now_ns, out)
+
+    def _on_spawn_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is not LeaseState.PENDING:
+            return
+        if now_ns < lease.spawn_due_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            return
+        reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
+        self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
+
+    def _on_expiry_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
+            return
+        if now_ns < lease.deadline_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
+            return
+        self._expire_if_due(lease, now_ns, out)
+
+    def _on_wait_timer_fired(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
+        self._admission.on_wait_timer(event.request, now_ns, out)
+
+    # --- Shared steps. --------------------------------------------------------
+
+    def _is_hidden(self, lease_id: int, tenant: str, is_operator: bool) -> bool:
+        """Whether the lease must look to the caller as if it were not there."""
+        lease = self._book.live.get(lease_id) or self._book.ended.get(lease_id)
+        return lease is None or (lease.tenant != tenant and not is_operator)
+
+    def _expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
+        if lease is not None and lease.is_expired(now_ns):
+            self._teardown.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+
+    def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
+        lease.deadline_ns = deadline_ns
+        out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
+        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, deadline_ns))

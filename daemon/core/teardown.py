@@ -1,0 +1,121 @@
+"""From the moment something ends a lease until its bytes are proved back, or its slice is fenced.
+
+Order: refuse new work, give what is in flight its grace, kill, wait for the reap, wait for the proof. Each step is
+taken once, whatever comes twice, late or out of turn. No step waits for the tenant.
+"""
+
+from gpulease.daemon.core import denials
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.effects import (
+    ArmTimer,
+    Denied,
+    Effect,
+    Freed,
+    KillWorker,
+    LeaseEnded,
+    ProveReclaimed,
+    RefuseWork,
+    RevokeDone,
+    RevokeOutcome,
+)
+from gpulease.daemon.core.events import TimerKind
+from gpulease.daemon.core.leases import Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.core.limits import NS_PER_S
+
+
+class Teardown:
+    """Ends leases; each method appends to `out` what the shell is to do."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
+
+    def begin(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left."""
+        was_pending = lease.state is LeaseState.PENDING
+        lease.move(cause, now_ns)
+        lease.cause = cause
+        lease.reason = reason
+        out.append(RefuseWork(lease.lease_id, cause))
+        if was_pending:
+            del self._book.pending[lease.request]
+            if cause is not Cause.ABANDONED:
+                out.append(Denied(lease.request, denials.lease_ended(lease.snapshot())))
+        if lease.is_worker_gone:
+            self._prove(lease, now_ns, out)
+            return
+        # A worker that was never ready has nothing in flight to finish.
+        grace_ns = 0 if was_pending else self._book.limits.grace_ns(cause)
+        if grace_ns:
+            lease.grace_due_ns = now_ns + grace_ns
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
+        else:
+            self._kill(lease, now_ns, out)
+
+    def on_grace_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Kill the worker unless it is dead or the timer came early."""
+        if lease.state is not LeaseState.DRAINING or lease.grace_due_ns is None:
+            return
+        if lease.is_kill_sent or lease.is_worker_gone:
+            return
+        if now_ns < lease.grace_due_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
+            return
+        self._kill(lease, now_ns, out)
+
+    def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """The process of a draining lease is reaped: now a proof of its bytes means something."""
+        if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
+            lease.is_worker_gone = True
+            self._prove(lease, now_ns, out)
+
+    def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Let the bytes go. A proof made before the reap proves nothing, and a fence is not lifted by one."""
+        if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
+            return
+        self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
+        snapshot = lease.snapshot()
+        if lease.free_request is not None:
+            out.append(Freed(lease.free_request, snapshot))
+        self._report(lease, RevokeOutcome.TORN_DOWN, out)
+
+    def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Fence the slice; the lease keeps the cause that ended it, and says why it is fenced."""
+        if lease.state is not LeaseState.DRAINING:
+            return
+        lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
+        self._book.fence(lease, now_ns)
+        if lease.free_request is not None:
+            out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
+        self._report(lease, RevokeOutcome.FENCED, out)
+
+    def on_reclaim_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Fence what was not proved back in time."""
+        if lease.state is not LeaseState.DRAINING or lease.reclaim_due_ns is None:
+            return
+        if now_ns < lease.reclaim_due_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
+            return
+        missing = "its memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
+        reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
+        self.on_reclaim_failed(lease, reason, now_ns, out)
+
+    def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        lease.is_kill_sent = True
+        out.append(KillWorker(lease.lease_id))
+        self._start_reclaim_clock(lease, now_ns, out)
+
+    def _prove(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        out.append(ProveReclaimed(lease.lease_id, lease.card_uuid))
+        self._start_reclaim_clock(lease, now_ns, out)
+
+    def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # One clock from the kill to the proof: a worker that dies late must not get a second one.
+        if lease.reclaim_due_ns is None:
+            lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
+
+    def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
+        out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
+        if lease.cause is not None:
+            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.story)))

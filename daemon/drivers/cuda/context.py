@@ -1,0 +1,149 @@
+"""One CUDA context with one stream, in the only thread that uses it.
+
+Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
+same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
+"""
+
+import time
+from typing import Any, Final
+
+import pycuda.driver as cuda
+
+from gpulease.daemon.drivers.cuda.images import CudaKernel, CudaModule, load_image
+from gpulease.daemon.drivers.interface import (
+    Dim3,
+    DriverError,
+    KernelFault,
+    LaunchRejected,
+    OutOfMemory,
+    Poll,
+)
+
+SPIN_S: Final = 200e-6
+"""How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""
+
+MAX_SLEEP_S: Final = 1e-3
+"""Longest sleep between two looks at card and lease."""
+
+_PER_LAUNCH_ERRORS: Final = ("invalid argument", "too many resources", "invalid resource handle")
+
+
+class CudaContext:
+    """See `gpulease.daemon.drivers.interface.Context`."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._stream = cuda.Stream()
+        self._allocations: dict[int, Any] = {}
+        self._fault: KernelFault | None = None
+        self._launches = 0
+        self._last_tag = 0
+        self._last_kernel = ""
+
+    @classmethod
+    def open(cls) -> "CudaContext":
+        """CuInit and a context on the one card this process sees. Raises DriverError."""
+        try:
+            cuda.init()
+            return cls(cuda.Device(0).make_context())
+        except cuda.Error as error:
+            raise DriverError(f"no CUDA context can be made: {error}") from None
+
+    def mem_alloc(self, size_bytes: int) -> int:
+        """Memory of the card, zeroed: the driver zeroes what other processes had, not what this one had."""
+        try:
+            allocation = cuda.mem_alloc(size_bytes)
+        except cuda.MemoryError:
+            raise OutOfMemory(
+                f"the card can't give {size_bytes} bytes in one piece now", hint="Free something or ask for less."
+            ) from None
+        except cuda.Error as error:
+            raise self._lost(error) from None
+        self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._stream)
+        address = int(allocation)
+        self._allocations[address] = allocation
+        return address
+
+    def mem_free(self, address: int) -> None:
+        """Once everything launched before has ended."""
+        self._call(self._stream.synchronize)
+        self._call(self._allocations.pop(address).free)
+
+    def mem_write(self, address: int, data: memoryview) -> None:
+        """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
+        self._call(cuda.memcpy_htod_async, address, data, self._stream)
+
+    def mem_read(self, address: int, into: memoryview) -> None:
+        """Complete on return."""
+        self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+        self._call(self._stream.synchronize)
+
+    def module_load(self, image: bytes) -> CudaModule:
+        """PTX or a cubin."""
+        if self._fault is not None:
+            raise self._fault
+        return load_image(image)
+
+    def module_unload(self, module: Any) -> None:
+        """Once everything launched before has ended; the driver unloads it with the last reference."""
+        self._call(self._stream.synchronize)
+
+    def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """Queue a launch: the parameter buffer goes to the driver as it is."""
+        try:
+            kernel.function._launch_kernel(grid, block, params, shared_bytes, self._stream)
+        except cuda.Error as error:
+            raise self._launch_error(kernel, error) from None
+        self._launches += 1
+        self._last_tag = tag
+        self._last_kernel = kernel.name
+
+    def sync(self, poll: Poll) -> None:
+        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
+        started = time.monotonic()
+        is_done = self._stream.is_done
+        while not self._call(is_done):
+            waited = time.monotonic() - started
+            if waited > SPIN_S:
+                poll()
+                time.sleep(min(waited / 16, MAX_SLEEP_S))
+        self._launches = 0
+
+    def fault(self) -> KernelFault | None:
+        """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""
+        return self._fault
+
+    def close(self) -> None:
+        """Leave the context to the end of the process, which ends it whatever state it is in."""
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except cuda.Error as error:
+            raise self._lost(error) from None
+
+    def _launch_error(self, kernel: CudaKernel, error: Exception) -> DriverError:
+        text = str(error)
+        if any(reason in text for reason in _PER_LAUNCH_ERRORS):
+            return LaunchRejected(
+                f"{kernel.name}: {text}", hint="Check grid, block and shared memory against what the kernel can take."
+            )
+        return self._lost(error)
+
+    def _lost(self, error: Exception) -> KernelFault:
+        """The context's sticky fault, told as well as CUDA lets us."""
+        if self._fault is None:
+            reason = str(error).rpartition("failed: ")[2]
+            which = "no launch was waiting for its end"
+            if self._launches == 1:
+                which = f"kernel {self._last_kernel}"
+            elif self._launches:
+                which = f"one of {self._launches} launches since the last sync, the last of them {self._last_kernel}"
+            self._fault = KernelFault(
+                f"{reason} ({which}); the context is lost",
+                tag=self._last_tag if self._launches == 1 else 0,
+                kernel=self._last_kernel if self._launches == 1 else "",
+                context_lost=True,
+                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
+            )
+        return self._fault

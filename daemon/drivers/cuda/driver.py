@@ -1,0 +1,29 @@
+"""Making the one context of a worker's process."""
+
+import importlib
+import os
+
+from gpulease.daemon.drivers.cuda.context import CudaContext
+from gpulease.daemon.drivers.interface import DriverError
+
+
+class CudaDriver:
+    """NVIDIA cards through the CUDA driver API."""
+
+    name = "cuda"
+
+    def preload(self) -> None:
+        """Import the bindings; cuInit is left to the workers, because no initialised driver survives a fork."""
+        try:
+            for module in ("pycuda.driver", "cuda.bindings.driver"):
+                importlib.import_module(module)
+        except ImportError as error:
+            raise DriverError(
+                f"the cuda driver can't be loaded: {error}", hint="pip install 'gpulease[daemon,cuda]' on the GPU host."
+            ) from None
+
+    def open_context(self, card: str, slice_bytes: int) -> CudaContext:
+        """The context; this process sees that card and no other from here on. Raises DriverError."""
+        # Read by cuInit (CUDA C++ Programming Guide, "CUDA Environment Variables").
+        os.environ["CUDA_VISIBLE_DEVICES"] = card
+        return CudaContext.open()

@@ -1,0 +1,124 @@
+"""PTX and cubins to modules whose kernels are known by name and parameters.
+
+pycuda launches fastest but can't list a module's kernels. So PTX is compiled once, by the driver's linker; the listing
+is read from a passing load of the result through cuda-bindings (cuModuleEnumerateFunctions, cuFuncGetParamInfo: CUDA
+driver API 12.4), and pycuda loads the same machine code.
+"""
+
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pycuda.driver as cuda
+from cuda.bindings import driver as api
+
+from gpulease.daemon.drivers.interface import ImageRejected, Parameter
+
+LOG_BYTES: Final = 64 << 10
+"""Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
+
+_ELF: Final = b"\x7fELF"
+_LINE: Final = re.compile(r"\bline (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """One entry of a module; `function` is pycuda's."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    max_threads_per_block: int
+    function: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CudaModule:
+    """A loaded module; it is unloaded when the last reference to `loaded` goes."""
+
+    kernels: Mapping[str, CudaKernel]
+    loaded: Any
+
+
+def load_image(image: bytes) -> CudaModule:
+    """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log."""
+    cubin = image if image.startswith(_ELF) else _compile(image)
+    listed = _list_kernels(cubin)
+    try:
+        loaded = cuda.module_from_buffer(cubin)
+        kernels = {name: _kernel(loaded, name, parameters) for name, parameters in listed.items()}
+    except cuda.Error as error:
+        raise ImageRejected(f"the driver can't load the image: {error}", log=str(error)) from None
+    return CudaModule(kernels, loaded)
+
+
+def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...]) -> CudaKernel:
+    function = loaded.get_function(name)
+    last = parameters[-1] if parameters else Parameter(0, 0)
+    return CudaKernel(name, parameters, last.offset + last.size, function.max_threads_per_block, function)
+
+
+def _compile(ptx: bytes) -> bytes:
+    option = api.CUjit_option
+    log = bytearray(LOG_BYTES)
+    keys = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+    error, link = api.cuLinkCreate(len(keys), keys, [log, LOG_BYTES])
+    _check(error, log)
+    try:
+        # The driver reads PTX to its NUL, whatever length is given.
+        text = ptx.rstrip(b"\0") + b"\0"
+        kind = api.CUjitInputType.CU_JIT_INPUT_PTX
+        (error,) = api.cuLinkAddData(link, kind, text, len(text), b"module", 0, [], [])
+        _check(error, log)
+        error, address, size_bytes = api.cuLinkComplete(link)
+        _check(error, log)
+        return ctypes.string_at(address, size_bytes)
+    finally:
+        api.cuLinkDestroy(link)
+
+
+def _list_kernels(cubin: bytes) -> dict[str, tuple[Parameter, ...]]:
+    error, module = api.cuModuleLoadData(cubin)
+    _check(error)
+    try:
+        error, count = api.cuModuleGetFunctionCount(module)
+        _check(error)
+        error, functions = api.cuModuleEnumerateFunctions(count, module)
+        _check(error)
+        return {_name(function): _parameters(function) for function in functions}
+    finally:
+        api.cuModuleUnload(module)
+
+
+def _name(function: Any) -> str:
+    error, name = api.cuFuncGetName(function)
+    _check(error)
+    return str(name.decode())
+
+
+def _parameters(function: Any) -> tuple[Parameter, ...]:
+    parameters: list[Parameter] = []
+    while True:
+        error, offset, size = api.cuFuncGetParamInfo(function, len(parameters))
+        # The index one past the last parameter is the one way to learn their number.
+        if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
+            return tuple(parameters)
+        _check(error)
+        parameters.append(Parameter(int(offset), int(size)))
+
+
+def _check(error: Any, log: bytearray | None = None) -> None:
+    if error == api.CUresult.CUDA_SUCCESS:
+        return
+    _, text = api.cuGetErrorString(error)
+    said = bytes(log).split(b"\0", 1)[0].decode(errors="replace").strip() if log else ""
+    first = said.splitlines()[0] if said else ""
+    found = _LINE.search(said)
+    raise ImageRejected(
+        f"the image can't be loaded: {text.decode()}{': ' + first if first else ''}",
+        log=said,
+        line=int(found[1]) if found else 0,
+        hint="Compile it for this card's architecture or an earlier one, with a toolkit no newer than the driver.",
+    )
