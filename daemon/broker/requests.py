@@ -12,7 +12,6 @@ from gpulease.daemon.broker.runtime import Outcome, Runtime
 from gpulease.daemon.core import (
     AcquireRequested,
     Denied,
-    Exclusivity,
     FenceCleared,
     FenceClearRequested,
     Freed,
@@ -28,7 +27,7 @@ from gpulease.daemon.core import (
 from gpulease.protocol import messages
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Opcode, Status
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Exclusivity, Opcode, Status
 from gpulease.protocol.primitives import LeaseParameter
 
 
@@ -198,7 +197,6 @@ class Desk:
 
     def _fence_clear(self, request: Request, body: messages.FenceClear) -> None:
         self._need_operator("FENCE_CLEAR")
-        card_uuid = None if body.device is None else self._card_uuid(body.device)
 
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, FenceCleared):
@@ -207,7 +205,7 @@ class Desk:
                 self._answer_denied(request, outcome)
 
         number = self._runtime.expect(on_outcome)
-        self._runtime.post(FenceClearRequested(number, card_uuid))
+        self._runtime.post(FenceClearRequested(number, body.device))
 
     # --- reports ---
 
@@ -248,13 +246,6 @@ class Desk:
                 f"{operation} is for operators; this connection is {self._peer}",
                 hint="Run it as root or as the daemon's user, over its Unix socket.",
             )
-
-    def _card_uuid(self, selector: str) -> str:
-        wanted = selector.lower().removeprefix("gpu-")
-        for card in self._runtime.table.cards():
-            if wanted in (str(card.index), card.uuid.lower().removeprefix("gpu-")):
-                return card.uuid
-        raise Refusal(Status.INVALID_REQUEST, f"no card answers to {selector!r}", hint="See `gpulease info`.")
 
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}

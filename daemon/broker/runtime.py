@@ -20,7 +20,6 @@ from gpulease.daemon.core import (
     Denied,
     Effect,
     Event,
-    Exclusivity,
     FenceCleared,
     Freed,
     Granted,
@@ -40,6 +39,7 @@ from gpulease.daemon.core import (
     WaitTimerFired,
 )
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.opcodes import Exclusivity
 
 NS_PER_S = 1_000_000_000
 

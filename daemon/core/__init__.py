@@ -19,7 +19,6 @@ from gpulease.daemon.core.effects import (
     RefuseWork,
     Renewed,
     RevokeDone,
-    RevokeOutcome,
     SetDeadline,
     SpawnWorker,
 )
@@ -46,7 +45,6 @@ from gpulease.daemon.core.invariants import InvariantBroken
 from gpulease.daemon.core.leases import (
     TRANSITIONS,
     Cause,
-    Exclusivity,
     InvalidTransition,
     LeaseSnapshot,
     LeaseState,
@@ -71,7 +69,6 @@ __all__ = [
     "Denied",
     "Effect",
     "Event",
-    "Exclusivity",
     "FenceClearRequested",
     "FenceCleared",
     "FreeRequested",
@@ -92,7 +89,6 @@ __all__ = [
     "Renewed",
     "RequesterGone",
     "RevokeDone",
-    "RevokeOutcome",
     "RevokeRequested",
     "SessionFaulted",
     "SetDeadline",

@@ -7,7 +7,7 @@ Lease ids are u128. An event for a lease that is unknown or has ended is harmles
 from dataclasses import dataclass
 from enum import Enum
 
-from gpulease.daemon.core.leases import Exclusivity
+from gpulease.protocol.opcodes import Exclusivity
 
 
 class TimerKind(Enum):

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from gpulease.daemon.core.cards import CardAccount
-from gpulease.daemon.core.leases import ALONE, Exclusivity
+from gpulease.daemon.core.leases import ALONE
+from gpulease.protocol.opcodes import Exclusivity
 
 
 def select(accounts: Sequence[CardAccount], selector: str | None) -> tuple[CardAccount, ...]:

@@ -21,7 +21,6 @@ from gpulease.daemon.core.effects import (
     Granted,
     Renewed,
     RevokeDone,
-    RevokeOutcome,
     SetDeadline,
 )
 from gpulease.daemon.core.events import Event, TimerKind
@@ -29,6 +28,7 @@ from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState,
 from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.waiting import WaiterSnapshot
+from gpulease.protocol.opcodes import RevokeOutcome
 
 
 class LeaseTable:

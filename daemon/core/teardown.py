@@ -16,11 +16,11 @@ from gpulease.daemon.core.effects import (
     ProveReclaimed,
     RefuseWork,
     RevokeDone,
-    RevokeOutcome,
 )
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.core.limits import NS_PER_S
+from gpulease.protocol.opcodes import RevokeOutcome
 
 
 class Teardown:

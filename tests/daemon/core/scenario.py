@@ -12,7 +12,6 @@ from gpulease.daemon.core import (
     Denied,
     Effect,
     Event,
-    Exclusivity,
     Granted,
     LeaseSnapshot,
     LeaseTable,
@@ -22,6 +21,7 @@ from gpulease.daemon.core import (
     WorkerExited,
     WorkerReady,
 )
+from gpulease.protocol.opcodes import Exclusivity
 
 MS = 1_000_000
 S = 1_000_000_000

@@ -20,7 +20,6 @@ from gpulease.daemon.core import (
     Denied,
     Effect,
     Event,
-    Exclusivity,
     FenceCleared,
     FenceClearRequested,
     Freed,
@@ -50,6 +49,7 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.protocol.opcodes import Exclusivity
 
 MS = 1_000_000
 CARDS = (

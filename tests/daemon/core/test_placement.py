@@ -11,7 +11,6 @@ from gpulease.daemon.core import (
     DenialReason,
     Denied,
     Effect,
-    Exclusivity,
     FreeRequested,
     LeaseTable,
     ReclaimFailed,
@@ -20,6 +19,7 @@ from gpulease.daemon.core import (
     SpawnWorker,
     WaitTimerFired,
 )
+from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import S, Scenario, card, denied, kinds, one
 

@@ -23,7 +23,6 @@ from gpulease.daemon.core import (
     RefuseWork,
     RenewRequested,
     RevokeDone,
-    RevokeOutcome,
     RevokeRequested,
     SessionFaulted,
     ShutdownRequested,
@@ -33,6 +32,7 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerReady,
 )
+from gpulease.protocol.opcodes import RevokeOutcome
 
 from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, kinds, one
 

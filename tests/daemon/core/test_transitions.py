@@ -6,7 +6,6 @@ from gpulease.daemon.core import (
     TRANSITIONS,
     Cause,
     CoreLimits,
-    Exclusivity,
     InvalidTransition,
     InvariantBroken,
     LeaseState,
@@ -14,6 +13,7 @@ from gpulease.daemon.core import (
     Trigger,
 )
 from gpulease.daemon.core.leases import Lease
+from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card
 
