@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from gpulease.daemon.broker.peers import Peer, identify
 from gpulease.daemon.broker.requests import Desk, Refusal
@@ -71,10 +71,9 @@ class ControlConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer connected."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a control connection needs a stream transport")
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        # Stream servers hand out stream transports; uvloop's do not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self.peer = identify(transport.get_extra_info("socket"))
         self._desk = Desk(self._runtime, self, self._driver)
         refusal = self._admit(self)

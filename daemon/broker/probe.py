@@ -33,7 +33,7 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
 async def _probe(
     source: CardSource, workers: Workers, events: asyncio.Queue[Event], card: CardFacts, number: int
 ) -> int:
-    workers.spawn(WorkerSpec(number, card.uuid, 0, is_shared=False))
+    workers.spawn(WorkerSpec(number, card.uuid, 1, is_shared=False))
     started = await _next_event(events, card)
     if not isinstance(started, WorkerReady):
         reason = started.reason if isinstance(started, WorkerFailed | WorkerExited) else "its worker lost its context"

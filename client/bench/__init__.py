@@ -1,0 +1,1 @@
+"""Measuring leases: the figures `gpulease bench` prints."""

@@ -1,0 +1,139 @@
+"""What work through a lease costs, seen from the tenant."""
+
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, LeaseExpired
+from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
+
+SLICE_BYTES: Final = 256 << 20
+COPY_BYTES: Final = 16 << 20
+SMALL_COPY_BYTES: Final = 4096
+THREADS: Final = 32
+
+SPIN_PTX: Final = b""".version 7.0
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u64 flag)
+{
+    .reg .pred %p1;
+    .reg .b32 %r1;
+    .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [flag];
+    cvta.to.global.u64 %rd2, %rd1;
+AGAIN:
+    ld.volatile.global.u32 %r1, [%rd2];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra AGAIN;
+    ret;
+}
+"""
+"""A kernel that never ends by itself: its flag stays 0."""
+
+
+def hot_path(address: str, ptx: bytes, launches: int, samples: int) -> dict[str, float]:
+    """Launches, syncs, copies and allocations of one session."""
+    with GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(600).acquire() as lease, GpuSession(lease) as session:
+        module = session.module_load(ptx)
+        buffer = session.mem_alloc(THREADS * 4)
+        args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
+        grid, block = (1, 1, 1), (THREADS, 1, 1)
+
+        def launch() -> None:
+            session.launch(module, "scale", grid, block, args)
+
+        def launch_and_sync() -> None:
+            session.launch(module, "scale", grid, block, args)
+            session.sync()
+
+        def alloc_and_free() -> None:
+            session.mem_free(session.mem_alloc(1 << 20))
+
+        timed_us(launch_and_sync, 50)
+        round_trips = timed_us(launch_and_sync, samples)
+        return {
+            "launch_pipelined_us": per_call_us(launch, session.sync, launches),
+            "launch_sync_p50_us": percentile(round_trips, 50),
+            "launch_sync_p99_us": percentile(round_trips, 99),
+            "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
+            "alloc_free_p50_us": percentile(timed_us(alloc_and_free, samples), 50),
+        } | _copies(session, samples)
+
+
+def _copies(session: GpuSession, samples: int) -> dict[str, float]:
+    large = np.ones(COPY_BYTES, np.uint8)
+    small = np.ones(SMALL_COPY_BYTES, np.uint8)
+    buffer = session.mem_alloc(COPY_BYTES)
+
+    def write_large() -> None:
+        session.mem_write(buffer, 0, large)
+
+    def read_large() -> None:
+        session.mem_read(buffer, 0, COPY_BYTES, into=large)
+
+    return {
+        "write_gb_s": gigabytes_per_s(write_large, COPY_BYTES, 15),
+        "read_gb_s": gigabytes_per_s(read_large, COPY_BYTES, 15),
+        "write_4k_p50_us": percentile(timed_us(lambda: session.mem_write(buffer, 0, small), samples), 50),
+        "read_4k_p50_us": percentile(
+            timed_us(lambda: session.mem_read(buffer, 0, SMALL_COPY_BYTES, into=small), samples), 50
+        ),
+    }
+
+
+def acquisition(address: str, count: int) -> dict[str, float]:
+    """From asking for a lease to its session's first answer, and from giving it back to memory proved free."""
+    acquires, frees = [], []
+    for _ in range(count):
+        started = time.perf_counter()
+        lease = GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(60).acquire()
+        with GpuSession(lease) as session:
+            session.sync()
+            acquires.append((time.perf_counter() - started) * 1e3)
+        started = time.perf_counter()
+        lease.free()
+        frees.append((time.perf_counter() - started) * 1e3)
+    return {
+        "acquire_p50_ms": percentile(acquires, 50),
+        "acquire_p99_ms": percentile(acquires, 99),
+        "free_p50_ms": percentile(frees, 50),
+        "free_p99_ms": percentile(frees, 99),
+    }
+
+
+def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
+    """From a lease's deadline, under a kernel that never ends, to the tenant's error and to memory proved free."""
+    told, free = [], []
+    for _ in range(count):
+        lease = GpuBuilder(address).min_vram(1 << 20).lease_secs(ttl_s).acquire()
+        deadline = time.monotonic() + lease.remaining_s
+        _spin_until_expired(lease)
+        told.append((time.monotonic() - deadline) * 1e3)
+        free.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
+    return {
+        "expiry_told_p50_ms": percentile(told, 50),
+        "expiry_told_p99_ms": percentile(told, 99),
+        "expiry_free_p50_ms": percentile(free, 50),
+        "expiry_free_p99_ms": percentile(free, 99),
+    }
+
+
+def _spin_until_expired(lease: GpuLease) -> None:
+    with GpuSession(lease) as session:
+        flag = session.mem_alloc(4)
+        session.launch(session.module_load(SPIN_PTX), "spin", (1,), (1,), KernelArgs().push_buffer(flag))
+        try:
+            session.sync()
+        except LeaseExpired:
+            return
+    raise RuntimeError("a kernel that never ends has ended")
+
+
+def _wait_until_torn_down(lease: GpuLease) -> dict[str, Any]:
+    while True:
+        report = lease.query()
+        if report["state"] in ("torndown", "fenced"):
+            return report
+        time.sleep(0.002)

@@ -1,0 +1,1 @@
+"""The command `gpulease`: everything a person types."""

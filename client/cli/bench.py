@@ -1,0 +1,118 @@
+"""`gpulease bench`: what a lease costs, beside the same driver called directly, in one run."""
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+from importlib.resources import as_file, files
+from typing import Final
+
+import click
+
+from gpulease.client.bench.leased import acquisition, expiry, hot_path
+from gpulease.client.blocking import ask
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
+from gpulease.client.cli.tables import table
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
+
+DIRECT_TIMEOUT_S: Final = 300
+"""For one round of direct calls; a hung driver must not hang the benchmark."""
+
+_ROWS: Final = (
+    ("launch_pipelined_us", "launch, pipelined", "us"),
+    ("launch_sync_p50_us", "launch + sync, p50", "us"),
+    ("launch_sync_p99_us", "launch + sync, p99", "us"),
+    ("sync_p50_us", "sync, p50", "us"),
+    ("alloc_free_p50_us", "alloc + free 1 MiB, p50", "us"),
+    ("write_gb_s", "mem_write 16 MiB", "GB/s"),
+    ("read_gb_s", "mem_read 16 MiB", "GB/s"),
+    ("write_4k_p50_us", "mem_write 4 KiB, p50", "us"),
+    ("read_4k_p50_us", "mem_read 4 KiB, p50", "us"),
+)
+_LEASE_ROWS: Final = (
+    ("acquire_p50_ms", "acquire to first answer, p50"),
+    ("acquire_p99_ms", "acquire to first answer, p99"),
+    ("free_p50_ms", "free to memory proved free, p50"),
+    ("free_p99_ms", "free to memory proved free, p99"),
+    ("expiry_told_p50_ms", "deadline to the tenant's error, endless kernel, p50"),
+    ("expiry_told_p99_ms", "deadline to the tenant's error, endless kernel, p99"),
+    ("expiry_free_p50_ms", "deadline to memory proved free, endless kernel, p50"),
+    ("expiry_free_p99_ms", "deadline to memory proved free, endless kernel, p99"),
+)
+
+Figures = dict[str, float]
+
+
+@click.command()
+@click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Of a private daemon.")
+@click.option("--rounds", default=3, show_default=True, help="Leased and direct in turn; medians are shown.")
+@click.option("--launches", default=20_000, show_default=True, help="Launches pipelined in a round.")
+@click.option("--leases", default=20, show_default=True, help="Leases acquired and freed, and as many left to expire.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -> None:
+    """Measure leases on the daemon that runs, or on a private one."""
+    with contextlib.ExitStack() as stack:
+        address = running_address() or stack.enter_context(private_daemon(driver))
+        card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        leased, direct = _rounds(address, card["driver"], rounds, launches)
+        lease_figures = acquisition(address, leases) | expiry(address, leases)
+    report = {
+        "driver": card["driver"],
+        "card": card["name"],
+        "leased": leased,
+        "direct": direct,
+        "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
+        "leases": {name: round(value, 2) for name, value in lease_figures.items()},
+    }
+    if "pycuda_call_us" in direct:
+        report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
+    click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+
+
+def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figures, Figures]:
+    leased, direct = [], []
+    for _ in range(rounds):
+        direct.append(_direct(driver, launches))
+        leased.append(hot_path(address, transform_ptx(), launches, 500))
+    return _medians(leased), _medians(direct)
+
+
+def _direct(driver: str, launches: int) -> Figures:
+    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.direct", driver, str(ptx), str(launches), "500"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DIRECT_TIMEOUT_S, check=False)
+    try:
+        figures: Figures = json.loads(done.stdout.splitlines()[0])
+    except (IndexError, ValueError):
+        raise CannotStart(f"the direct calls failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}") from None
+    return figures
+
+
+def _medians(rounds: list[Figures]) -> Figures:
+    return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}
+
+
+def _tables(report: dict[str, object]) -> str:
+    leased, direct, ratio, leases = (report[key] for key in ("leased", "direct", "ratio", "leases"))
+    if not (isinstance(leased, dict) and isinstance(direct, dict) and isinstance(ratio, dict)):
+        raise TypeError("a report has maps of figures")
+    rows = [
+        [text, f"{leased[name]:.2f}", f"{direct[name]:.2f}", unit, f"{ratio[name]:.2f}"]
+        for name, text, unit in _ROWS
+        if name in ratio
+    ]
+    parts = [
+        f"{report['card']}, driver {report['driver']}",
+        table(["", "leased", "direct", "unit", "leased/direct"], rows),
+    ]
+    if "launch_to_pycuda_call" in report:
+        parts.append(
+            f"pipelined launch / pycuda Function.__call__ ({direct['pycuda_call_us']:.2f} us): "
+            f"{report['launch_to_pycuda_call']}"
+        )
+    if isinstance(leases, dict):
+        parts.append(table(["", "ms"], [[text, f"{leases[name]:.2f}"] for name, text in _LEASE_ROWS]))
+    return "\n\n".join(parts)

@@ -1,0 +1,102 @@
+"""Looking after a node: `gpulease info`, `leases`, `revoke`, `fence`."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from gpulease.client.blocking import ask
+from gpulease.client.cli.tables import seconds_text, size_text, table
+from gpulease.client.errors import InvalidRequest
+from gpulease.protocol import Opcode, RevokeOutcome
+from gpulease.protocol.messages import Empty, FenceClear, LeaseRevoke
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@click.command()
+@_json_option
+def info(as_json: bool) -> None:
+    """Show the cards: what may be leased, what is free, what is fenced."""
+    inventory = ask(Opcode.GET_INVENTORY, Empty())
+    if as_json:
+        click.echo(json.dumps(inventory.details, indent=2))
+        return
+    rows = [
+        [
+            str(card["index"]),
+            card["uuid"],
+            card["name"],
+            card["driver"],
+            size_text(card["capacity_bytes"]),
+            size_text(card["available_bytes"]),
+            size_text(card["fenced_bytes"]),
+            str(card["leases"]),
+            "yes" if card["exclusive"] else "no",
+        ]
+        for card in inventory.details
+    ]
+    click.echo(table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "exclusive"], rows))
+
+
+@click.command()
+@_json_option
+def leases(as_json: bool) -> None:
+    """List leases: your own, or everybody's if you are the operator."""
+    found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    if not found:
+        click.echo("No leases.")
+        return
+    click.echo(table(["lease", "tenant", "state", "slice", "used", "launches", "left"], [_row(item) for item in found]))
+
+
+def _row(lease: dict[str, Any]) -> list[str]:
+    return [
+        lease["lease_id"],
+        lease["tenant"],
+        lease["state"] if lease["cause"] is None else f"{lease['state']} ({lease['cause']})",
+        size_text(lease["size_bytes"]),
+        size_text(lease.get("allocated_bytes", 0)),
+        str(lease.get("launches", 0)),
+        seconds_text(lease["remaining_ms"] / 1000),
+    ]
+
+
+@click.command()
+@click.argument("lease_id")
+@click.option("--reason", default="revoked by the operator", help="What its tenant is told.")
+def revoke(lease_id: str, reason: str) -> None:
+    """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
+    try:
+        number = int(lease_id, 16)
+    except ValueError:
+        raise InvalidRequest(f"{lease_id!r} is not a lease id", "Copy one from `gpulease leases`") from None
+    if not 0 < number < 1 << 128:
+        raise InvalidRequest(f"{lease_id!r} is not a lease id", "Copy one from `gpulease leases`")
+    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(number, reason)).outcome
+    match outcome:
+        case RevokeOutcome.TORN_DOWN:
+            click.echo(f"Lease {lease_id} is torn down and its memory is free.")
+        case RevokeOutcome.FENCED:
+            click.echo(f"Lease {lease_id} is over, but its memory could not be proved free and is fenced.", err=True)
+            sys.exit(1)
+        case _:
+            click.echo(f"There is no lease {lease_id}.", err=True)
+            sys.exit(1)
+
+
+@click.group()
+def fence() -> None:
+    """Look after memory that could not be proved free."""
+
+
+@fence.command("clear")
+@click.argument("card", required=False)
+def fence_clear(card: str | None) -> None:
+    """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""
+    count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
+    click.echo(f"{count} fenced {'lease was' if count == 1 else 'leases were'} let go.")

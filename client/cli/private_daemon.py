@@ -1,0 +1,80 @@
+"""The daemon a command talks to: the one that runs, or one of its own that ends with it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, UnixAddress, parse_address
+
+START_TIMEOUT_S: Final = 90.0
+"""For a daemon to listen: on a GPU host it makes a first context on every card."""
+
+STOP_TIMEOUT_S: Final = 15.0
+"""For it to let everything go, before it is killed."""
+
+_LOOK_S: Final = 0.01
+
+
+class CannotStart(Exception):
+    """No daemon of one's own could be started; the message has what it said."""
+
+
+def running_address() -> str | None:
+    """The address to use if GPULEASE_ADDRESS names one, or a daemon listens at the default socket."""
+    named = os.environ.get(ADDRESS_VARIABLE)
+    if named:
+        return named
+    address = parse_address(DEFAULT_ADDRESS)
+    return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
+
+
+@contextlib.contextmanager
+def private_daemon(driver: str, vram: tuple[str, ...] = ()) -> Iterator[str]:
+    """The address of a daemon of this process's own; it ends with the block. Raises CannotStart."""
+    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
+        path = str(Path(folder) / "daemon.sock")
+        log_path = Path(folder) / "log"
+        command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
+        for size in vram:
+            command += ["--vram", size]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            _wait_until_it_answers(process, path, log_path)
+            yield f"unix:{path}"
+        finally:
+            _stop(process)
+
+
+def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: Path) -> None:
+    until = time.monotonic() + START_TIMEOUT_S
+    while not _answers(path):
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(errors="replace").strip().splitlines()
+            if any("No module named" in line for line in said):
+                raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
+            raise CannotStart(said[-1] if said else "the daemon said nothing and did not start")
+        time.sleep(_LOOK_S)
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

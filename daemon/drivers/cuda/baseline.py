@@ -1,0 +1,22 @@
+"""What a program without gpulease would write: pycuda's own call of a kernel, timed in the current context."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pycuda.driver as cuda
+
+
+def call_us(module: Any, address: int, count: int, launches: int) -> float:
+    """Microseconds a call of `scale` when calls are issued back to back and then synchronised."""
+    function = module.loaded.get_function("scale")
+    pointer, length, factor = np.uint64(address), np.uint32(count), np.float32(1)
+    block, grid = (count, 1, 1), (1, 1)
+    for _ in range(100):
+        function(pointer, length, factor, block=block, grid=grid)
+    cuda.Context.synchronize()
+    started = time.perf_counter()
+    for _ in range(launches):
+        function(pointer, length, factor, block=block, grid=grid)
+    cuda.Context.synchronize()
+    return (time.perf_counter() - started) / launches * 1e6
