@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgpack
 
 MAX_MESSAGE_BYTES: Final = 128 << 10
-"""Largest datagram. The largest honest one carries what a tenant sent behind its ATTACH, 64 KiB at most."""
+"""Largest datagram. The largest honest one carries what a tenant sent behind its ATTACH, which is at
+most a control connection's receive buffer, 64 KiB and a header."""
 
 MAX_FDS: Final = 4
 """Most descriptors beside one message."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 from typing import Final
 
@@ -34,6 +35,12 @@ def adopt_orphans() -> None:
 def gain_no_privileges() -> None:
     """Let no exec of this process or its children gain privileges (no_new_privs)."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def raise_descriptor_limit() -> None:
+    """Use all the descriptors this process may have: the default of 1024 is for select(2), which nothing here uses."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_name(name: str) -> None:

@@ -11,8 +11,8 @@ from enum import Enum, auto
 from gpulease.protocol.codec import build_body, parse_body, reply_body, request_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.framing import Frame, FrameReader, build_frame
-from gpulease.protocol.limits import MAX_IN_FLIGHT
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
@@ -86,7 +86,9 @@ class Connection:
     def __init__(self, role: Role, *, max_payload_bytes: int, state: State = State.OPENING) -> None:
         self.role = role
         self.state = state
-        self.reader = FrameReader(max_payload_bytes)
+        self.reader = FrameReader(
+            max_payload_bytes, buffer_bytes=min(RECEIVE_BUFFER_BYTES, max_payload_bytes + HEADER_BYTES)
+        )
         self._in_flight: dict[int, Opcode] = {}
         self._last_request_id = 0
         self._has_eof = False

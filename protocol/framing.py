@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import construct as c
 
 from gpulease.protocol.errors import FramingError, LocalProtocolError
-from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, RECEIVE_BUFFER_BYTES
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, PROTOCOL_VERSION, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import KNOWN_FLAGS, Flag, Opcode, Status
 from gpulease.protocol.primitives import I16, U8, U16, U32, U64, U128
 
@@ -146,13 +146,20 @@ class FrameReader:
     """Bytes in, frames out; no I/O.
 
     Feed it with `receive_data`, or read into `get_buffer()` and call `buffer_updated`. Then take frames until
-    `next_frame` gives None. Its memory grows with what has arrived, to `max_payload_bytes` and a header at most, and
-    shrinks back once a large frame is through.
+    `next_frame` gives None. Its memory grows with what has arrived, to `max_payload_bytes` and a header at most; what
+    a very large frame took is given back once it is through.
     """
 
-    def __init__(self, max_payload_bytes: int, *, buffer_bytes: int = RECEIVE_BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        max_payload_bytes: int,
+        *,
+        buffer_bytes: int = RECEIVE_BUFFER_BYTES,
+        retained_bytes: int = RETAINED_BUFFER_BYTES,
+    ) -> None:
         self._max_payload_bytes = max_payload_bytes
         self._initial_bytes = buffer_bytes
+        self._retained_bytes = max(buffer_bytes, retained_bytes)
         self.buffer = bytearray(buffer_bytes)
         self.view = memoryview(self.buffer)
         self.start = 0
@@ -162,7 +169,7 @@ class FrameReader:
         """Where the next bytes go; never empty. Views of earlier frames are void from here on."""
         if self.start == self.end:
             self.start = self.end = 0
-            if len(self.buffer) > self._initial_bytes:
+            if len(self.buffer) > self._retained_bytes:
                 self._resize(self._initial_bytes)
         elif self.end == len(self.buffer) or self.start > len(self.buffer) >> 1:
             self._make_room()

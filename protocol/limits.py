@@ -47,5 +47,9 @@ MAX_TLVS: Final = 64
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 
-RECEIVE_BUFFER_BYTES: Final = 256 << 10
-"""What a frame reader holds between frames. It grows with the bytes that arrive, never by the length announced."""
+RECEIVE_BUFFER_BYTES: Final = 128 << 10
+"""What a frame reader starts with. It grows with the bytes that arrive, never by the length announced."""
+
+RETAINED_BUFFER_BYTES: Final = 4 << 20
+"""What a frame reader may keep between frames, once frames that large have come: copies are a stream of such frames,
+and making the buffer anew for each costs more than the copy."""

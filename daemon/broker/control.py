@@ -14,7 +14,17 @@ from gpulease.daemon.broker.peers import Peer, identify
 from gpulease.daemon.broker.requests import Desk, Refusal
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.version import AGENT
-from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Rejected, Reply, Request, Role, StreamBroken
+from gpulease.protocol.connection import (
+    Connection,
+    EndOfStream,
+    Event,
+    Goodbye,
+    Rejected,
+    Reply,
+    Request,
+    Role,
+    StreamBroken,
+)
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
@@ -32,6 +42,9 @@ takes a second packet."""
 HAND_OVER_POLL_S: Final = 0.001
 """How often a hand-over looks whether what was written before it is out; it nearly always is at once."""
 
+EVENTS_PER_TURN: Final = 16
+"""Requests of one connection served before the others get a turn: a buffer full of small ones takes 100 ms."""
+
 LINGER_S: Final = 5.0
 """For a peer to read what it was told last, before the connection is cut."""
 
@@ -41,7 +54,7 @@ WRITE_BUFFER_BYTES: Final = 256 << 10
 _log = logging.getLogger("gpulease.control")
 
 
-class ControlConnection(asyncio.Protocol):
+class ControlConnection(asyncio.BufferedProtocol):
     """A tenant's or an operator's connection to the broker.
 
     Args:
@@ -66,6 +79,7 @@ class ControlConnection(asyncio.Protocol):
         self._desk: Desk | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_stalled = False
+        self._is_reader_slow = False
 
     # --- transport ---
 
@@ -83,9 +97,13 @@ class ControlConnection(asyncio.Protocol):
         failure = Failure(Status.INVALID_REQUEST, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
         self._set_timer(HELLO_TIMEOUT_S, self.say_goodbye, failure)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: no more is ever held for a peer than this buffer."""
+        return self._connection.reader.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Bytes came."""
-        self._connection.receive_data(data)
+        self._connection.reader.buffer_updated(nbytes)
         self._take_events()
 
     def eof_received(self) -> bool:
@@ -105,6 +123,7 @@ class ControlConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The peer does not read: neither do we, and not for long."""
         if self._transport is not None:
+            self._is_reader_slow = True
             self._transport.pause_reading()
             self._set_timer(STALL_TIMEOUT_S, self._transport.abort)
 
@@ -112,7 +131,8 @@ class ControlConnection(asyncio.Protocol):
         """The peer reads again."""
         if self._transport is not None:
             self._set_timer(None)
-            self._transport.resume_reading()
+            self._is_reader_slow = False
+            self._resume_reading()
 
     # --- answers ---
 
@@ -149,19 +169,31 @@ class ControlConnection(asyncio.Protocol):
     # --- events ---
 
     def _take_events(self) -> None:
-        while self._connection.state is not State.ATTACHING and (event := self._connection.next_event()) is not None:
-            match event:
-                case Request():
-                    self._take_request(event)
-                case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
-                    self._transport.write(self._connection.send_failure(event, event.failure))
-                case StreamBroken():
-                    self.say_goodbye(event.failure)
-                case EndOfStream():
-                    self._close()
-                case Rejected() | Reply() | Goodbye():
-                    pass
-        self._watch_for_stall()
+        for _ in range(EVENTS_PER_TURN):
+            if self._connection.state is State.ATTACHING:
+                return
+            event = self._connection.next_event()
+            if event is None:
+                self._resume_reading()
+                self._watch_for_stall()
+                return
+            self._take_event(event)
+        if self._transport is not None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take_events)
+
+    def _take_event(self, event: Event) -> None:
+        match event:
+            case Request():
+                self._take_request(event)
+            case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
+                self._transport.write(self._connection.send_failure(event, event.failure))
+            case StreamBroken():
+                self.say_goodbye(event.failure)
+            case EndOfStream():
+                self._close()
+            case Rejected() | Reply() | Goodbye():
+                pass
 
     def _take_request(self, request: Request) -> None:
         if self._desk is None:
@@ -180,6 +212,10 @@ class ControlConnection(asyncio.Protocol):
             self._is_stalled = is_stalled
             failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
             self._set_timer(STALL_TIMEOUT_S if is_stalled else None, self.say_goodbye, failure)
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._is_reader_slow and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _set_timer(self, delay_s: float | None, action: Callable[..., None] | None = None, *arguments: Failure) -> None:
         """One timer a connection: what it is waiting for now replaces what it waited for before."""
@@ -227,5 +263,4 @@ class ControlConnection(asyncio.Protocol):
         if self._transport is None:
             return
         self.answer(request, failure)
-        self._transport.resume_reading()
         self._take_events()

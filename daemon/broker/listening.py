@@ -27,7 +27,7 @@ class CannotListen(Exception):
 class Listeners:
     """All listening sockets of one broker."""
 
-    def __init__(self, factory: Callable[[], asyncio.Protocol], socket_mode: int) -> None:
+    def __init__(self, factory: Callable[[], asyncio.BaseProtocol], socket_mode: int) -> None:
         self._factory = factory
         self._socket_mode = socket_mode
         self._servers: list[asyncio.Server] = []

@@ -24,6 +24,7 @@ from gpulease.daemon.core import (
     RevokeDone,
     RevokeRequested,
 )
+from gpulease.daemon.core.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
@@ -49,9 +50,9 @@ class Answerer(Protocol):
 class Refusal(Exception):
     """A request that never gets to the lease table."""
 
-    def __init__(self, status: Status, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.failure = Failure(status, message, hint=hint)
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 class Desk:
@@ -98,20 +99,21 @@ class Desk:
         """Raises Refusal unless this peer may attach to that lease's session now."""
         lease = self._runtime.table.get(lease_id)
         if lease is not None and lease.tenant != self._peer.tenant:
-            raise _not_found(lease_id)
+            raise Refusal(failure_of(not_found(lease_id)))
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
-            failure = failure_of(denial)
-            raise Refusal(failure.status, failure.message, hint=failure.hint)
+            raise Refusal(failure_of(denial))
 
     # --- leases ---
 
     def _lease_alloc(self, request: Request, body: messages.LeaseAlloc) -> None:
         if body.resource_type != GPU_RESOURCE_TYPE:
             raise Refusal(
-                Status.UNSUPPORTED,
-                f"resource type {body.resource_type:#06x} is not leased here",
-                hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
+                Failure(
+                    Status.UNSUPPORTED,
+                    f"resource type {body.resource_type:#06x} is not leased here",
+                    hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
+                )
             )
         exclusivity = exclusivity_of(body.parameters)
 
@@ -215,7 +217,7 @@ class Desk:
     def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         lease = self._runtime.table.get(body.lease_id)
         if lease is None or (lease.tenant != self._peer.tenant and not self._peer.is_operator):
-            raise _not_found(body.lease_id)
+            raise Refusal(failure_of(not_found(body.lease_id)))
         self._answerer.answer(request, messages.Report(self._report(lease)))
 
     def _lease_list_active(self, request: Request, body: messages.Empty) -> None:
@@ -242,9 +244,11 @@ class Desk:
     def _need_operator(self, operation: str) -> None:
         if not self._peer.is_operator:
             raise Refusal(
-                Status.DENIED,
-                f"{operation} is for operators; this connection is {self._peer}",
-                hint="Run it as root or as the daemon's user, over its Unix socket.",
+                Failure(
+                    Status.DENIED,
+                    f"{operation} is for operators; this connection is {self._peer}",
+                    hint="Run it as root or as the daemon's user, over its Unix socket.",
+                )
             )
 
 
@@ -260,18 +264,12 @@ def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:
     if not values:
         return Exclusivity.SESSION_EXCLUSIVE
     if len(values) > 1 or len(values[0]) != 1:
-        raise Refusal(Status.INVALID_REQUEST, "the exclusivity class is one byte, given once")
+        raise Refusal(Failure(Status.INVALID_REQUEST, "the exclusivity class is one byte, given once"))
     number = values[0][0]
     if number == 255:
-        raise Refusal(Status.INVALID_REQUEST, "exclusivity class 255 is never valid")
+        raise Refusal(Failure(Status.INVALID_REQUEST, "exclusivity class 255 is never valid"))
     if number not in _CLASSES:
-        raise Refusal(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
+        raise Refusal(
+            Failure(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
+        )
     return _CLASSES[number]
-
-
-def _not_found(lease_id: int) -> Refusal:
-    return Refusal(
-        Status.NOT_FOUND,
-        f"there is no lease {lease_id:032x} of yours here",
-        hint="Check the lease id and the node; leases that ended long ago are forgotten.",
-    )

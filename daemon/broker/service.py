@@ -16,7 +16,7 @@ from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config
 from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
-from gpulease.daemon.processes import adopt_orphans
+from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.protocol.address import Address
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -68,6 +68,7 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
     Raises CardsUnavailable, ZygoteBroken or CannotListen, each with a sentence for the operator.
     """
     adopt_orphans()
+    raise_descriptor_limit()
     source = choose_cards(config.driver, config.vram_bytes)
     try:
         facts = await asyncio.to_thread(source.discover)

@@ -1,0 +1,191 @@
+"""The one context of a worker process: its memory, its modules, its stream."""
+
+import ctypes
+
+from gpulease.daemon.drivers.cpu import image
+from gpulease.daemon.drivers.cpu.arena import Arena
+from gpulease.daemon.drivers.cpu.faults import describe
+from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_BLOCK_DIMS,
+    MAX_GRID_DIMS,
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_SHARED_BYTES,
+    MAX_THREADS_PER_BLOCK,
+)
+from gpulease.daemon.drivers.cpu.mapping import Mapping
+from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, Environment, Fault
+from gpulease.daemon.drivers.cpu.stream import Stream
+from gpulease.daemon.drivers.cpu.translate.thread import FRAME_HEAD_BYTES, FRAME_SLOT_BYTES
+from gpulease.daemon.drivers.interface import (
+    Dim3,
+    DriverError,
+    Kernel,
+    KernelFault,
+    LaunchRejected,
+    Module,
+    Poll,
+)
+
+_LOCAL_AREA_BYTES = MAX_THREADS_PER_BLOCK * MAX_LOCAL_BYTES
+_FRAME_AREA_BYTES = MAX_THREADS_PER_BLOCK * (FRAME_HEAD_BYTES + FRAME_SLOT_BYTES * MAX_LIVE_REGISTERS)
+
+_MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
+_MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
+
+
+class CpuContext:
+    """The interface's `Context`; device addresses are host addresses within the arena."""
+
+    def __init__(self, slice_bytes: int) -> None:
+        self._slice_bytes = slice_bytes
+        self._arena = Arena(slice_bytes)
+        # Shared memory, local windows and frames of the one block that runs.
+        self._scratch = Mapping(MAX_SHARED_BYTES + _LOCAL_AREA_BYTES + _FRAME_AREA_BYTES)
+        self._fault = Fault()
+        self._environment = Environment(
+            arena=self._arena.memory.address,
+            shadow=self._arena.shadow.address,
+            last_granule=self._arena.last_granule,
+            shared=self._scratch.address,
+            local=self._scratch.address + MAX_SHARED_BYTES,
+            frames=self._scratch.address + MAX_SHARED_BYTES + _LOCAL_AREA_BYTES,
+            fault=ctypes.addressof(self._fault),
+        )
+        self._environment_address = ctypes.addressof(self._environment)
+        self._stream = Stream()
+        self._modules: set[CpuModule] = set()
+        self._kernel_names: dict[int, str] = {}
+        self._next_number = 0
+        self._is_closed = False
+        # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    # --- Memory ------------------------------------------------------------------------------------------------
+
+    def mem_alloc(self, size_bytes: int) -> int:
+        """See the interface; needs no wait, as nothing that is queued knows the address."""
+        return self._arena.allocate(size_bytes)
+
+    def mem_free(self, address: int) -> None:
+        """See the interface."""
+        self._settle()
+        self._arena.free(address)
+
+    def mem_write(self, address: int, data: memoryview) -> None:
+        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        self._settle()
+        source = data.cast("B")
+        self._arena.bytes_at(address, source.nbytes)[:] = source
+
+    def mem_read(self, address: int, into: memoryview) -> None:
+        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        self._settle()
+        target = into.cast("B")
+        target[:] = self._arena.bytes_at(address, target.nbytes)
+
+    # --- Modules -----------------------------------------------------------------------------------------------
+
+    def module_load(self, image_bytes: bytes) -> CpuModule:
+        """See the interface; PTX only."""
+        module = image.load(image_bytes, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number)
+        self._next_number += len(module.kernels)
+        self._modules.add(module)
+        self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
+        return module
+
+    def module_unload(self, module: Module) -> None:
+        """See the interface."""
+        self._settle()
+        if not isinstance(module, CpuModule) or module not in self._modules:
+            raise DriverError("this module is not loaded")
+        self._modules.discard(module)
+        for kernel in module.kernels.values():
+            del self._kernel_names[kernel.number]
+        image.release(module.variable_addresses, self._arena)
+
+    # --- Launches ----------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """See the interface; waits only while the queue is full."""
+        if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
+            raise LaunchRejected("this kernel's module is not loaded")
+        _check_shape(kernel, grid, block)
+        shared = kernel.static_shared_bytes
+        if shared_bytes:
+            shared = kernel.dynamic_shared_offset + shared_bytes
+        if shared_bytes < 0 or shared > MAX_SHARED_BYTES:
+            raise LaunchRejected(
+                f"{shared_bytes} bytes of shared memory on top of the kernel's {kernel.dynamic_shared_offset}"
+                f" are more than {MAX_SHARED_BYTES}"
+            )
+        if len(params) != kernel.parameter_bytes:
+            raise LaunchRejected(
+                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
+            )
+        head = LAUNCH_HEAD.pack(
+            kernel.entry,
+            self._environment_address,
+            kernel.variables,
+            tag,
+            *grid,
+            *block,
+            shared,
+            kernel.number,
+        )
+        self._stream.submit(head + params)
+
+    def sync(self, poll: Poll) -> None:
+        """See the interface; polls about every millisecond."""
+        self._stream.wait(poll)
+        self._raise_fault()
+
+    def fault(self) -> KernelFault | None:
+        """See the interface. What is queued behind a fault is skipped first, which takes microseconds."""
+        if not self._stream.has_fault:
+            return None
+        self._stream.wait()
+        state = self._stream.state
+        error = describe(self._fault, kernel=self._kernel_names[state.kernel], tag=state.tag)
+        self._stream.forget_fault()
+        return error
+
+    def close(self) -> None:
+        """See the interface. A kernel that goes on running keeps the memory, until the process ends."""
+        if not self._is_closed and self._stream.close():
+            self._is_closed = True
+            self._arena.close()
+            self._scratch.close()
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
+
+    def rest(self) -> bool:
+        """End the stream's thread if it is idle; the next launch starts another. False if a kernel goes on."""
+        return self._stream.rest()
+
+    def _settle(self) -> None:
+        """Wait for what was queued, and raise what went wrong in it."""
+        self._stream.wait()
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        error = self.fault()
+        if error is not None:
+            raise error
+
+
+def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
+    """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
+    x, y, z = grid
+    if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
+        raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
+    x, y, z = block
+    if not (0 < x <= _MAX_BLOCK_X and 0 < y <= _MAX_BLOCK_Y and 0 < z <= _MAX_BLOCK_Z):
+        raise LaunchRejected(f"the block {block} is not within (1, 1, 1) and {MAX_BLOCK_DIMS}")
+    if x * y * z > kernel.max_threads_per_block:
+        raise LaunchRejected(
+            f"the block {block} has {x * y * z} threads, kernel {kernel.name} takes at most"
+            f" {kernel.max_threads_per_block}"
+        )
+    if kernel.required_block is not None and block != kernel.required_block:
+        raise LaunchRejected(f"kernel {kernel.name} demands blocks of {kernel.required_block}, not {block}")

@@ -1,0 +1,21 @@
+"""The embedded driver, as the daemon sees it (the interface's `Driver`)."""
+
+from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.stream import stream_code
+
+
+class CpuDriver:
+    """Computes on the host. Any card's UUID will do: it has no cards, only slices of the host's memory."""
+
+    @property
+    def name(self) -> str:
+        """Always "cpu"."""
+        return "cpu"
+
+    def preload(self) -> None:
+        """Initialise LLVM and compile the stream's loop, which forked workers then share. Starts no thread."""
+        stream_code()
+
+    def open_context(self, card: str, slice_bytes: int) -> CpuContext:
+        """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""
+        return CpuContext(slice_bytes)

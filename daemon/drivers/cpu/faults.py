@@ -1,0 +1,30 @@
+"""What a kernel's fault looks like to a tenant."""
+
+from gpulease.daemon.drivers.cpu.native.layout import Access, Fault
+from gpulease.daemon.drivers.cpu.ptx.syntax import Space
+from gpulease.daemon.drivers.interface import KernelFault
+
+_SPACES = tuple(Space)
+_UNNAMED = (Space.GENERIC, Space.GLOBAL)
+
+
+def describe(fault: Fault, *, kernel: str, tag: int) -> KernelFault:
+    """The error for a fault record."""
+    place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
+    where = f"{place} in kernel {kernel}, PTX line {fault.line}"
+    if fault.access == Access.TRAP:
+        return KernelFault(f"trap executed {where}", tag=tag, kernel=kernel)
+    space = _SPACES[fault.space]
+    what = "misaligned" if fault.address % fault.size else "illegal"
+    kind = what if space in _UNNAMED else f"{what} {space.value}"
+    access = "load" if fault.access == Access.LOAD else "store"
+    return KernelFault(
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}",
+        tag=tag,
+        kernel=kernel,
+        address=fault.address,
+    )
+
+
+def _triple(numbers: "list[int]") -> str:
+    return f"({numbers[0]},{numbers[1]},{numbers[2]})"

@@ -1,0 +1,75 @@
+"""What the driver takes at most. A tenant writes the PTX, so everything it can make large has a bound here.
+
+Units are in the names; each limit says what it stops or which card it was taken from.
+"""
+
+# --- PTX text --------------------------------------------------------------------------------------------------
+
+# Text that costs seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
+MAX_IMAGE_BYTES = 16 * 1024 * 1024
+
+# Blocks in blocks: stops text like "{{{{" from growing the scope stack without end.
+MAX_BLOCK_DEPTH = 64
+
+# `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
+MAX_REGISTERS_PER_RANGE = 1 << 20
+
+# LLVM's time grows with the function: bounds the compile time of one image.
+MAX_INSTRUCTIONS = 1 << 17
+
+# Each costs a compiled function and a table entry.
+MAX_FUNCTIONS = 4096
+
+# Registers that are really named, per function: each becomes a stack slot before optimisation.
+MAX_REGISTERS_PER_FUNCTION = 1 << 16
+
+# Digits of one number: Python's int() is quadratic in them. 64 binary digits and a prefix fit.
+MAX_NUMBER_CHARACTERS = 80
+
+# Initialisers written out in the text, per image: each is one Python object while parsing.
+MAX_INITIALISERS = 1 << 20
+
+# Operands of one instruction: the widest real one (mma) has under 40.
+MAX_OPERANDS = 64
+
+# Liveness over a kernel with barriers costs registers x blocks bits; this many are 32 MiB.
+MAX_LIVENESS_BITS = 1 << 28
+
+# Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
+MAX_LIVENESS_VISITS = 1 << 20
+
+# --- A kernel's resources --------------------------------------------------------------------------------------
+
+# PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.
+MAX_PARAMETER_BYTES = 4352
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+MAX_THREADS_PER_BLOCK = 1024
+MAX_BLOCK_DIMS = (1024, 1024, 64)
+MAX_GRID_DIMS = (2**31 - 1, 65535, 65535)
+
+# What a kernel gets without opting in to more, static and dynamic together.
+MAX_SHARED_BYTES = 48 * 1024
+
+# Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
+MAX_LOCAL_BYTES = 64 * 1024
+
+# Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
+MAX_LIVE_REGISTERS = 2048
+
+# --- The stream ------------------------------------------------------------------------------------------------
+
+# Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.
+QUEUE_DEPTH = 1024
+
+# How long a waiter looks at the counter before it sleeps, seconds: longer than a small kernel takes.
+SPIN_S = 50e-6
+
+# How often a sleeping waiter looks up and calls its poll, nanoseconds.
+POLL_INTERVAL_NS = 1_000_000
+
+# How long the stream's thread looks for more work before it sleeps, in rounds of some 40 ns.
+IDLE_SPINS = 512
+
+# How long `close` waits for a kernel that is still running, seconds, before it leaves it to the process's end.
+CLOSE_WAIT_S = 0.2

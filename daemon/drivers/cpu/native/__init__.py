@@ -1,0 +1,1 @@
+"""LLVM IR to machine code, and the native loop that runs launches."""

@@ -1,0 +1,64 @@
+"""LLVM IR text to native code in this process, through llvmlite."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+# 2 takes a third less time than 3 and vectorises the same loops.
+OPTIMISATION_LEVEL = 2
+
+
+class BadIr(Exception):
+    """LLVM refused the IR: a mistake in the translator, never in the PTX."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCode:
+    """Compiled code; it stays valid for as long as this object is kept."""
+
+    engine: Any
+
+    def address(self, name: str) -> int:
+        """Where a function begins."""
+        return int(self.engine.get_function_address(name))
+
+
+@cache
+def initialise() -> None:
+    """Make LLVM ready for this machine. Starts no thread, so a process may fork behind it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def compile_ir(text: str) -> NativeCode:
+    """Check, optimise and compile IR. Raises BadIr."""
+    initialise()
+    try:
+        module = llvm.parse_assembly(text)
+        module.verify()
+    except RuntimeError as error:
+        raise BadIr(str(error)) from None
+    machine = _target_machine()
+    options = llvm.create_pipeline_tuning_options(speed_level=OPTIMISATION_LEVEL)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return NativeCode(engine)
+
+
+def _target_machine() -> Any:
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=OPTIMISATION_LEVEL,
+    )
+
+
+def bind_symbol(name: str, function: Any) -> None:
+    """Let IR call a C function by a name."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    llvm.add_symbol(name, address)

@@ -1,0 +1,98 @@
+"""Structures that Python writes and generated code reads: their fields' offsets are the contract between the two."""
+
+import ctypes
+import struct
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """What a thread's or a kernel's function returns."""
+
+    DONE = 0
+    AT_BARRIER = 1
+    FAULT = 2
+
+
+class Access(IntEnum):
+    """What a thread was doing when it faulted."""
+
+    LOAD = 1
+    STORE = 2
+    TRAP = 3
+
+
+class Fault(ctypes.Structure):
+    """Where and why a kernel ended early."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("access", ctypes.c_uint32),
+        ("space", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+    )
+
+
+class Environment(ctypes.Structure):
+    """What is the same for every launch in a context; host addresses and bytes."""
+
+    _fields_ = (
+        ("arena", ctypes.c_uint64),
+        ("shadow", ctypes.c_uint64),
+        ("last_granule", ctypes.c_uint64),
+        ("shared", ctypes.c_uint64),
+        ("local", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+    )
+
+
+class Launch(ctypes.Structure):
+    """The head of a queue slot: one launch. The parameter buffer follows. No entry means: end the stream."""
+
+    _fields_ = (
+        ("entry", ctypes.c_uint64),
+        ("environment", ctypes.c_uint64),
+        ("variables", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("kernel", ctypes.c_uint32),
+    )
+
+
+# The same head for `struct`, which fills it several times faster than ctypes does.
+LAUNCH_HEAD = struct.Struct("<4Q8I")
+
+PARAMETERS_OFFSET = ctypes.sizeof(Launch)
+
+
+class Semaphore(ctypes.Structure):
+    """A glibc sem_t: 32 bytes on 64-bit machines."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 4),)
+
+
+class StreamState(ctypes.Structure):
+    """What the caller and the stream's native loop share; stream.ll has these offsets too.
+
+    `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
+    and `kernel` are the launch's; `waiting` is 1 while the caller sleeps on `done`.
+    """
+
+    _fields_ = (
+        ("completed", ctypes.c_uint64),
+        ("faulted", ctypes.c_uint64),
+        ("waiting", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("kernel", ctypes.c_uint64),
+        ("ring", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+        ("slot_mask", ctypes.c_uint64),
+        ("idle_spins", ctypes.c_uint64),
+        ("queued", Semaphore),
+        ("done", Semaphore),
+    )

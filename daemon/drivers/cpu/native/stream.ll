@@ -1,0 +1,89 @@
+; The stream: takes launches from the ring in order and runs them, without Python's lock, until told to end.
+;
+; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
+; slot_bytes 48, slot_mask 56, idle_spins 64, queued 72, done 104.
+; A slot begins with a Launch: entry 0, tag 24, kernel 60.
+
+declare i32 @gpulease_sem_wait(ptr)
+declare i32 @gpulease_sem_trywait(ptr)
+declare i32 @gpulease_sem_post(ptr)
+
+define void @run_stream(ptr %state) {
+start:
+  %first = load i64, ptr %state
+  %faulted = getelementptr i8, ptr %state, i64 8
+  %waiting = getelementptr i8, ptr %state, i64 16
+  %tag = getelementptr i8, ptr %state, i64 24
+  %kernel = getelementptr i8, ptr %state, i64 32
+  %ring.at = getelementptr i8, ptr %state, i64 40
+  %ring = load ptr, ptr %ring.at
+  %bytes.at = getelementptr i8, ptr %state, i64 48
+  %bytes = load i64, ptr %bytes.at
+  %mask.at = getelementptr i8, ptr %state, i64 56
+  %mask = load i64, ptr %mask.at
+  %spins.at = getelementptr i8, ptr %state, i64 64
+  %spins = load i64, ptr %spins.at
+  %queued = getelementptr i8, ptr %state, i64 72
+  %done = getelementptr i8, ptr %state, i64 104
+  br label %next
+
+; Look for work for a while before sleeping: waking a thread costs more than a small kernel.
+next:
+  %number = phi i64 [ %first, %start ], [ %following, %finish ], [ %following, %wake ]
+  br label %look
+look:
+  %looked = phi i64 [ 0, %next ], [ %looked.more, %idle ]
+  %found = call i32 @gpulease_sem_trywait(ptr %queued)
+  %is.found = icmp eq i32 %found, 0
+  br i1 %is.found, label %take, label %idle
+idle:
+  %looked.more = add i64 %looked, 1
+  %keep.looking = icmp ult i64 %looked.more, %spins
+  br i1 %keep.looking, label %look, label %sleep
+sleep:
+  %woken = call i32 @gpulease_sem_wait(ptr %queued)
+  %is.woken = icmp eq i32 %woken, 0
+  ; A signal ends the wait with no work.
+  br i1 %is.woken, label %take, label %sleep
+
+take:
+  %index = and i64 %number, %mask
+  %distance = mul i64 %index, %bytes
+  %slot = getelementptr i8, ptr %ring, i64 %distance
+  %entry = load ptr, ptr %slot
+  %following = add i64 %number, 1
+  %is.end = icmp eq ptr %entry, null
+  br i1 %is.end, label %end, label %consider
+consider:
+  ; Behind a fault, launches are passed over until the caller has taken it.
+  %skip = load atomic i64, ptr %faulted acquire, align 8
+  %is.skipped = icmp ne i64 %skip, 0
+  br i1 %is.skipped, label %finish, label %run
+run:
+  %status = call i32 %entry(ptr %slot)
+  %is.fault = icmp ne i32 %status, 0
+  br i1 %is.fault, label %fault, label %finish
+fault:
+  %slot.tag = getelementptr i8, ptr %slot, i64 24
+  %tag.value = load i64, ptr %slot.tag
+  store i64 %tag.value, ptr %tag
+  %slot.kernel = getelementptr i8, ptr %slot, i64 60
+  %kernel.value = load i32, ptr %slot.kernel
+  %kernel.wide = zext i32 %kernel.value to i64
+  store i64 %kernel.wide, ptr %kernel
+  store atomic i64 1, ptr %faulted release, align 8
+  br label %finish
+
+finish:
+  store atomic i64 %following, ptr %state seq_cst, align 8
+  %asleep = load atomic i64, ptr %waiting seq_cst, align 8
+  %is.asleep = icmp ne i64 %asleep, 0
+  br i1 %is.asleep, label %wake, label %next
+wake:
+  %posted = call i32 @gpulease_sem_post(ptr %done)
+  br label %next
+
+end:
+  store atomic i64 %following, ptr %state seq_cst, align 8
+  ret void
+}

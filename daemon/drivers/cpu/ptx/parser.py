@@ -1,0 +1,186 @@
+"""A whole PTX text to an `Image` (PTX ISA sections 4 and 11).
+
+Whatever the text, the only error that comes out is `ImageRejected`.
+"""
+
+from dataclasses import replace
+from math import prod
+
+from gpulease.daemon.drivers.cpu.limits import MAX_FUNCTIONS, MAX_INSTRUCTIONS, MAX_PARAMETER_BYTES
+from gpulease.daemon.drivers.cpu.ptx.bodies import BodyParser
+from gpulease.daemon.drivers.cpu.ptx.cursor import Cursor
+from gpulease.daemon.drivers.cpu.ptx.declarations import parse_parameter, parse_variable, round_up
+from gpulease.daemon.drivers.cpu.ptx.lexer import Source, Token
+from gpulease.daemon.drivers.cpu.ptx.scopes import NameTaken, Scope
+from gpulease.daemon.drivers.cpu.ptx.syntax import Bounds, Function, Image, Space, Variable
+
+_LINKAGE = ("visible", "extern", "weak", "common")
+_SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
+
+# Marks a module's shared variable, which has no place until a kernel names it.
+_NO_PLACE = -1
+
+
+def parse(text: str) -> Image:
+    """The tree of a PTX text. Raises ImageRejected."""
+    return _ImageParser(Cursor(Source(text))).parse()
+
+
+class _ImageParser:
+    def __init__(self, cursor: Cursor) -> None:
+        self.cursor = cursor
+        self.scope = Scope(None)
+        self.functions: dict[str, Function] = {}
+        self.variables: list[Variable] = []
+        self._instructions_left = MAX_INSTRUCTIONS
+        self._dynamic_alignment = 1
+
+    def parse(self) -> Image:
+        version = self._parse_version()
+        target = self._parse_target()
+        while self.cursor.peek.kind != "end":
+            self._parse_item()
+        return Image(version, target, tuple(self.functions.values()), tuple(self.variables))
+
+    def _parse_version(self) -> tuple[int, int]:
+        """Take `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
+        cursor = self.cursor
+        if cursor.directive() != "version":
+            raise cursor.problem("PTX begins with .version", hint="Load PTX text as nvcc -ptx writes it.")
+        token = cursor.expect("real")
+        major, _, minor = token.text.partition(".")
+        if not (major.isdigit() and minor.isdigit() and len(token.text) < 8):
+            raise cursor.problem(f"{token.text[:60]!r} is no PTX version", token)
+        return int(major), int(minor)
+
+    def _parse_target(self) -> str:
+        """Take `.target sm_75, debug` (PTX ISA section 11.1.2)."""
+        cursor = self.cursor
+        if cursor.directive() != "target":
+            raise cursor.problem("expected .target")
+        name = cursor.expect("word").text
+        while cursor.accept(","):
+            cursor.expect("word")
+        return name
+
+    def _parse_item(self) -> None:
+        cursor = self.cursor
+        at = cursor.peek
+        if cursor.accept(";"):
+            return
+        linkage: list[str] = []
+        while (name := cursor.directive()) in _LINKAGE:
+            linkage.append(str(name))
+        try:
+            self._parse_named(at, name, linkage)
+        except NameTaken as error:
+            raise cursor.problem(f"{str(error)[:60]} is declared twice", at) from None
+
+    def _parse_named(self, at: Token, name: str | None, linkage: list[str]) -> None:
+        cursor = self.cursor
+        match name:
+            case "entry":
+                self._parse_entry(at)
+            case "global" | "const" | "shared":
+                self._parse_variable(_SPACES[name], is_extern="extern" in linkage)
+            case "address_size":
+                if cursor.integer() != 64:
+                    raise cursor.problem("only 64-bit addresses are supported", at)
+            case "file" | "loc":
+                cursor.skip_line(at.line)
+            case "section":
+                cursor.skip_line(at.line)
+                cursor.skip_braces()
+            case "pragma":
+                cursor.expect("string")
+                cursor.expect(";")
+            case _:
+                what = f".{name}" if name else at.text or "the end"
+                raise cursor.problem(f"{what[:60]!r} is not supported at the top level", at)
+
+    def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
+        variable = parse_variable(self.cursor, space, 0, is_extern=is_extern)
+        if space is Space.SHARED:
+            variable = replace(variable, offset=_NO_PLACE)
+            if variable.is_dynamic:
+                self._dynamic_alignment = max(self._dynamic_alignment, variable.alignment)
+        else:
+            self.variables.append(variable)
+        self.scope.declare(variable.name, variable)
+
+    def _parse_entry(self, at: Token) -> None:
+        """Take `.entry name(parameters) directives { body }` (PTX ISA section 11.3.1)."""
+        cursor = self.cursor
+        name = cursor.expect("word").text
+        cursor.kernel = name[:60]
+        if name in self.functions:
+            raise NameTaken(name)
+        if len(self.functions) >= MAX_FUNCTIONS:
+            raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
+        parameters, size = self._parse_parameters()
+        bounds = self._parse_bounds()
+        body = BodyParser(cursor, self.scope, parameters)
+        body.parse()
+        self._instructions_left -= len(body.instructions)
+        if self._instructions_left < 0:
+            raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
+        cursor.kernel = ""
+        self.functions[name] = Function(
+            name=name,
+            line=at.line,
+            parameters=parameters,
+            parameter_bytes=size,
+            instructions=tuple(body.instructions),
+            registers=tuple(body.registers.registers),
+            shared_bytes=body.shared.size,
+            dynamic_shared_offset=round_up(body.shared.size, self._dynamic_alignment),
+            local_bytes=body.local.size,
+            bounds=bounds,
+        )
+
+    def _parse_parameters(self) -> tuple[tuple[Variable, ...], int]:
+        """Take the parameter list; also its size in bytes."""
+        cursor = self.cursor
+        parameters: list[Variable] = []
+        size = 0
+        if not cursor.accept("("):
+            return (), 0
+        while not cursor.accept(")"):
+            if parameters:
+                cursor.expect(",")
+            parameter = parse_parameter(cursor, size)
+            size = parameter.offset + parameter.size
+            if size > MAX_PARAMETER_BYTES:
+                raise cursor.problem(f"the parameters take more than {MAX_PARAMETER_BYTES} bytes")
+            if parameter.size == 0:
+                raise cursor.problem(f"the parameter {parameter.name[:60]} has no size")
+            parameters.append(parameter)
+        return tuple(parameters), size
+
+    def _parse_bounds(self) -> Bounds:
+        """Take performance directives (PTX ISA section 11.4); those that bound no launch have no effect here."""
+        cursor = self.cursor
+        bounds = Bounds()
+        while cursor.peek.kind == "directive":
+            at = cursor.take()
+            match at.text[1:]:
+                case "maxntid":
+                    bounds = replace(bounds, max_threads=prod(self._parse_dims()))
+                case "reqntid":
+                    x, y, z = self._parse_dims()
+                    bounds = replace(bounds, required=(x, y, z))
+                case "minnctapersm" | "maxnreg" | "maxnctapersm":
+                    cursor.integer()
+                case _:
+                    raise cursor.problem(f"{at.text[:60]} is not supported", at)
+        return bounds
+
+    def _parse_dims(self) -> tuple[int, int, int]:
+        at = self.cursor.peek
+        dims = [self.cursor.integer()]
+        while len(dims) < 3 and self.cursor.accept(","):
+            dims.append(self.cursor.integer())
+        if not all(0 < dim <= 2**31 for dim in dims):
+            raise self.cursor.problem("a block has at least one thread in each dimension", at)
+        x, y, z = (*dims, 1, 1)[:3]
+        return x, y, z

@@ -1,0 +1,191 @@
+"""The tree a PTX text becomes. Names are resolved: an operand holds the register or variable it means."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gpulease.daemon.drivers.cpu.ptx.scalars import Scalar
+
+
+class Space(Enum):
+    """State spaces (PTX ISA section 5.1)."""
+
+    GENERIC = "generic"
+    GLOBAL = "global"
+    CONST = "const"
+    SHARED = "shared"
+    LOCAL = "local"
+    PARAM = "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A virtual register; `index` numbers it within its function."""
+
+    index: int
+    name: str
+    type: Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A declared variable of any space.
+
+    Attributes:
+        offset: Bytes from the start of its function's or module's area of that space; of no meaning for
+            GLOBAL and CONST, which get their place at load.
+        initial: The bytes it starts with, b"" for zeros.
+        is_dynamic: `.extern .shared x[]`: it begins where the static shared memory ends.
+    """
+
+    name: str
+    space: Space
+    size: int
+    alignment: int
+    offset: int = 0
+    initial: bytes = b""
+    is_dynamic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """An integer literal, already cut to 64 bits (PTX ISA section 4.5.1)."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A floating-point literal; `bits` is 32 or 64 for the 0f and 0d forms, 0 for a decimal one (section 4.5.2)."""
+
+    pattern: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register such as %tid.x (PTX ISA section 10)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A label, as the index of the instruction it stands before."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A variable's address plus a constant."""
+
+    variable: Variable
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base+offset]` (PTX ISA section 6.4.1)."""
+
+    base: "Register | Variable | Integer"
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b}` (PTX ISA section 6.4.2)."""
+
+    elements: tuple["Operand", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`p|q`, the two destinations of setp."""
+
+    first: "Operand"
+    second: "Operand"
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """`!p`."""
+
+    register: Register
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """`_`: a destination that is thrown away."""
+
+
+Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vector | Pair | Negated | Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """`@p` or `@!p` (PTX ISA section 9.3)."""
+
+    register: Register
+    negated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. `modifiers` are what follows the opcode, dot by dot; `line` is 1-based."""
+
+    line: int
+    text: str
+    guard: Guard | None
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+
+    @property
+    def spelling(self) -> str:
+        """Opcode and modifiers, as written."""
+        return ".".join((self.opcode, *self.modifiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Performance directives that limit a launch (PTX ISA section 11.4); 0 where the kernel has none.
+
+    Attributes:
+        max_threads: The product of .maxntid.
+        required: The block .reqntid demands, or None.
+    """
+
+    max_threads: int = 0
+    required: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An .entry with its body. Sizes are bytes.
+
+    Attributes:
+        shared_bytes: Of the shared variables whose size is declared.
+        dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
+    """
+
+    name: str
+    line: int
+    parameters: tuple[Variable, ...]
+    parameter_bytes: int
+    instructions: tuple[Instruction, ...]
+    registers: tuple[Register, ...]
+    shared_bytes: int
+    dynamic_shared_offset: int
+    local_bytes: int
+    bounds: Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A whole PTX module: version, target, its kernels and the variables that live in device memory."""
+
+    version: tuple[int, int]
+    target: str
+    functions: tuple[Function, ...]
+    variables: tuple[Variable, ...] = field(default=())

@@ -1,0 +1,64 @@
+"""All families, and the search for the form an instruction has."""
+
+from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
+from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
+from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
+from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
+from gpulease.daemon.drivers.cpu.translate.floating import FAMILY as FLOATING
+from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
+from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
+from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
+from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
+from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.drivers.cpu.translate.specials import NAMES
+
+FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL)
+
+
+def _by_opcode() -> dict[str, list[Form]]:
+    table: dict[str, list[Form]] = {}
+    for family in FAMILIES:
+        for form in family.forms:
+            table.setdefault(form.opcode, []).append(form)
+    return table
+
+
+_FORMS = _by_opcode()
+
+
+def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
+    """The form of an instruction and what its modifiers say. Raises ImageRejected if there is none."""
+    for form in _FORMS.get(instruction.opcode, ()):
+        modifiers = form.match(instruction)
+        if modifiers is not None:
+            return form, modifiers
+    known = instruction.opcode in _FORMS
+    what = "this form of" if known else "the instruction"
+    raise rejected(
+        f"{what} {instruction.spelling[:80]} is not supported by the embedded driver",
+        line=instruction.line,
+        text=instruction.text,
+        kernel=kernel,
+        hint="The supported instructions are listed in daemon/drivers/cpu/README.md.",
+    )
+
+
+def supported_table() -> str:
+    """What is supported, as the table in README.md."""
+    lines = ["| family | PTX ISA | forms |", "|---|---|---|"]
+    for family in FAMILIES:
+        forms = "<br>".join(f"`{_describe(form)}`" for form in family.forms)
+        lines.append(f"| {family.title} | {family.section} | {forms} |")
+    specials = ", ".join(f"`%{name}`" for name in NAMES)
+    lines.append(f"| Special registers | 10 | {specials} |")
+    return "\n".join(lines)
+
+
+def _describe(form: Form) -> str:
+    text = form.opcode
+    for _, choices, optional in form.slots:
+        # A bar would end the table's cell, so alternatives are set apart by commas.
+        slot = f".{choices[0]}" if len(choices) == 1 else f".({','.join(choices)})"
+        text += f"[{slot}]" if optional else slot
+    return text

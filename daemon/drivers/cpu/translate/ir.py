@@ -1,0 +1,137 @@
+"""Writes the text of one LLVM function. It knows LLVM's grammar and nothing of PTX."""
+
+from typing import NamedTuple
+
+# Names in the IR are made from numbers only: no text of a tenant's gets into it.
+
+
+class Value(NamedTuple):
+    """An IR value: its type and how to name it."""
+
+    type: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.text}"
+
+
+def constant(type_name: str, number: int) -> Value:
+    """An integer constant."""
+    if type_name == "i1":
+        return Value("i1", "true" if number & 1 else "false")
+    return Value(type_name, str(number))
+
+
+FALSE = constant("i1", 0)
+TRUE = constant("i1", 1)
+
+# Contents that do not change while a kernel runs: LLVM may keep them in registers and load them early.
+INVARIANT = ", !invariant.load !0"
+
+# The branch to the first label is nearly always taken.
+LIKELY = ", !prof !1"
+
+METADATA = '!0 = !{}\n!1 = !{!"branch_weights", i32 1048576, i32 1}\n'
+
+
+class IrWriter:
+    """One function's body under construction, line by line."""
+
+    def __init__(self, declarations: set[str]) -> None:
+        self.lines: list[str] = []
+        self._declarations = declarations
+        self._count = 0
+        self._terminated = False
+
+    def fresh(self, stem: str = "v") -> str:
+        """A name nothing else has."""
+        self._count += 1
+        return f"{stem}{self._count}"
+
+    def emit(self, line: str) -> None:
+        """Add an instruction; behind a terminator it opens a block that nothing reaches."""
+        if self._terminated:
+            self.block(self.fresh("dead"))
+        self.lines.append(f"  {line}")
+
+    def value(self, type_name: str, expression: str) -> Value:
+        """Name an expression's result."""
+        name = f"%{self.fresh()}"
+        self.emit(f"{name} = {expression}")
+        return Value(type_name, name)
+
+    def binary(self, operation: str, left: Value, right: Value | int) -> Value:
+        """`operation` of two values of one type."""
+        right = constant(left.type, right) if isinstance(right, int) else right
+        return self.value(left.type, f"{operation} {left}, {right.text}")
+
+    def compare(self, condition: str, left: Value, right: Value | int) -> Value:
+        """`icmp` or `fcmp`, as the condition says in full: "icmp ult", "fcmp oeq"."""
+        right = constant(left.type, right) if isinstance(right, int) else right
+        return self.value("i1", f"{condition} {left}, {right.text}")
+
+    def invert(self, flag: Value) -> Value:
+        """The other truth value."""
+        return self.binary("xor", flag, TRUE)
+
+    def select(self, flag: Value, then: Value, other: Value) -> Value:
+        """One of two values."""
+        return self.value(then.type, f"select {flag}, {then}, {other}")
+
+    def cast(self, operation: str, value: Value, type_name: str) -> Value:
+        """A conversion; nothing if the type is the same."""
+        if value.type == type_name:
+            return value
+        return self.value(type_name, f"{operation} {value} to {type_name}")
+
+    def resize(self, value: Value, type_name: str, *, signed: bool) -> Value:
+        """An integer of another width."""
+        have, want = int(value.type[1:]), int(type_name[1:])
+        return self.cast("trunc" if have > want else "sext" if signed else "zext", value, type_name)
+
+    def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
+        """Call an LLVM intrinsic, declared by this use of it."""
+        types = ", ".join(argument.type for argument in arguments)
+        self._declarations.add(f"declare {type_name} @{name}({types})")
+        return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
+
+    def offset(self, pointer: Value, distance: Value | int) -> Value:
+        """A pointer so many bytes on."""
+        distance = constant("i64", distance) if isinstance(distance, int) else distance
+        return self.value("ptr", f"getelementptr i8, {pointer}, {distance}")
+
+    def load(self, type_name: str, pointer: Value, *, extra: str = "") -> Value:
+        """A plain load; `extra` is what follows the pointer."""
+        return self.value(type_name, f"load {type_name}, {pointer}{extra}")
+
+    def store(self, value: Value, pointer: Value) -> None:
+        """A plain store."""
+        self.emit(f"store {value}, {pointer}")
+
+    def block(self, label: str) -> None:
+        """Open a block; control falls into it from the one before unless that has ended."""
+        if not self._terminated:
+            self.lines.append(f"  br label %{label}")
+        self.lines.append(f"{label}:")
+        self._terminated = False
+
+    def branch(self, label: str) -> None:
+        """End the block."""
+        self._terminate(f"br label %{label}")
+
+    def branch_if(self, flag: Value, then: str, other: str, *, extra: str = "") -> None:
+        """End the block with a choice."""
+        self._terminate(f"br {flag}, label %{then}, label %{other}{extra}")
+
+    def switch(self, value: Value, default: str, cases: list[tuple[int, str]]) -> None:
+        """End the block with a choice among many."""
+        table = " ".join(f"{value.type} {number}, label %{label}" for number, label in cases)
+        self._terminate(f"switch {value}, label %{default} [{table}]")
+
+    def ret(self, number: int) -> None:
+        """End the function with a status."""
+        self._terminate(f"ret i32 {number}")
+
+    def _terminate(self, line: str) -> None:
+        self.emit(line)
+        self._terminated = True

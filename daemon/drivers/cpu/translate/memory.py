@@ -1,0 +1,120 @@
+"""Loads and stores (PTX ISA sections 9.7.9.8, 9.7.9.9 and 9.7.9.11).
+
+The threads of a launch run one after another on one host thread, so orderings between them hold by themselves; what
+`.volatile`, `.relaxed` and their like still ask for is that the access happens each time, for a host that looks on.
+Cache hints change no result and are passed over.
+"""
+
+from gpulease.daemon.drivers.cpu.native.layout import Access
+from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Space, Vector
+from gpulease.daemon.drivers.cpu.translate.access import MAX_ACCESS_BYTES, checked_pointer
+from gpulease.daemon.drivers.cpu.translate.forms import FLOATS, Family, Modifiers
+from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
+
+FAMILY = Family("Loads and stores", "9.7.9")
+
+_SPACES = ("global", "const", "shared", "shared::cta", "local", "param", "param::entry")
+_STORE_SPACES = ("global", "shared", "shared::cta", "local")
+_TYPES = (*(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in "bus"), *FLOATS)
+_VECTORS = ("v2", "v4")
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_LOAD_HINTS = ("ca", "cg", "cs", "lu", "cv")
+_STORE_HINTS = ("wb", "cg", "cs", "wt")
+_EVICTIONS = tuple(f"L1::{way}" for way in ("evict_normal", "evict_unchanged", "evict_first", "evict_last"))
+_PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
+
+
+@FAMILY.form(
+    "ld{.weak}{.space}{.hint}{.evict}{.prefetch}{.vec}.type",
+    2,
+    space=_SPACES,
+    hint=_LOAD_HINTS,
+    evict=_EVICTIONS,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form(
+    "ld.space{.hint}.nc{.evict}{.prefetch}{.vec}.type",
+    2,
+    space=("global",),
+    hint=_LOAD_HINTS,
+    evict=_EVICTIONS,
+    prefetch=_PREFETCHES,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form("ld.volatile{.space}{.vec}.type", 2, space=_SPACES, vec=_VECTORS, type=_TYPES)
+@FAMILY.form(
+    "ld.order.scope{.space}{.vec}.type",
+    2,
+    order=("relaxed", "acquire"),
+    scope=_SCOPES,
+    space=("global", "shared", "shared::cta"),
+    vec=_VECTORS,
+    type=_TYPES,
+)
+def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """A register wider than the type gets the value extended."""
+    scalar, space = m.scalar(), _space(m)
+    into = _elements(t, m, i.operands[0])
+    pointer = checked_pointer(t, i.operands[1], space, scalar.size * len(into), Access.LOAD)
+    keyword = "load volatile" if _happens_each_time(m) else "load"
+    for number, element in enumerate(into):
+        place = t.ir.offset(pointer, number * scalar.size)
+        kind = f"i{scalar.bits}"
+        value = t.ir.value(kind, f"{keyword} {kind}, {place}, align {scalar.size}")
+        t.write_wide(element, scalar, t.from_bits(value, scalar))
+
+
+@FAMILY.form(
+    "st{.weak}{.space}{.hint}{.evict}{.vec}.type",
+    2,
+    writes=False,
+    space=_STORE_SPACES,
+    hint=_STORE_HINTS,
+    evict=_EVICTIONS,
+    vec=_VECTORS,
+    type=_TYPES,
+)
+@FAMILY.form("st.volatile{.space}{.vec}.type", 2, writes=False, space=_STORE_SPACES, vec=_VECTORS, type=_TYPES)
+@FAMILY.form(
+    "st.order.scope{.space}{.vec}.type",
+    2,
+    writes=False,
+    order=("relaxed", "release"),
+    scope=_SCOPES,
+    space=("global", "shared", "shared::cta"),
+    vec=_VECTORS,
+    type=_TYPES,
+)
+def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """Of a register wider than the type the low bits are stored."""
+    scalar, space = m.scalar(), _space(m)
+    values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in _elements(t, m, i.operands[1])]
+    pointer = checked_pointer(t, i.operands[0], space, scalar.size * len(values), Access.STORE)
+    keyword = "store volatile" if _happens_each_time(m) else "store"
+    for number, value in enumerate(values):
+        place = t.ir.offset(pointer, number * scalar.size)
+        t.ir.emit(f"{keyword} {value}, {place}, align {scalar.size}")
+
+
+def _space(m: Modifiers) -> Space:
+    """The space an access names; one that names none is generic."""
+    return Space(m.get("space").split("::")[0] or "generic")
+
+
+def _happens_each_time(m: Modifiers) -> bool:
+    return "volatile" in m or "order" in m
+
+
+def _elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
+    """The registers of a scalar or vector access."""
+    count = int(m.get("vec")[1:] or 1)
+    if count == 1:
+        return (operand,)
+    if not isinstance(operand, Vector) or len(operand.elements) != count:
+        raise t.problem(f"expected a vector of {count} registers")
+    if count * m.scalar().size > MAX_ACCESS_BYTES:
+        raise t.problem(f"an access of over {MAX_ACCESS_BYTES} bytes")
+    return operand.elements

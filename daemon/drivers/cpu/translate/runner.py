@@ -1,0 +1,140 @@
+"""The native function that runs a whole launch: blocks one after another, a block's threads in turn.
+
+    i32 kernel(launch) -> Status
+
+In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
+barrier or its end; when a round leaves none waiting, the block is done.
+"""
+
+from collections.abc import Callable, Sequence
+
+from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Fault, Launch, Status
+from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
+
+# In a frame's head: the thread has ended. Barriers are numbered from 1.
+_ENDED = -1
+
+# Gets the indices x, y and z of the innermost loop.
+Body = Callable[[Sequence[Value]], None]
+
+
+class RunnerWriter:
+    """Writes the runner of one kernel around its thread function."""
+
+    def __init__(self, thread: str, *, frame_bytes: int, local_bytes: int, suspends: bool) -> None:
+        self.ir = IrWriter(set())
+        self._thread = thread
+        self._frame_bytes = frame_bytes
+        self._local_bytes = local_bytes
+        self._suspends = suspends
+        self._allocas: list[str] = []
+        self._sizes: dict[str, list[Value]] = {}
+
+    def write(self, name: str) -> str:
+        """The function's IR."""
+        self.ir.emit(f"%environment = load ptr, {self.ir.offset(LAUNCH, Launch.environment.offset)}{INVARIANT}")
+        for field, start in (("grid", Launch.grid.offset), ("block", Launch.block.offset)):
+            places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
+            self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
+        self._loop("grid", self._run_block)
+        self.ir.ret(Status.DONE)
+        head = f"define i32 @{name}(ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch) {{"
+        return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
+
+    def _run_block(self, block: Sequence[Value]) -> None:
+        if not self._suspends:
+            self._loop("block", lambda thread: self._run_thread(thread, block))
+            return
+        self._loop("block", self._prepare_thread)
+        waiting = self._variable("i1")
+        again, done = self.ir.fresh("round"), self.ir.fresh("blockdone")
+        self.ir.block(again)
+        self.ir.store(constant("i1", 0), waiting)
+        self._loop("block", lambda thread: self._resume_thread(thread, block, waiting))
+        self.ir.branch_if(self.ir.load("i1", waiting), again, done)
+        self.ir.block(done)
+
+    def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
+        """From start to end; threads that run alone share one local window."""
+        status = self._call(thread, block, Value("ptr", "null"), self._area(Environment.local.offset))
+        self._stop_if_faulted(status, thread, block)
+
+    def _prepare_thread(self, thread: Sequence[Value]) -> None:
+        self.ir.store(constant("i32", 0), self._frame(self._flat(thread)))
+
+    def _resume_thread(self, thread: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
+        """Up to the next barrier or the end, unless it has ended before."""
+        ir = self.ir
+        flat = self._flat(thread)
+        frame = self._frame(flat)
+        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), _ENDED), after, run)
+        ir.block(run)
+        status = self._call(thread, block, frame, local)
+        self._stop_if_faulted(status, thread, block)
+        ir.branch_if(ir.compare("icmp eq", status, Status.AT_BARRIER), waits, ended)
+        ir.block(waits)
+        ir.store(TRUE, waiting)
+        ir.branch(after)
+        ir.block(ended)
+        ir.store(constant("i32", _ENDED), frame)
+        ir.block(after)
+
+    def _call(self, thread: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
+        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, *thread, *block)))
+        return self.ir.value("i32", f"call i32 @{self._thread}({arguments})")
+
+    def _stop_if_faulted(self, status: Value, thread: Sequence[Value], block: Sequence[Value]) -> None:
+        """End the launch, leaving behind which thread it was."""
+        ir = self.ir
+        stop, go_on = ir.fresh("stop"), ir.fresh("goon")
+        ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
+        ir.block(stop)
+        fault = self._area(Environment.fault.offset)
+        for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
+            for axis, index in enumerate(indices):
+                ir.store(index, ir.offset(fault, start + 4 * axis))
+        ir.ret(Status.FAULT)
+        ir.block(go_on)
+
+    def _flat(self, thread: Sequence[Value]) -> Value:
+        """The thread's number in its block, as i64."""
+        width, height, _ = self._sizes["block"]
+        rows = self.ir.binary("add", self.ir.binary("mul", thread[2], height), thread[1])
+        number = self.ir.binary("add", self.ir.binary("mul", rows, width), thread[0])
+        return self.ir.cast("zext", number, "i64")
+
+    def _frame(self, flat: Value) -> Value:
+        return self.ir.offset(self._area(Environment.frames.offset), self.ir.binary("mul", flat, self._frame_bytes))
+
+    def _area(self, offset: int) -> Value:
+        return self.ir.load("ptr", self.ir.offset(ENVIRONMENT, offset), extra=INVARIANT)
+
+    def _loop(self, field: str, body: Body) -> None:
+        """Run a body for all indices below a size, x fastest."""
+        self._nest(self._sizes[field], [], body)
+
+    def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
+        """One loop for the last axis that has none yet; every size is at least 1."""
+        if len(outer) == len(sizes):
+            body(outer)
+            return
+        ir = self.ir
+        size = sizes[len(sizes) - len(outer) - 1]
+        counter, head, done = self._variable("i32"), ir.fresh("loop"), ir.fresh("loopdone")
+        ir.store(constant("i32", 0), counter)
+        ir.block(head)
+        index = ir.load("i32", counter)
+        self._nest(sizes, [index, *outer], body)
+        following = ir.binary("add", index, 1)
+        ir.store(following, counter)
+        ir.branch_if(ir.compare("icmp ult", following, size), head, done)
+        ir.block(done)
+
+    def _variable(self, kind: str) -> Value:
+        """A stack slot, made in the entry block so that LLVM can turn it into a value."""
+        name = f"%slot{len(self._allocas)}"
+        self._allocas.append(f"  {name} = alloca {kind}")
+        return Value("ptr", name)
