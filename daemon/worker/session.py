@@ -16,7 +16,7 @@ from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.protocol.codec import build_body, parse_body
-from gpulease.protocol.errors import BodyError
+from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import HANDLE, MEM_READ, data_prefix, parse_fixed, parse_mem_write
 from gpulease.protocol.framing import Frame, build_frame
@@ -44,6 +44,7 @@ _REFUSAL_TEXT: Final = {
 _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _OPS: Final = int(Counter.OPS)
+_KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
@@ -83,15 +84,17 @@ class Session:
     def handle(self, frame: Frame) -> bytes | memoryview | None:
         """Do what a request frame asks; its reply's bytes, None for a quiet one.
 
-        A memoryview is the session's own and void at the next call.
+        A memoryview is the session's own and void at the next call. Raises FramingError if the peer can't be followed.
         """
+        if frame.request_id == 0:
+            raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
         if frame.flags == 0:
             return self._answer(frame)
         if frame.flags == _QUIET:
             self._obey(frame)
             return None
-        return _failed(frame, Failure(Status.INVALID_REQUEST, "a session's worker takes requests, not replies"))
+        raise FramingError("a client sent a reply")
 
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
@@ -128,7 +131,9 @@ class Session:
     def _operation(self, frame: Frame) -> Callable[[Frame], bytes | memoryview]:
         operation = self._operations.get(frame.op)
         if operation is None:
-            raise BodyError(f"operation {frame.op:#06x} is not served by a session", Status.UNSUPPORTED)
+            if frame.op in _KNOWN_OPERATIONS:
+                raise BodyError(f"{Opcode(frame.op).name} is not allowed on a session's connection")
+            raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED)
         if frame.session_id != self.lease_id:
             raise BodyError(f"the request is for session {frame.session_id:032x}, which this connection is not")
         return operation
@@ -256,6 +261,8 @@ class Session:
         return _empty(frame)
 
     def _ping(self, frame: Frame) -> bytes:
+        if frame.flags:
+            raise BodyError("PING can't be quiet: only session operations can")
         return _done(frame, parse_body(Ping, frame.payload))
 
     def _check_lease(self) -> None:

@@ -1,0 +1,85 @@
+"""Two connections with a wire between them, brought to any state, and the three ways to feed one."""
+
+from collections.abc import Iterator
+
+from gpulease.protocol import Connection, Event, Opcode, Reply, Request, Role, State
+from gpulease.protocol import messages as m
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+
+HELLO = m.Hello(0, "tests", ())
+HELLO_REPLY = m.HelloReply(0, "tests", MAX_PAYLOAD_BYTES, ())
+ATTACH_REPLY = m.AttachReply(1 << 20, "cpu", "GPU-0", ())
+SESSION_ID = 0x5E55
+
+
+def events_of(connection: Connection) -> list[Event]:
+    """Every event that is there."""
+    taken = []
+    while (event := connection.next_event()) is not None:
+        taken.append(event)
+    return taken
+
+
+def request_of(server: Connection) -> Request:
+    """The one request that has arrived."""
+    (event,) = events_of(server)
+    assert isinstance(event, Request)
+    return event
+
+
+class Pair:
+    """A client and a server that agree."""
+
+    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self.client = Connection(Role.CLIENT, max_payload_bytes=max_payload_bytes)
+        self.server = Connection(Role.SERVER, max_payload_bytes=max_payload_bytes)
+
+    def ask(self, op: Opcode, body: m.Body, session_id: int = 0) -> Request:
+        """A request, as the server sees it; unanswered."""
+        _, wire = self.client.send_request(op, body, session_id=session_id)
+        self.server.receive_data(wire)
+        request = request_of(self.server)
+        assert self.client.state is self.server.state
+        return request
+
+    def answer(self, request: Request, body: m.Body) -> Reply:
+        """Its reply, as the client sees it."""
+        self.client.receive_data(self.server.send_reply(request, body))
+        (event,) = events_of(self.client)
+        assert isinstance(event, Reply)
+        assert self.client.state is self.server.state
+        assert self.client.in_flight == self.server.in_flight
+        return event
+
+
+def pair_in(state: State) -> Pair:
+    """Two peers in a state, nothing in flight but the request that makes the state."""
+    pair = Pair()
+    for reached in _journey(pair):
+        if reached is state:
+            break
+    assert pair.client.state is pair.server.state is state
+    return pair
+
+
+def _journey(pair: Pair) -> Iterator[State]:
+    yield State.OPENING
+    hello = pair.ask(Opcode.HELLO, HELLO)
+    yield State.GREETING
+    pair.answer(hello, HELLO_REPLY)
+    yield State.CONTROL
+    attach = pair.ask(Opcode.ATTACH, m.Attach(()), SESSION_ID)
+    yield State.ATTACHING
+    pair.answer(attach, ATTACH_REPLY)
+    yield State.SESSION
+    pair.client.state = pair.server.state = State.CLOSED
+    yield State.CLOSED
+
+
+def fed(connection: Connection, chunks: list[bytes]) -> list[Event]:
+    """What a connection makes of bytes that come in these pieces."""
+    events = []
+    for chunk in chunks:
+        connection.receive_data(chunk)
+        events += events_of(connection)
+    return events

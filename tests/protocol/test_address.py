@@ -1,0 +1,61 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.protocol.address import DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, parse_address
+
+GOOD = {
+    "unix:/run/gpulease.sock": UnixAddress("/run/gpulease.sock"),
+    "unix:/a:b": UnixAddress("/a:b"),
+    "unix:/" + "x" * (MAX_UNIX_PATH_BYTES - 1): UnixAddress("/" + "x" * (MAX_UNIX_PATH_BYTES - 1)),
+    "tcp:localhost:0": TcpAddress("localhost", 0),
+    "tcp:127.0.0.1:65535": TcpAddress("127.0.0.1", 65535),
+    "tcp:[::1]:7070": TcpAddress("::1", 7070),
+}
+BAD = {
+    "": "is not an address",
+    "/run/gpulease.sock": "is not an address",
+    "http://localhost": "is not an address",
+    "UNIX:/x": "is not an address",
+    "unix:": "must be absolute",
+    "unix:run/x": "must be absolute",
+    "unix:/a\0b": "no NUL",
+    "unix:/" + "x" * MAX_UNIX_PATH_BYTES: "at most 107 bytes",
+    "unix:/" + "é" * 54: "at most 107 bytes",
+    "tcp:": "port from 0 to 65535",
+    "tcp:localhost": "port from 0 to 65535",
+    "tcp::80": "port from 0 to 65535",
+    "tcp:[]:80": "port from 0 to 65535",
+    "tcp:localhost:": "port from 0 to 65535",
+    "tcp:localhost:65536": "port from 0 to 65535",
+    "tcp:localhost:-1": "port from 0 to 65535",
+    "tcp:localhost:+1": "port from 0 to 65535",
+    "tcp:localhost: 1": "port from 0 to 65535",
+    "tcp:localhost:\N{FULLWIDTH DIGIT ONE}": "port from 0 to 65535",
+    "tcp:::1:80": "in brackets",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_an_address_reads_and_prints_as_itself(text: str) -> None:
+    assert parse_address(text) == GOOD[text]
+    assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_wrong_address_is_told_what_is_wrong(text: str) -> None:
+    with pytest.raises(ValueError, match=BAD[text]):
+        parse_address(text)
+
+
+def test_the_default_is_an_address() -> None:
+    assert str(parse_address(DEFAULT_ADDRESS)) == DEFAULT_ADDRESS
+
+
+@given(st.text() | st.text().map("unix:/".__add__) | st.text().map("tcp:".__add__))
+def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
+    try:
+        address = parse_address(text)
+    except ValueError:
+        return
+    assert parse_address(str(address)) == address

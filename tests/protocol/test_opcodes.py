@@ -1,0 +1,59 @@
+from enum import IntEnum, IntFlag
+
+import pytest
+
+from gpulease.protocol import Exclusivity, Opcode, RevokeOutcome, Status
+from gpulease.protocol.opcodes import ErrorTlv, Flag, InventoryFlag
+
+
+@pytest.mark.parametrize("numbers", [Opcode, Status, Exclusivity, RevokeOutcome, ErrorTlv, Flag, InventoryFlag])
+def test_no_number_has_two_names(numbers: type[IntEnum] | type[IntFlag]) -> None:
+    assert len(numbers.__members__) == len(list(numbers))
+
+
+def test_numbers_fit_their_fields() -> None:
+    assert all(0 < op <= 0xFFFF for op in Opcode)
+    assert all(-0x8000 <= status <= 0 for status in Status)
+    assert all(0 < kind <= 0xFF for kind in ErrorTlv)
+    assert all(0 <= value < 255 for value in Exclusivity)
+
+
+def test_the_numbers_that_are_ours_never_change() -> None:
+    """These are on the wire; a new one may be added, none may move."""
+    assert {op.name: int(op) for op in Opcode}.items() >= {
+        "HELLO": 0x0001,
+        "ATTACH": 0x0002,
+        "PING": 0x0003,
+        "GOODBYE": 0x0004,
+        "GET_INVENTORY": 0x0100,
+        "LEASE_RENEW": 0x0201,
+        "LEASE_FREE": 0x0202,
+        "LEASE_QUERY": 0x0203,
+        "LEASE_LIST_ACTIVE": 0x0204,
+        "FENCE_CLEAR": 0x020B,
+        "MODULE_UNLOAD": 0x0608,
+    }.items()
+    assert {status.name: int(status) for status in Status}.items() >= {
+        "OK": 0,
+        "INVALID_REQUEST": -16,
+        "NOT_FOUND": -17,
+        "DENIED": -18,
+        "BUSY": -19,
+        "INTERNAL": -20,
+        "LEASE_FREED": -21,
+        "SESSION_FAILED": -32,
+        "ALLOC_FAILED": -33,
+        "INVALID_HANDLE": -34,
+        "LOAD_FAILED": -35,
+        "LAUNCH_FAILED": -36,
+        "SYNC_FAILED": -37,
+    }.items()
+    assert [(kind.name, int(kind)) for kind in ErrorTlv][:7] == [
+        ("HINT", 1),
+        ("FAILED_REQUEST_ID", 2),
+        ("FAILED_OP", 3),
+        ("KERNEL", 4),
+        ("ADDRESS", 5),
+        ("LOG", 6),
+        ("LINE", 7),
+    ]

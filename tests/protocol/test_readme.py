@@ -1,0 +1,107 @@
+"""The specification's tables are the code's: numbers, bodies, offsets, limits, states."""
+
+import re
+from typing import Any
+
+import pytest
+
+from gpulease.protocol import Opcode, State, Status, limits
+from gpulease.protocol import messages as m
+from gpulease.protocol.framing import HEADER
+from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv
+from gpulease.protocol.primitives import LeaseParameter, Tlv
+from gpulease.protocol.states import TRANSITIONS, request_trigger
+
+from .encodings import BODY_CLASSES, Encoding, fields_of
+from .vector_json import VECTORS
+
+TEXT = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
+RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Tlv, LeaseParameter, m.InventoryEntry, m.KernelEntry)}
+DESCRIBED = {name: kind for name, kind in (BODY_CLASSES | RECORDS).items() if kind is not m.Empty}
+
+
+def table(first_header: str, text: str = TEXT) -> list[list[str]]:
+    """The rows of the first table that starts with these headers."""
+    lines = text[text.index(first_header) :].splitlines()[2:]
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_operations() -> None:
+    expected = []
+    for op in Opcode:
+        trigger = request_trigger(op)
+        states = [state.name for state in State if trigger is not None and (state, trigger) in TRANSITIONS]
+        request, reply = (body.__name__ for body in m.BODIES[op])
+        if op is Opcode.GOODBYE:
+            request, reply = "—", "ErrorBody"
+        quiet = "may be" if op in SESSION_OPCODES else "no"
+        expected.append([f"0x{op:04X}", op.name, ", ".join(states) or "never", quiet, request, reply])
+    assert [row[:6] for row in table("| number | operation |")] == expected
+
+
+def test_statuses() -> None:
+    rows = table("| number | status |")
+    assert [row[:2] for row in rows] == [[str(int(status)), status.name] for status in Status]
+    assert all(meaning and remedy for _, _, meaning, remedy in rows)
+
+
+def test_error_details() -> None:
+    rows = table("| type | detail |")
+    assert [row[:2] for row in rows] == [[str(int(kind)), kind.name] for kind in ErrorTlv]
+
+
+def test_limits() -> None:
+    # How large a receiver's buffer is shows nowhere on the wire.
+    values = {name: str(value) for name, value in vars(limits).items() if name.isupper() and "BUFFER" not in name}
+    assert {row[0]: row[1] for row in table("| limit | value |")} == values
+
+
+def test_states() -> None:
+    expected = [[state.name, trigger.name, after.name] for (state, trigger), after in TRANSITIONS.items()]
+    assert table("| state | trigger |") == expected
+
+
+def test_header() -> None:
+    at, expected = 0, []
+    for field in HEADER.subcons:
+        expected.append([str(at), field.name])
+        at += field.sizeof()
+    assert [row[:2] for row in table("| at | header field |")] == expected
+    assert at == 40
+
+
+def limit_of(encoding: Encoding) -> int:
+    return encoding.limit or (encoding.item.limit if encoding.item else 0)
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_body(name: str) -> None:
+    section = TEXT[TEXT.index(f"#### `{name}`\n") :]
+    at: int | None = 0
+    expected = []
+    for field, encoding in fields_of(DESCRIBED[name]).items():
+        limit = f"`, {limit_of(encoding)}" if limit_of(encoding) else ""
+        expected.append(["…" if at is None else str(at), field, f"{encoding}{limit}"])
+        at = None if at is None or encoding.size is None else at + encoding.size
+    assert [row[:3] for row in table("| at | field |", section)] == expected
+
+
+def test_nothing_is_described_that_does_not_exist() -> None:
+    assert set(re.findall(r"^#### `(\w+)`$", TEXT, re.MULTILINE)) == set(DESCRIBED)
+    known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
+    said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
+    triggers = {trigger.name for _, trigger in TRANSITIONS}
+    assert (
+        said - known - triggers - {name for name in vars(limits) if name.isupper()} - set(ErrorTlv.__members__) == set()
+    )
+
+
+def test_links_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= anchors

@@ -1,0 +1,146 @@
+from itertools import product
+from typing import Any
+
+import pytest
+
+from gpulease.protocol import Connection, Failure, LocalProtocolError, Opcode, Rejected, Reply, Request, Role, Status
+from gpulease.protocol import messages as m
+from gpulease.protocol.codec import build_body, reply_body, request_body
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.opcodes import SESSION_OPCODES, Flag
+from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
+
+from .encodings import Encoding, fields_of
+from .peers import SESSION_ID, events_of
+
+PAIRS = list(product(State, Trigger))
+
+# Drawn by hand, row by row: what the table must say, not what it says.
+ALLOWED = {
+    State.OPENING: {Trigger.HELLO: State.GREETING},
+    State.GREETING: {Trigger.HELLO_REPLY: State.CONTROL, Trigger.HELLO_REFUSED: State.CLOSED},
+    State.CONTROL: {
+        Trigger.CONTROL_REQUEST: State.CONTROL,
+        Trigger.CONTROL_REPLY: State.CONTROL,
+        Trigger.PING: State.CONTROL,
+        Trigger.PING_REPLY: State.CONTROL,
+        Trigger.ATTACH: State.ATTACHING,
+    },
+    State.ATTACHING: {Trigger.ATTACH_REPLY: State.SESSION, Trigger.ATTACH_REFUSED: State.CONTROL},
+    State.SESSION: {
+        Trigger.SESSION_REQUEST: State.SESSION,
+        Trigger.SESSION_REPLY: State.SESSION,
+        Trigger.PING: State.SESSION,
+        Trigger.PING_REPLY: State.SESSION,
+    },
+    State.CLOSED: {},
+}
+ASKED = [op for op in Opcode if request_trigger(op) is not None]
+
+
+def minimal(encoding: Encoding) -> Any:
+    """The smallest value of an encoding."""
+    if encoding.size is not None:
+        return 0
+    return {"bytes": b"", "text": "", "msgpack": None, "optional": None, "list": ()}[encoding.kind]
+
+
+def smallest(kind: type[m.Body]) -> m.Body:
+    return kind(**{name: minimal(encoding) for name, encoding in fields_of(kind).items()})
+
+
+def server_in(state: State) -> Connection:
+    return Connection(Role.SERVER, max_payload_bytes=MAX_PAYLOAD_BYTES, state=state)
+
+
+def client_in(state: State, in_flight: dict[int, Opcode] | None = None) -> Connection:
+    client = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES, state=state)
+    client._in_flight = in_flight or {}
+    return client
+
+
+@pytest.mark.parametrize(("state", "trigger"), PAIRS)
+def test_the_table_is_the_one_drawn_here(state: State, trigger: Trigger) -> None:
+    assert TRANSITIONS.get((state, trigger)) == ALLOWED[state].get(trigger)
+
+
+def test_every_operation_has_a_trigger_both_ways() -> None:
+    for op in ASKED:
+        trigger = request_trigger(op)
+        assert trigger is not None
+        replies = {reply_trigger(op, refused=refused) for refused in (False, True)}
+        # Where a request is allowed, both its answers are.
+        for state in State:
+            if (after := TRANSITIONS.get((state, trigger))) is not None:
+                assert all(reply is not None and (after, reply) in TRANSITIONS for reply in replies)
+    assert set(Opcode) - set(ASKED) == {Opcode.GOODBYE}
+    assert {op for op in ASKED if request_trigger(op) is Trigger.SESSION_REQUEST} == SESSION_OPCODES
+
+
+@pytest.mark.parametrize(("state", "op"), list(product(set(State) - {State.CLOSED}, ASKED)))
+def test_a_server_takes_what_the_table_allows(state: State, op: Opcode) -> None:
+    server = server_in(state)
+    body = smallest(request_body(op))
+    server.receive_data(build_frame(op, build_body(body), request_id=1, session_id=SESSION_ID))
+    (event,) = events_of(server)
+    trigger = request_trigger(op)
+    assert trigger is not None
+    if trigger in ALLOWED[state]:
+        assert event == Request(op, 1, SESSION_ID, False, body)
+        assert server.state is ALLOWED[state][trigger]
+    else:
+        assert isinstance(event, Rejected)
+        assert event.failure.status is Status.INVALID_REQUEST
+        assert server.state is state
+
+
+@pytest.mark.parametrize(("state", "op"), list(product(State, ASKED)))
+def test_a_client_sends_what_the_table_allows(state: State, op: Opcode) -> None:
+    client = client_in(state)
+    trigger = request_trigger(op)
+    assert trigger is not None
+    if trigger in ALLOWED[state]:
+        client.send_request(op, smallest(request_body(op)), session_id=SESSION_ID)
+        assert client.state is ALLOWED[state][trigger]
+        assert client.in_flight == 1
+    else:
+        with pytest.raises(LocalProtocolError, match=f"{op.name} is not allowed in state {state.name}"):
+            client.send_request(op, smallest(request_body(op)), session_id=SESSION_ID)
+        assert client.state is state
+        assert client.in_flight == 0
+
+
+ANSWERS = [(op, refused) for op in ASKED for refused in (False, True)]
+
+
+@pytest.mark.parametrize(("op", "refused"), ANSWERS)
+@pytest.mark.parametrize("state", State)
+def test_both_sides_move_alike_by_a_reply(state: State, op: Opcode, refused: bool) -> None:
+    request = Request(op, 1, SESSION_ID, False, smallest(request_body(op)))
+    server, client = server_in(state), client_in(state, {1: op})
+    server._in_flight = {1: op}
+    trigger = reply_trigger(op, refused=refused)
+    assert trigger is not None
+    failure = Failure(Status.INTERNAL, "no")
+
+    def answer() -> bytes:
+        return server.send_failure(request, failure) if refused else server.send_reply(request, body)
+
+    body = smallest(reply_body(op))
+    if trigger not in ALLOWED[state]:
+        with pytest.raises(LocalProtocolError):
+            answer()
+        assert (server.state, server.in_flight) == (state, 1)
+        return
+    client.receive_data(answer())
+    assert events_of(client) == [Reply(op, 1, failure if refused else body)]
+    assert client.state is server.state is ALLOWED[state][trigger]
+    assert client.in_flight == server.in_flight == 0
+
+
+def test_a_closed_connection_says_nothing() -> None:
+    for connection in (server_in(State.CLOSED), client_in(State.CLOSED)):
+        connection.receive_data(build_frame(Opcode.PING, bytes(8), request_id=1, flags=Flag.REPLY))
+        connection.receive_eof()
+        assert connection.next_event() is None

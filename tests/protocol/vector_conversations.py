@@ -1,0 +1,310 @@
+"""The files of `vectors/conversations/`: whole exchanges, step by step, that both peers replay."""
+
+from collections import Counter
+from typing import Any
+
+from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Status
+from gpulease.protocol import messages as m
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
+from gpulease.protocol.primitives import LeaseParameter
+
+from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
+from .vector_messages import CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
+
+SLICE = 64 << 20
+MODULE = 1
+X = b"".join(bytes.fromhex(value) for value in ("00000000", "0000803f", "00000040", "00004040"))
+Y = b"".join(bytes.fromhex(value) for value in ("00002041", "00004041", "00006041", "00008041"))
+"""The floats 0, 1, 2, 3 and what twice each and ten is."""
+
+_HEAD = ".version 6.3\n.target sm_75\n.address_size 64\n"
+_KERNEL = """.visible .entry {name}(.param .u64 x, .param .u32 n, .param .f32 a)
+{{
+.reg .pred %p; .reg .b32 %i, %n, %b, %t; .reg .f32 %a, %v; .reg .b64 %x, %o;
+ld.param.u64 %x, [x]; ld.param.u32 %n, [n]; ld.param.f32 %a, [a];
+mov.u32 %b, %ctaid.x; mov.u32 %t, %ntid.x; mov.u32 %i, %tid.x;
+mad.lo.s32 %i, %b, %t, %i;
+setp.ge.u32 %p, %i, %n;
+@%p bra DONE;
+cvta.to.global.u64 %x, %x; mul.wide.u32 %o, %i, 4; add.s64 %x, %x, %o;
+ld.global.f32 %v, [%x]; {op}.f32 %v, %v, %a; st.global.f32 [%x], %v;
+DONE: ret;
+}}
+"""
+PTX = (_HEAD + _KERNEL.format(name="scale", op="mul") + _KERNEL.format(name="bias", op="add")).encode()
+KERNELS = tuple(m.KernelEntry(name, 1024, (8, 4, 4)) for name in ("scale", "bias"))
+
+
+class Script:
+    """A conversation as it is written down."""
+
+    def __init__(self, comment: str) -> None:
+        self.comment = comment
+        self.steps: list[dict[str, Any]] = []
+        self._asked: dict[tuple[str, int], tuple[Opcode, int]] = {}
+        self._last_id: Counter[str] = Counter()
+
+    def ask(
+        self, connection: str, op: Opcode, body: m.Body, *, session_id: int = 0, quiet: bool = False, comment: str = ""
+    ) -> int:
+        """The client's next request on a connection; its id."""
+        self._last_id[connection] += 1
+        request_id = self._last_id[connection]
+        self._asked[connection, request_id] = op, session_id
+        flags = int(Flag.QUIET) if quiet else 0
+        wire = frame(op, body, request_id=request_id, session_id=session_id, flags=flags)
+        self._step(connection, "client", op, body, wire, comment)
+        return request_id
+
+    def reply(self, connection: str, request_id: int, body: m.Body, comment: str = "", status: int = 0) -> None:
+        """The daemon's answer to a request."""
+        op, session_id = self._asked[connection, request_id]
+        wire = frame(op, body, flags=Flag.REPLY, status=status, request_id=request_id, session_id=session_id)
+        self._step(connection, "daemon", op, body, wire, comment)
+
+    def refuse(self, connection: str, request_id: int, failure: Failure, comment: str = "") -> None:
+        """The daemon's refusal."""
+        self.reply(connection, request_id, failure.to_body(), comment, failure.status)
+
+    def say_goodbye(self, connection: str, failure: Failure, comment: str = "") -> None:
+        """The daemon's last frame."""
+        body = failure.to_body()
+        wire = frame(Opcode.GOODBYE, body, flags=Flag.REPLY, status=failure.status, request_id=0)
+        self._step(connection, "daemon", Opcode.GOODBYE, body, wire, comment)
+
+    def call(self, connection: str, op: Opcode, body: m.Body, reply: m.Body, session_id: int = 0) -> None:
+        """A request and its reply."""
+        self.reply(connection, self.ask(connection, op, body, session_id=session_id), reply)
+
+    def hello(self, connection: str) -> None:
+        """The greeting every connection starts with."""
+        reply = m.HelloReply(0, "gpuleased 0.1.0", MAX_PAYLOAD_BYTES, ())
+        self.call(connection, Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()), reply)
+
+    def grant(self, connection: str = "control", ttl_ms: int = 120_000) -> None:
+        """A lease of 64 MiB."""
+        grant = m.LeaseGrant(LEASE, 1, SLICE, ttl_ms, EXPIRES, Exclusivity.SHARED, CARD_UUID)
+        self.call(connection, Opcode.LEASE_ALLOC, alloc(SLICE, ttl_ms), grant)
+
+    def attach(self) -> None:
+        """A second connection that becomes the lease's session."""
+        self.hello("session")
+        self.call("session", Opcode.ATTACH, m.Attach(()), m.AttachReply(SLICE, "cpu", CARD_UUID, ()), LEASE)
+
+    def load(self) -> None:
+        """The two kernels."""
+        self.call("session", Opcode.MODULE_LOAD, m.ModuleLoad(PTX), m.ModuleLoaded(MODULE, KERNELS), LEASE)
+
+    def to_json(self) -> dict[str, Any]:
+        """The file."""
+        return {"kind": "conversation", "comment": self.comment, "steps": self.steps}
+
+    def _step(self, connection: str, sender: str, op: Opcode, body: m.Body, wire: bytes, comment: str) -> None:
+        step: dict[str, Any] = {"connection": connection, "from": sender, "op": op.name}
+        if comment:
+            step["comment"] = comment
+        described = {"header": header_to_json(wire[:40]), "message": type(body).__name__, "body": body_to_json(body)}
+        self.steps.append(step | described | {"wire": bytes_to_json(wire)})
+
+
+def alloc(size_bytes: int, ttl_ms: int = 120_000, exclusivity: int = 0, wait_ms: int = 0) -> m.LeaseAlloc:
+    """A request for a lease."""
+    parameters = (LeaseParameter(EXCLUSIVITY_TAG, bytes([exclusivity])),)
+    return m.LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, ttl_ms, wait_ms, None, parameters)
+
+
+def launch(kernel: str, value_hex: str) -> m.Launch:
+    """A kernel on the four floats: pointer, count, value, little-endian and without gaps."""
+    args = POINTER.to_bytes(8, "little") + (4).to_bytes(4, "little") + bytes.fromhex(value_hex)
+    return m.Launch(MODULE, kernel, 1, 1, 1, 256, 1, 1, 0, args, (8, 4, 4))
+
+
+def main_job() -> Script:
+    script = Script("Lease a slice, run scale and bias on one buffer, read the result, free the lease.")
+    script.hello("control")
+    script.grant()
+    script.attach()
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.call("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), m.Empty(), LEASE)
+    script.load()
+    comment = "quiet: no reply comes"
+    script.ask("session", Opcode.LAUNCH, launch("scale", "00000040"), session_id=LEASE, quiet=True, comment=comment)
+    script.ask("session", Opcode.LAUNCH, launch("bias", "00002041"), session_id=LEASE, quiet=True)
+    script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 16), m.Data(Y), LEASE)
+    script.call("session", Opcode.MODULE_UNLOAD, m.Handle(MODULE), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_FREE, m.Handle(POINTER), m.Empty(), LEASE)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
+def deferred_failure() -> Script:
+    script = Script(
+        "A quiet launch fails; what is queued behind it is skipped until a request with a reply reports it."
+    )
+    script.hello("control")
+    script.grant()
+    script.attach()
+    script.load()
+    bad, good = launch("scaled", "00000040"), launch("bias", "00002041")
+    failed = script.ask("session", Opcode.LAUNCH, bad, session_id=LEASE, quiet=True, comment="no such kernel")
+    script.ask("session", Opcode.LAUNCH, good, session_id=LEASE, quiet=True, comment="skipped, not reported")
+    write = script.ask("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), session_id=LEASE, comment="not executed")
+    failure = Failure(
+        Status.LAUNCH_FAILED,
+        "module 1 has no kernel scaled",
+        hint="it has scale, bias",
+        failed_request_id=failed,
+        failed_op=Opcode.LAUNCH,
+        kernel="scaled",
+    )
+    script.refuse("session", write, failure, "names the launch; the failure is now reported and the session goes on")
+    script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    return script
+
+
+def session_failures() -> Script:
+    script = Script("Every failure a session operation has of its own; the session goes on after each but the last.")
+    script.hello("control")
+    script.grant()
+    script.attach()
+    out_of_memory = Failure(Status.ALLOC_FAILED, "1073741824 bytes wanted; 67108864 of the slice are free")
+    foreign = Failure(Status.INVALID_HANDLE, "0x10 is not an allocation of this session")
+    log = "line 4: unknown instruction fmma.f32"
+    bad_ptx = Failure(Status.LOAD_FAILED, "the PTX does not compile", log=log, line=4)
+    threads = Failure(Status.LAUNCH_FAILED, "2048 threads in a block; at most 1024", kernel="scale")
+    fault = Failure(
+        Status.SYNC_FAILED,
+        "kernel scale read outside every allocation",
+        failed_request_id=7,
+        failed_op=Opcode.LAUNCH,
+        kernel="scale",
+        address=0x7F8C_3000_0000,
+    )
+    requests: list[tuple[Opcode, m.Body, Failure]] = [
+        (Opcode.MEM_ALLOC, m.MemAlloc(1 << 30), out_of_memory),
+        (Opcode.MEM_FREE, m.Handle(0x10), foreign),
+        (Opcode.MODULE_LOAD, m.ModuleLoad(b".version 6.3\nbroken"), bad_ptx),
+        (Opcode.LAUNCH, m.Launch(1, "scale", 1, 1, 1, 2048, 1, 1, 0, b"", ()), threads),
+    ]
+    for op, body, failure in requests:
+        script.refuse("session", script.ask("session", op, body, session_id=LEASE), failure)
+    script.ask("session", Opcode.LAUNCH, launch("scale", "00000040"), session_id=LEASE, quiet=True)
+    script.refuse("session", script.ask("session", Opcode.SYNC, m.Empty(), session_id=LEASE), fault)
+    return script
+
+
+def expiry() -> Script:
+    script = Script("A lease ends on its own: the session is told in its reply and by a goodbye; renewing is too late.")
+    script.hello("control")
+    script.grant(ttl_ms=1000)
+    script.attach()
+    over = Failure(Status.LEASE_EXPIRED, "the lease expired", hint="acquire another lease")
+    script.refuse("session", script.ask("session", Opcode.SYNC, m.Empty(), session_id=LEASE), over)
+    script.say_goodbye("session", over, "then the daemon closes this connection")
+    renew = script.ask("control", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 60_000))
+    script.refuse("control", renew, over, "the control connection goes on")
+    return script
+
+
+def renew_and_free() -> Script:
+    script = Script("A lease is renewed, freed, and can't be freed again.")
+    script.hello("control")
+    script.grant()
+    renewed = m.LeaseRenewed(2, 300_000, EXPIRES + 180)
+    script.call("control", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 300_000), renewed)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    again = script.ask("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE))
+    script.refuse("control", again, Failure(Status.LEASE_FREED, "the lease was freed before"))
+    return script
+
+
+def revoke() -> Script:
+    script = Script("An operator revokes a lease in use; the three outcomes; the tenant learns it from a goodbye.")
+    for connection in ("control", "operator"):
+        script.hello(connection)
+    script.grant()
+    script.attach()
+    body = m.LeaseRevoke(LEASE, "maintenance")
+    asked = script.ask("operator", Opcode.LEASE_REVOKE, body)
+    script.say_goodbye("session", Failure(Status.REVOKED, "the lease was revoked: maintenance"))
+    script.reply("operator", asked, m.LeaseRevoked(RevokeOutcome.TORN_DOWN), "sent once the memory is proved free")
+    for lease_id, outcome in ((1, RevokeOutcome.NOT_FOUND), (2, RevokeOutcome.FENCED)):
+        script.call("operator", Opcode.LEASE_REVOKE, m.LeaseRevoke(lease_id, ""), m.LeaseRevoked(outcome))
+    script.call("operator", Opcode.FENCE_CLEAR, m.FenceClear(CARD_UUID), m.FenceCleared(1))
+    free = script.ask("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE))
+    script.refuse("control", free, Failure(Status.REVOKED, "the lease was revoked: maintenance"))
+    return script
+
+
+def capacity() -> Script:
+    script = Script("A lease the card has no room for is refused at once, or after the wait that was asked for.")
+    script.hello("control")
+    full = Failure(Status.CAPACITY_EXCEEDED, "96 GiB wanted; 6 GiB can be granted", hint="ask for less, or wait")
+    for wait_ms in (0, 500):
+        asked = script.ask("control", Opcode.LEASE_ALLOC, alloc(96 << 30, wait_ms=wait_ms))
+        script.refuse("control", asked, full)
+    return script
+
+
+def exclusivity() -> Script:
+    script = Script("Exclusivity classes 4 to 254 are refused, 255 is never valid, 3 needs a partition.")
+    script.hello("control")
+    for value in (3, 4, 17, 254, 255):
+        asked = script.ask("control", Opcode.LEASE_ALLOC, alloc(SLICE, exclusivity=value))
+        why = "no partition on this node" if value == Exclusivity.PARTITION_EXCLUSIVE else "no such class"
+        status = Status.INVALID_REQUEST if value == 255 else Status.UNSUPPORTED
+        script.refuse("control", asked, Failure(status, f"exclusivity {value}: {why}"))
+    return script
+
+
+def attach_refused() -> Script:
+    script = Script("ATTACH to a lease that is not there, or not this tenant's, leaves a control connection.")
+    script.hello("session")
+    for status, why in ((Status.NOT_FOUND, "there is no such lease"), (Status.DENIED, "it is another tenant's")):
+        asked = script.ask("session", Opcode.ATTACH, m.Attach(()), session_id=LEASE)
+        script.refuse("session", asked, Failure(status, why))
+    script.call("session", Opcode.PING, m.Ping(7), m.Ping(7))
+    return script
+
+
+def questions() -> Script:
+    script = Script("The read-only operations, two of them in flight at once and answered the other way round.")
+    script.hello("control")
+    script.call("control", Opcode.PING, m.Ping(0x1122334455667788), m.Ping(0x1122334455667788))
+    entry = m.InventoryEntry(CARD, GPU_RESOURCE_TYPE, 0, 80 << 30, 60 << 30)
+    script.call("control", Opcode.GET_INVENTORY, m.Empty(), m.Inventory((entry,), [CARD_DETAILS]))
+    query = script.ask("control", Opcode.LEASE_QUERY, m.LeaseRef(LEASE))
+    listing = script.ask("control", Opcode.LEASE_LIST_ACTIVE, m.Empty())
+    script.reply("control", listing, m.Report([LEASE_MAP]))
+    script.reply("control", query, m.Report(LEASE_MAP))
+    return script
+
+
+def goodbye() -> Script:
+    script = Script("A connection over the daemon's limit is told so before it is closed, whatever it has sent.")
+    script.ask("control", Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()))
+    busy = Failure(Status.BUSY, "1000 connections are open", hint="try again later")
+    script.say_goodbye("control", busy)
+    return script
+
+
+SCRIPTS = (
+    main_job,
+    deferred_failure,
+    session_failures,
+    expiry,
+    renew_and_free,
+    revoke,
+    capacity,
+    exclusivity,
+    attach_refused,
+    questions,
+    goodbye,
+)
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """The files of `conversations/`, by name."""
+    return {script.__name__: script().to_json() for script in SCRIPTS}

@@ -1,0 +1,187 @@
+"""The cases of `vectors/messages/`: for each message its smallest, a typical and its largest instance."""
+
+from typing import Any
+
+from gpulease.protocol import Exclusivity, Opcode, Status, limits
+from gpulease.protocol import messages as m
+from gpulease.protocol.framing import HEADER
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ErrorTlv, Flag, InventoryFlag, RevokeOutcome
+from gpulease.protocol.primitives import LeaseParameter, Tlv
+
+from .encodings import BODY_CLASSES, fields_of
+from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
+
+LEASE = 0x0123456789ABCDEF_FEDCBA9876543210
+CARD = 0x8B1E0F5C6A3D4E72_9C5B0A1F2E3D4C5B
+CARD_UUID = "GPU-8b1e0f5c-6a3d-4e72-9c5b-0a1f2e3d4c5b"
+EXPIRES = 1_790_000_120
+U32, U64, U128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
+POINTER = 0x7F8C_2000_0000
+SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
+LONG_TEXT = "x" * limits.MAX_TEXT_BYTES
+ALL_TLVS = (Tlv(255, b""),) * limits.MAX_TLVS
+CARD_DETAILS = {"name": "Embedded", "uuid": CARD_UUID, "index": 0, "leases": 1, "fenced_bytes": 0}
+LEASE_MAP = {"lease_id": f"{LEASE:032x}", "state": "active", "size_bytes": 64 << 20, "remaining_ms": 119_000}
+SCALE_ARGS = POINTER.to_bytes(8, "little") + (1024).to_bytes(4, "little") + bytes.fromhex("00000040")
+
+ERRORS = {
+    "smallest": m.ErrorBody("", ()),
+    "typical": m.ErrorBody(
+        "kernel scale faulted at 0x7f8c30000000",
+        (
+            Tlv(ErrorTlv.HINT, b"check the index against the buffer's length"),
+            Tlv(ErrorTlv.FAILED_REQUEST_ID, (41).to_bytes(8, "big")),
+            Tlv(ErrorTlv.FAILED_OP, Opcode.LAUNCH.to_bytes(2, "big")),
+            Tlv(ErrorTlv.KERNEL, b"scale"),
+            Tlv(ErrorTlv.ADDRESS, (0x7F8C_3000_0000).to_bytes(8, "big")),
+        ),
+    ),
+    "compiler log": m.ErrorBody(
+        "the PTX does not compile",
+        (
+            Tlv(ErrorTlv.LOG, "line 7: unknown instruction `ad.f32` → error".encode()),
+            Tlv(ErrorTlv.LINE, (7).to_bytes(4, "big")),
+        ),
+    ),
+    "unknown details": m.ErrorBody("full", (Tlv(200, b"\x01\x02"), Tlv(ErrorTlv.HINT, b"wait"), Tlv(0, b""))),
+    "largest text": m.ErrorBody("e" * limits.MAX_ERROR_TEXT_BYTES, ALL_TLVS),
+}
+ERROR_STATUSES = {"typical": Status.SYNC_FAILED, "compiler log": Status.LOAD_FAILED, "unknown details": Status.BUSY}
+
+Cases = dict[str, tuple[m.Body, m.Body, m.Body]]
+"""By message: smallest, typical, largest."""
+
+CONTROL: Cases = {
+    "Hello": (m.Hello(0, "", ()), m.Hello(0, "gpulease 0.1.0", ()), m.Hello(U32, LONG_TEXT, ALL_TLVS)),
+    "HelloReply": (
+        m.HelloReply(0, "", 0, ()),
+        m.HelloReply(0, "gpuleased 0.1.0", limits.MAX_PAYLOAD_BYTES, ()),
+        m.HelloReply(U32, LONG_TEXT, U32, ALL_TLVS),
+    ),
+    "Attach": (m.Attach(()), m.Attach((Tlv(1, b"\x00"),)), m.Attach(ALL_TLVS)),
+    "AttachReply": (
+        m.AttachReply(0, "", "", ()),
+        m.AttachReply(64 << 20, "cpu", CARD_UUID, ()),
+        m.AttachReply(U64, LONG_TEXT, LONG_TEXT, ALL_TLVS),
+    ),
+    "Ping": (m.Ping(0), m.Ping(1), m.Ping(U64)),
+    "Inventory": (
+        m.Inventory((), []),
+        m.Inventory((m.InventoryEntry(CARD, GPU_RESOURCE_TYPE, 0, 80 << 30, 60 << 30),), [CARD_DETAILS]),
+        m.Inventory(
+            (m.InventoryEntry(U128, 0xFFFF, InventoryFlag.FENCED | InventoryFlag.DEGRADED, U64, U64),) * 65535, None
+        ),
+    ),
+    "LeaseAlloc": (
+        m.LeaseAlloc(0, 0, 0, 0, None, ()),
+        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED,)),
+        m.LeaseAlloc(0xFFFF, U64, U32, U32, LONG_TEXT, (LeaseParameter(0xFFFF, b"\xee" * 960),) * limits.MAX_TLVS),
+    ),
+    "LeaseGrant": (
+        m.LeaseGrant(0, 0, 0, 0, 0, 0, ""),
+        m.LeaseGrant(LEASE, 1, 64 << 20, 120_000, EXPIRES, Exclusivity.SHARED, CARD_UUID),
+        m.LeaseGrant(U128, U64, U64, U32, U64, 255, LONG_TEXT),
+    ),
+    "LeaseRenew": (m.LeaseRenew(0, 0), m.LeaseRenew(LEASE, 60_000), m.LeaseRenew(U128, U32)),
+    "LeaseRenewed": (m.LeaseRenewed(0, 0, 0), m.LeaseRenewed(2, 60_000, EXPIRES), m.LeaseRenewed(U64, U32, U64)),
+    "LeaseRef": (m.LeaseRef(0), m.LeaseRef(LEASE), m.LeaseRef(U128)),
+    "LeaseRevoke": (m.LeaseRevoke(0, ""), m.LeaseRevoke(LEASE, "maintenance"), m.LeaseRevoke(U128, LONG_TEXT)),
+    "LeaseRevoked": tuple(m.LeaseRevoked(outcome) for outcome in RevokeOutcome),  # type: ignore[dict-item]
+    "FenceClear": (m.FenceClear(None), m.FenceClear(CARD_UUID), m.FenceClear(LONG_TEXT)),
+    "FenceCleared": (m.FenceCleared(0), m.FenceCleared(1), m.FenceCleared(U32)),
+    "Report": (m.Report(None), m.Report(LEASE_MAP), m.Report([LEASE_MAP] * 20)),
+}
+SESSION: Cases = {
+    "MemAlloc": (m.MemAlloc(0), m.MemAlloc(4096), m.MemAlloc(U64)),
+    "Handle": (m.Handle(0), m.Handle(POINTER), m.Handle(U64)),
+    "MemWrite": (
+        m.MemWrite(0, 0, b""),
+        m.MemWrite(POINTER, 16, bytes.fromhex("0000803f00000040")),
+        m.MemWrite(U64, U64, b"\xa5" * limits.MAX_DATA_BYTES),
+    ),
+    "MemRead": (m.MemRead(0, 0, 0), m.MemRead(POINTER, 16, 8), m.MemRead(U64, U64, U64)),
+    "Data": (m.Data(b""), m.Data(bytes.fromhex("0000803f00000040")), m.Data(b"\x5a" * limits.MAX_DATA_BYTES)),
+    "ModuleLoad": (
+        m.ModuleLoad(b""),
+        m.ModuleLoad(b".version 6.3\n.target sm_75\n.address_size 64\n"),
+        m.ModuleLoad(b"/" * (limits.MAX_PAYLOAD_BYTES - 4)),
+    ),
+    "ModuleLoaded": (
+        m.ModuleLoaded(0, ()),
+        m.ModuleLoaded(2, (m.KernelEntry("scale", 1024, (8, 4, 4)), m.KernelEntry("bias", 1024, (8, 4, 4)))),
+        m.ModuleLoaded(U64, (m.KernelEntry("", U32, ()),) * limits.MAX_KERNELS),
+    ),
+    "Launch": (
+        m.Launch(0, "", 0, 0, 0, 0, 0, 0, 0, b"", ()),
+        m.Launch(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4)),
+        m.Launch(
+            U64,
+            "k" * limits.MAX_KERNEL_NAME_BYTES,
+            *(U32,) * 7,
+            b"\x01" * limits.MAX_ARGUMENT_BYTES,
+            (8,) * limits.MAX_ARGUMENTS,
+        ),
+    ),
+}
+SIZES = ("smallest", "typical", "largest")
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    """The files of `messages/`, by name."""
+    bodies: dict[str, list[tuple[str, m.Body]]] = {
+        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION).items()
+    }
+    bodies["Empty"] = [("only", m.Empty())]
+    bodies["ErrorBody"] = list(ERRORS.items())
+    return {_file_name(name): _document(name, bodies[name]) for name in BODY_CLASSES}
+
+
+def _document(name: str, bodies: list[tuple[str, m.Body]]) -> dict[str, Any]:
+    kind = BODY_CLASSES[name]
+    return {
+        "kind": "message",
+        "message": name,
+        "fields": [{"name": field, "encoding": str(encoding)} for field, encoding in fields_of(kind).items()],
+        "cases": [case for size, body in bodies for case in _cases(size, body)],
+    }
+
+
+def _cases(size: str, body: m.Body) -> list[dict[str, Any]]:
+    """One case for each operation and direction that carries the body; the largest for one of them only."""
+    uses = _uses(type(body))[: 1 if size == "largest" else None]
+    return [_case(size, body, op, is_reply) for op, is_reply in uses]
+
+
+def _uses(kind: type[m.Body]) -> list[tuple[Opcode, bool]]:
+    if kind is m.ErrorBody:
+        return [(Opcode.SYNC, True)]
+    pairs = [
+        (op, is_reply) for op, bodies in m.BODIES.items() for is_reply in (False, True) if bodies[is_reply] is kind
+    ]
+    return [(op, is_reply) for op, is_reply in pairs if op is not Opcode.GOODBYE]
+
+
+def _case(size: str, body: m.Body, op: Opcode, is_reply: bool) -> dict[str, Any]:
+    is_error = isinstance(body, m.ErrorBody)
+    extremes = {"smallest": (1, 0), "only": (1, 0), "largest": (U64, U128)}
+    request_id, session_id = extremes.get(size, (7, LEASE if op >= Opcode.MEM_ALLOC or op is Opcode.ATTACH else 0))
+    wire = frame(
+        op,
+        body,
+        flags=int(Flag.REPLY) if is_reply else 0,
+        status=ERROR_STATUSES.get(size, Status.INTERNAL) if is_error else 0,
+        request_id=request_id,
+        session_id=session_id,
+    )
+    return {
+        "name": size,
+        "op": op.name,
+        "direction": "reply" if is_reply else "request",
+        "header": header_to_json(wire[: HEADER.sizeof()]),
+        "body": body_to_json(body),
+        "wire": bytes_to_json(wire),
+    }
+
+
+def _file_name(name: str) -> str:
+    return "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")

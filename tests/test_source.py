@@ -1,0 +1,185 @@
+"""Rules about the source itself: who may import whom, how long things are, what must not be in the tree."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("client", "daemon", "protocol")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+EMPTY_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
+
+# protocol imports nothing of ours; client and daemon know protocol and not each other.
+MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemon": {"daemon", "protocol"}}
+# Who may import what is slow to load, needs hardware, or would be a second definition of the wire format.
+ONLY_IN: dict[str, str | tuple[str, ...]] = {
+    "pycuda": "daemon/drivers/cuda/",
+    "cuda": "daemon/drivers/cuda/",
+    "llvmlite": "daemon/drivers/cpu/",
+    "construct": "protocol/",
+    # Reports on the wire; the messages between the daemon's own processes.
+    "msgpack": ("protocol/primitives.py", "daemon/channel.py"),
+}
+
+# Put together here, so that this file does not hold what it forbids.
+UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X:", "HA" + "CK:")
+NOT_PORTABLE = tuple(
+    "".join(parts)
+    for parts in (
+        ("/wo", "rk/"),
+        ("/tmp/", "venv"),
+        ("/ro", "ot/"),
+        ("/ho", "me/"),
+        ("/Us", "ers/"),
+        ("pypi", ".org"),
+        ("python", "hosted.org"),
+        ("test.", "pypi"),
+        ("index", "-url"),
+        ("nvcr", ".io"),
+        ("ghcr", ".io"),
+        ("docker", ".io"),
+        ("conda", ".anaconda"),
+    )
+)
+
+SOURCES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module a file imports, at its top or inside a function, by its full name."""
+    package = ("gpulease", *path.relative_to(ROOT).with_suffix("").parts)
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(package[: -node.level]) + "." if node.level else ""
+            for alias in node.names:
+                yield f"{start}{node.module or ''}.{alias.name}".replace("..", ".")
+
+
+def committed() -> list[Path]:
+    """The text files of the tree: what git knows, or everything where there is no git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        paths = [ROOT / name for name in listed]
+    except (OSError, subprocess.CalledProcessError):
+        folders = [ROOT / name for name in (*PARTS, "tests", "systemd", "vectors")]
+        paths = [path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return [path for path in paths if path.is_file() and not path.is_symlink() and b"\0" not in path.read_bytes()]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(SOURCES) > 12
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_layers(part: str) -> None:
+    for path in SOURCES:
+        if not name_of(path).startswith(f"{part}/"):
+            continue
+        ours = {name.split(".")[1] for name in imports_of(path) if name.startswith("gpulease.")}
+        assert ours <= MAY_IMPORT[part], f"{name_of(path)} imports {ours - MAY_IMPORT[part]}"
+        assert not {name.split(".")[0] for name in imports_of(path)} & set(PARTS), f"{name_of(path)}: say gpulease.NAME"
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_a_package_is_imported_in_one_place(package: str) -> None:
+    importers = [name_of(path) for path in SOURCES if package in {name.split(".")[0] for name in imports_of(path)}]
+    assert [name for name in importers if not name.startswith(ONLY_IN[package])] == []
+
+
+def test_the_protocol_does_no_io_and_reads_no_clock() -> None:
+    forbidden = {"asyncio", "datetime", "io", "os", "pathlib", "random", "select", "socket", "ssl", "threading", "time"}
+    for path in SOURCES:
+        if name_of(path).startswith("protocol/"):
+            assert not {name.split(".")[0] for name in imports_of(path)} & forbidden, name_of(path)
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES + TESTS}
+    assert {name: count for name, count in lengths.items() if count > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    long = [
+        f"{name_of(path)}:{node.lineno} {node.name} ({node.end_lineno - node.lineno + 1} lines)"
+        for path in SOURCES + TESTS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_every_module_is_named_for_what_it_holds() -> None:
+    names = {name_of(path): set(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+    assert {name for name, parts in names.items() if parts & EMPTY_NAMES} == set()
+
+
+def test_no_module_has_the_name_of_one_in_the_standard_library() -> None:
+    """Python's own tools and readers take `import queue` for the standard one."""
+    shadows = {name_of(path) for path in SOURCES if path.stem in sys.stdlib_module_names - {"__main__"}}
+    assert shadows == set()
+
+
+def exports_of(path: Path) -> list[str] | None:
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=name_of)
+def test_what_a_package_imports_it_exports(path: Path) -> None:
+    imported = [
+        alias.asname or alias.name
+        for node in tree_of(path).body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpulease")
+        for alias in node.names
+    ]
+    exported = exports_of(path)
+    if imported or exported is not None:
+        assert exported is not None, "a package that imports names lists them in __all__"
+        assert sorted(exported) == sorted(set(exported)), "a name is listed twice"
+        assert set(imported) <= set(exported)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if exports_of(path)], ids=name_of)
+def test_every_exported_name_exists(path: Path) -> None:
+    if name_of(path).startswith(ONLY_IN["pycuda"]):
+        pytest.importorskip("pycuda")
+    parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+    module = importlib.import_module(".".join(["gpulease", *parts]))
+    assert [name for name in exports_of(path) or [] if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("words", [UNFINISHED, NOT_PORTABLE], ids=["unfinished", "not portable"])
+def test_nothing_in_the_tree_says(words: tuple[str, ...]) -> None:
+    found = [
+        f"{name_of(path)}:{number}: {word}"
+        for path in committed()
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        for word in words
+        if word in line
+    ]
+    assert found == []
