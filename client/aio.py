@@ -1,0 +1,211 @@
+"""The asyncio face: the same with coroutines, on asyncio's or uvloop's event loop.
+
+Cancelling an operation that has begun stops the waiting, not the operation: it goes on in the background to its reply,
+so the connection stays in step, and the next operation waits its turn. A cancelled mem_read may still write to `into`,
+a cancelled mem_write still reads its data. Cancelling `acquire` or the opening of a session closes their connection.
+
+A host name in a TCP address is looked up by the system's resolver, which blocks the loop: give an IP address.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from gpulease.client.awaiting import drive, undisturbed
+from gpulease.client.core.launching import KernelArguments
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.renewal import RenewalSchedule, keep
+from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.steps import Procedure
+from gpulease.client.core.wish import Wish, address_of
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.handles import Buffer, Module
+
+__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive"]
+
+T = TypeVar("T")
+
+
+class AsyncGpuBuilder(Wish):
+    """Asks for a lease: `await AsyncGpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
+
+    async def acquire(self) -> "AsyncGpuLease":
+        """The lease, as GpuBuilder.acquire gives it."""
+        return AsyncGpuLease(await drive(acquire(address_of(self._address), self._request(), asyncio.Lock())))
+
+
+class AsyncGpuLease(LeaseView):
+    """So many bytes of a card for so many seconds; see GpuLease."""
+
+    def __init__(self, state: LeaseState) -> None:
+        self._state = state
+        self._free_when_dropped()
+
+    async def renew(self, seconds: float) -> None:
+        """Make it last at least `seconds` from now; see GpuLease.renew."""
+        await self._run(self._state.renew(seconds))
+
+    async def free(self) -> None:
+        """Give it back; see GpuLease.free."""
+        await self._run(self._state.free())
+
+    async def query(self) -> dict[str, Any]:
+        """What the daemon knows of it; see GpuLease.query."""
+        return await self._run(self._state.query())
+
+    def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "AsyncKeepAlive":
+        """Renew it in a task until the returned object is stopped or its `async with` block is left."""
+        return AsyncKeepAlive(self, on_loss, RenewalSchedule())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with suppress(*(() if kind is None else (GpuLeaseError,))):
+            await self._run(self._state.leave())
+
+    async def _run(self, procedure: Procedure[T]) -> T:
+        return await undisturbed(self._drive(procedure))
+
+    async def _drive(self, procedure: Procedure[T]) -> T:
+        # A method, because a task that goes on must keep the lease from being dropped under it.
+        return await drive(procedure)
+
+
+class AsyncGpuSession(SessionView):
+    """A lease's isolated context on its card; see GpuSession. `async with AsyncGpuSession(lease) as session` opens it.
+
+    Tasks may share it; they take turns.
+    """
+
+    def __init__(self, lease: AsyncGpuLease) -> None:
+        self.lease = lease
+        self._lock = asyncio.Lock()
+        self._state = SessionState(lease._state, self._lock)
+        self._closing: Callable[[], object] | None = None
+
+    async def open(self) -> Self:
+        """Open it and return it; `async with` does this."""
+        await drive(self._state.attach())
+        self._closing = weakref.finalize(self, self._state.close)
+        return self
+
+    async def mem_alloc(self, size_bytes: int) -> Buffer:
+        """Device memory, zeroed; see GpuSession.mem_alloc."""
+        return await self._run(self._state.mem_alloc(size_bytes))
+
+    async def mem_free(self, buffer: Buffer) -> None:
+        """Give a buffer back now; see GpuSession.mem_free."""
+        await self._run(self._state.mem_free(buffer))
+
+    async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
+        """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
+        await self._run(self._state.mem_write(buffer, offset, data))
+
+    async def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
+        """`nbytes` from byte `offset`, as bytes or in `into`; see GpuSession.mem_read."""
+        return await self._run(self._state.mem_read(buffer, offset, nbytes, into))
+
+    async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
+        """Load PTX text or a cubin; see GpuSession.module_load."""
+        return await self._run(self._state.module_load(image))
+
+    async def module_unload(self, module: Module) -> None:
+        """Unload a module now; see GpuSession.module_unload."""
+        await self._run(self._state.module_unload(module))
+
+    async def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None = None,
+        shared_bytes: int = 0,
+    ) -> int:
+        """Start a kernel; do not wait for it. See GpuSession.launch."""
+        await self._lock.acquire()
+        sent, frame = 0, b""
+        try:
+            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        finally:
+            if sent == len(frame):
+                self._lock.release()
+        if sent != len(frame):
+            await undisturbed(self._finish_launch(frame, sent))
+        return number
+
+    async def sync(self) -> None:
+        """Wait until every launch has ended; see GpuSession.sync."""
+        await self._run(self._state.sync())
+
+    async def close(self) -> None:
+        """End the session; an operation that waits in another task fails. The lease goes on."""
+        if self._closing is None:
+            return
+        self._state.wake()
+        async with self._lock:
+            self._closing()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, procedure: Procedure[T]) -> T:
+        return await undisturbed(self._drive(procedure))
+
+    async def _drive(self, procedure: Procedure[T]) -> T:
+        # A method, because a task that goes on must keep the session from being dropped under it.
+        return await drive(procedure)
+
+    async def _finish_launch(self, frame: bytes, sent: int) -> None:
+        # It took over the lock from `launch`, so that nothing gets between the two halves of the frame.
+        try:
+            await drive(self._state.finish_launch(frame, sent))
+        finally:
+            self._lock.release()
+
+
+class AsyncKeepAlive:
+    """Renews a lease from a task; see KeepAlive.
+
+    Attributes:
+        loss: Why the lease was lost; None while it is not.
+    """
+
+    def __init__(
+        self, lease: AsyncGpuLease, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
+    ) -> None:
+        self.loss: GpuLeaseError | None = None
+        self._on_loss = on_loss
+        self._task = asyncio.get_running_loop().create_task(self._keep(weakref.ref(lease), schedule))
+
+    async def stop(self) -> None:
+        """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.result()  # raises what `on_loss` raised
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _keep(self, lease: "weakref.ref[AsyncGpuLease]", schedule: RenewalSchedule) -> None:
+        self.loss = await drive(keep(lease, schedule))
+        if self.loss is not None and self._on_loss is not None:
+            self._on_loss(self.loss)

@@ -1,0 +1,73 @@
+"""How the asyncio face waits: the event loop for sockets and pauses, asyncio's lock for turns. No threads."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from gpulease.client.core.steps import Locked, Procedure, Sleep, Step, Wait
+
+T = TypeVar("T")
+
+MAX_WAIT_S: Final = 3600.0
+"""Longest single wait; a longer one waits again. A selector takes no more than 24 days."""
+
+_undisturbed: Final[set["asyncio.Future[Any]"]] = set()
+"""Operations under way: the event loop itself holds tasks by weak references only."""
+
+
+async def drive(procedure: Procedure[T]) -> T:
+    """Run a procedure to its end in this task."""
+    try:
+        step = procedure.send(None)
+        while True:
+            try:
+                answer = await _WAYS[type(step)](step)
+            except BaseException as error:
+                step = procedure.throw(error)
+            else:
+                step = procedure.send(answer)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
+    """Run something in a task of its own, which goes on to its end if the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    _undisturbed.add(task)
+    task.add_done_callback(_undisturbed.discard)
+    return await asyncio.shield(task)
+
+
+async def _wait(step: Wait) -> bool:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[bool] = loop.create_future()
+    fd = step.channel.sock.fileno()
+    timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
+    loop.add_reader(fd, _wake, ready, True)
+    if step.for_room:
+        loop.add_writer(fd, _wake, ready, True)
+    try:
+        return await ready
+    finally:
+        timer.cancel()
+        loop.remove_reader(fd)
+        if step.for_room:
+            loop.remove_writer(fd)
+
+
+def _wake(ready: "asyncio.Future[bool]", has_room_or_bytes: bool) -> None:
+    if not ready.done():
+        ready.set_result(has_room_or_bytes)
+
+
+async def _sleep(step: Sleep) -> None:
+    await asyncio.sleep(step.seconds)
+
+
+async def _locked(step: Locked) -> Any:
+    async with step.lock:
+        return await drive(step.procedure)
+
+
+_WAYS: Final[dict[type[Step], Callable[[Any], Awaitable[Any]]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}

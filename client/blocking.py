@@ -1,0 +1,158 @@
+"""The blocking face: each call returns when it is done. Threads may share a lease and a session; they take turns."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.launching import KernelArguments
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.wish import Wish, address_of
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.keeping import KeepAlive, keep_alive
+from gpulease.client.waiting import drive
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Body
+
+Into = TypeVar("Into")
+
+
+class GpuBuilder(Wish):
+    """Asks for a lease: `GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
+
+    def acquire(self) -> "GpuLease":
+        """The lease. Raises CapacityExceeded if there is no room in time, Disconnected if there is no daemon."""
+        return GpuLease(drive(acquire(address_of(self._address), self._request(), threading.RLock())))
+
+
+class GpuLease(LeaseView):
+    """So many bytes of a card for so many seconds; made by `GpuBuilder.acquire`.
+
+    Leaving its `with` block gives it back. So does dropping the last reference or ending the program, but without an
+    answer: whatever happens, the daemon takes it back at its deadline.
+    """
+
+    def __init__(self, state: LeaseState) -> None:
+        self._state = state
+        self._free_when_dropped()
+
+    def renew(self, seconds: float) -> None:
+        """Make it last at least `seconds` from now. Raises LeaseExpired, Revoked or Fenced if it is over."""
+        drive(self._state.renew(seconds))
+
+    def free(self) -> None:
+        """Give it back: everything in its session is gone. Raises what it had ended of, if it had."""
+        drive(self._state.free())
+
+    def query(self) -> dict[str, Any]:
+        """What the daemon knows of it: state, cause, reason, generation, remaining_ms and more."""
+        return drive(self._state.query())
+
+    def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
+        """Renew it in the background until the returned object is stopped or its `with` block is left."""
+        return keep_alive(self, on_loss)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with suppress(*(() if kind is None else (GpuLeaseError,))):
+            drive(self._state.leave())
+
+
+class GpuSession(SessionView):
+    """A lease's isolated context on its card. `GpuSession(lease)` opens it; it ends when closed, or with its lease.
+
+    An operation is done when it returns, except `launch`, which returns at once: a failed launch is reported by the
+    next other operation, which is then not done itself. A session keeps its lease from being dropped.
+    """
+
+    def __init__(self, lease: GpuLease) -> None:
+        self.lease = lease
+        self._lock = threading.RLock()
+        self._state = SessionState(lease._state, self._lock)
+        drive(self._state.attach())
+        self._closing = weakref.finalize(self, self._state.close)
+
+    def mem_alloc(self, size_bytes: int) -> Buffer:
+        """Device memory, zeroed. Raises AllocFailed if the slice has no room."""
+        return drive(self._state.mem_alloc(size_bytes))
+
+    def mem_free(self, buffer: Buffer) -> None:
+        """Give a buffer back now rather than when its last reference goes."""
+        drive(self._state.mem_free(buffer))
+
+    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
+        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle."""
+        drive(self._state.mem_write(buffer, offset, data))
+
+    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
+        """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
+        return drive(self._state.mem_read(buffer, offset, nbytes, into))
+
+    def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
+        """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
+        return drive(self._state.module_load(image))
+
+    def module_unload(self, module: Module) -> None:
+        """Unload a module now rather than when its last reference goes."""
+        drive(self._state.module_unload(module))
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None = None,
+        shared_bytes: int = 0,
+    ) -> int:
+        """Start a kernel; do not wait for it.
+
+        Args:
+            module: Where the kernel is.
+            kernel: Its name.
+            grid: One to three numbers of blocks.
+            block: One to three numbers of threads.
+            args: KernelArgs, or the packed bytes.
+            arg_sizes: Each argument's size in bytes, if `args` are bytes.
+            shared_bytes: Dynamic shared memory per block.
+
+        Returns:
+            The launch's number, which a later error's `failure.failed_request_id` names.
+
+        Raises:
+            LaunchFailed: It can't be started, as far as can be told here.
+        """
+        with self._lock:
+            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            if sent != len(frame):
+                drive(self._state.finish_launch(frame, sent))
+        return number
+
+    def sync(self) -> None:
+        """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        drive(self._state.sync())
+
+    def close(self) -> None:
+        """End the session; an operation that waits in another thread fails. The lease goes on."""
+        self._state.wake()
+        with self._lock:
+            self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+
+def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
+    """One control request over a connection of its own: the reply's body. For programs that look after a node."""
+    return drive(ask_once(address_of(address), op, body, reply_limit_s))

@@ -1,0 +1,98 @@
+"""A nonblocking socket and the link that makes sense of its bytes. Nothing here waits."""
+
+import errno
+import socket
+from collections import deque
+from typing import Any, Final
+
+from gpulease.client.core.link import Link
+from gpulease.protocol import Failure, Status
+from gpulease.protocol.address import Address, TcpAddress
+
+MAX_PARTS_PER_SEND: Final = 16
+"""Most pieces given to one sendmsg; far below IOV_MAX (1024), and more than any request has."""
+
+
+class Channel:
+    """One connection to the daemon.
+
+    Attributes:
+        sock: The nonblocking socket.
+        link: What was said on it.
+        address: Where it leads, for messages.
+        waiter: What the face keeps to wait on the socket.
+    """
+
+    def __init__(self, sock: socket.socket, address: Address) -> None:
+        self.sock = sock
+        self.link = Link()
+        self.address = address
+        self.waiter: Any = None
+
+    def pump(self) -> bool:
+        """Take what has arrived; False if nothing has."""
+        try:
+            count = self.sock.recv_into(self.link.get_buffer())
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.link.end_of_stream(f"the connection to {self.address} broke: {error.strerror or error}")
+            return True
+        if count:
+            self.link.buffer_updated(count)
+        else:
+            self.link.end_of_stream(f"the daemon at {self.address} closed the connection")
+        return True
+
+    def push(self, parts: deque[memoryview]) -> bool:
+        """Send what the socket takes and drop it from `parts`; True if any of it went."""
+        try:
+            sent = self.sock.sendmsg([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.drain(error)
+            return False
+        left = sent
+        while parts and left >= len(parts[0]):
+            left -= len(parts.popleft())
+        if left:
+            parts[0] = parts[0][left:]
+        return sent > 0
+
+    def drain(self, error: OSError) -> None:
+        """Sending failed: the peer is gone. Read what it said last, which may be why."""
+        while self.link.end is None and self.pump():
+            pass
+        self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
+
+    def close(self) -> None:
+        """Close the socket; again is harmless."""
+        self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
+        self.sock.close()
+
+
+def resolve(address: Address) -> list[tuple[int, Any]]:
+    """(family, what connect takes) of every way to an address. Raises OSError if a name has none."""
+    if not isinstance(address, TcpAddress):
+        return [(socket.AF_UNIX, address.path)]
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return [(int(family), where) for family, _, _, _, where in found]
+
+
+def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel, int]:
+    """(channel, errno of connect): 0 when it is connected, EINPROGRESS or EAGAIN when it is not yet."""
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.setblocking(False)
+    if family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        code = sock.connect_ex(where)
+    except OSError as error:
+        code = error.errno or errno.EINVAL
+    return Channel(sock, address), code
+
+
+def connect_error(channel: Channel) -> int:
+    """The errno a connect that was in progress came to."""
+    return channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,0 +1,109 @@
+"""Copies to and from device memory: cut into chunks, pipelined, and with no copy of the data on this side."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.core.exchange import receive, send
+from gpulease.client.core.steps import Procedure
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.handles import Buffer
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.fastpath import MEM_READ, mem_write_prefix
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Body
+
+if TYPE_CHECKING:
+    from gpulease.client.core.session import SessionState
+
+READ_WINDOW: Final = 4
+"""MEM_READs in flight at once: enough that the worker copies the next chunk while this one is received."""
+
+
+def readable_bytes(data: Any, doing: str) -> memoryview:
+    """A flat view of a buffer's bytes. What is not contiguous is copied into C order, as numpy's tobytes does."""
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{doing}: the data is no buffer of bytes: {error}") from None
+    return _flat(view) or memoryview(view.tobytes())
+
+
+def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
+    """A flat view of the first `nbytes` of a buffer that can be written in place."""
+    try:
+        view = memoryview(into)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{doing}: `into` is no buffer of bytes: {error}") from None
+    if view.readonly:
+        raise InvalidRequest(f"{doing}: `into` is read-only")
+    if view.nbytes < nbytes:
+        raise InvalidRequest(f"{doing}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
+    flat = _flat(view) if view.nbytes else memoryview(bytearray())
+    if flat is None:
+        raise InvalidRequest(f"{doing}: `into` is not contiguous, or of a type whose bytes can't be seen")
+    return flat[:nbytes]
+
+
+def _flat(view: memoryview) -> memoryview | None:
+    try:
+        return view.cast("B") if view.c_contiguous else None
+    except TypeError:
+        return None  # no bytes at all, or a format that struct does not know
+
+
+def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
+    """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all."""
+    link, limit = session.channel.link, session.limit
+    own_requests = []
+    for at in range(0, len(data), session.chunk_bytes):
+        piece = data[at : at + session.chunk_bytes]
+        is_last = at + len(piece) == len(data)
+        if is_last:
+            request_id = link.expect(Opcode.MEM_WRITE)
+        else:
+            request_id = link.connection.next_request_id()
+            own_requests.append(request_id)
+        prefix = mem_write_prefix(
+            buffer.handle,
+            offset + at,
+            len(piece),
+            request_id=request_id,
+            session_id=session.session_id,
+            quiet=not is_last,
+        )
+        yield from send(session.channel, (prefix, piece), limit)
+    session.settle((yield from receive(session.channel, request_id, limit)), "mem_write", own_requests)
+
+
+def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
+    """MEM_READs of a chunk each, a few in flight at a time, received where they belong."""
+    in_flight: deque[int] = deque()
+    failures: list[Failure] = []
+    for at in range(0, len(target), session.chunk_bytes):
+        if len(in_flight) == READ_WINDOW:
+            yield from _take(session, in_flight.popleft(), failures)
+        if failures:
+            break
+        piece = target[at : at + session.chunk_bytes]
+        request_id = session.channel.link.expect(Opcode.MEM_READ, piece)
+        payload = MEM_READ.pack(buffer.handle, offset + at, len(piece))
+        frame = build_frame(Opcode.MEM_READ, payload, request_id=request_id, session_id=session.session_id)
+        yield from send(session.channel, (frame,), session.limit)
+        in_flight.append(request_id)
+    while in_flight:
+        yield from _take(session, in_flight.popleft(), failures)
+    # The first is the one that matters: it may report a launch, and the ones behind it then succeed.
+    session.settle(failures[0] if failures else None, "mem_read")
+
+
+def _take(session: "SessionState", request_id: int, failures: list[Failure]) -> Procedure[None]:
+    result: Body | Failure = yield from receive(session.channel, request_id, session.limit)
+    if isinstance(result, Failure):
+        failures.append(result)
+
+
+def check_total(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
+    """Raises InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
+    if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
+        raise InvalidRequest(f"{doing}: offset {offset!r} and length {nbytes!r} are not counts of bytes")
+    buffer.check_range(offset, nbytes, doing)

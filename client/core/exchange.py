@@ -1,0 +1,176 @@
+"""Sending, receiving, asking, connecting: the procedures every other one is made of."""
+
+import errno
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from gpulease.client.core.channel import Channel, connect_error, resolve, start_connecting
+from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.steps import Limit, Procedure, Sleep, Wait
+from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.address import Address
+from gpulease.protocol.messages import Body, Hello, HelloReply
+
+CONNECT_LIMIT_S: Final = 10.0
+"""Longest a connect and its HELLO may take. A daemon answers in milliseconds; ten seconds is a host that swaps."""
+
+CONTROL_REPLY_LIMIT_S: Final = 30.0
+"""Longest a control request may take, besides the wait it asks for. Freeing a lease waits for a process to be reaped
+and its memory to be seen free, which is well under a second; past this the daemon hangs."""
+
+CONNECT_RETRY_S: Final = 0.01
+"""Pause before trying again a Unix socket whose queue of pending connections is full."""
+
+AGENT: Final = "gpulease-python/0.1"
+"""How this client names itself in HELLO."""
+
+_INTERRUPTED: Final = Failure(
+    Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
+)
+
+Clock = Callable[[], float]
+
+
+class TimeLimit:
+    """A fixed number of seconds from now on, then Disconnected."""
+
+    def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+        self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._end - self._clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises Disconnected."""
+        raise Disconnected(self._why, "The daemon hangs or its host is overloaded: see its log")
+        yield  # makes this a procedure, as `Limit` says
+
+
+def send(
+    channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit, *, has_begun: bool = False
+) -> Procedure[None]:
+    """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
+
+    Interrupted after some of it went (`has_begun`: before this call), the stream is of no more use and is broken off.
+    """
+    rest = deque(memoryview(part) for part in parts if len(part))
+    try:
+        while rest:
+            if channel.link.end is not None:
+                raise LinkEnded(channel.link.end)
+            if channel.push(rest):
+                has_begun = True
+            elif channel.link.end is None:
+                yield from _wait(channel, limit, for_room=True)
+                channel.pump()
+    except BaseException:
+        if has_begun:
+            channel.link.break_off(_INTERRUPTED, is_explained=True)
+        raise
+
+
+def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
+    """The result of a request. Raises LinkEnded, or what the limit raises."""
+    take = channel.link.take
+    while (result := take(request_id)) is None:
+        yield from _wait(channel, limit, for_room=False)
+        channel.pump()
+    return result
+
+
+def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
+    remaining_s = limit.remaining_s()
+    if remaining_s > 0:
+        yield Wait(channel, for_room, remaining_s)
+    else:
+        yield from limit.over()
+
+
+def ask(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
+    """The body of the reply to a request. Raises the error of a refusal, LinkEnded, or what the limit raises."""
+    request_id, frame = channel.link.request(op, body, session_id)
+    yield from send(channel, (frame,), limit)
+    result = yield from receive(channel, request_id, limit)
+    if isinstance(result, Failure):
+        raise error_of(result, doing_of(op))
+    return result
+
+
+def doing_of(op: Opcode) -> str:
+    """An operation's name in messages."""
+    return op.name.lower()
+
+
+def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
+    """The error of a control connection that ended: what its goodbye says, or Disconnected."""
+    if channel.link.is_end_explained:
+        return error_of(ended.failure, doing)
+    return error_of(Failure(ended.failure.status, ended.failure.message, _is_it_running(channel.address)), doing)
+
+
+def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
+    """A connection that has said HELLO. Raises Disconnected, Busy, Unsupported or Denied."""
+    channel = yield from _connect(address, limit)
+    try:
+        hello = yield from ask(channel, Opcode.HELLO, Hello(0, AGENT, ()), limit)
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, "hello") from None
+    except BaseException:
+        channel.close()
+        raise
+    return channel, hello
+
+
+def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
+    try:
+        ways = resolve(address)
+    except OSError as error:
+        raise _unreachable(address, error.strerror or str(error)) from None
+    code = 0
+    for family, where in ways:
+        channel, code = start_connecting(family, where, address)
+        try:
+            while code == errno.EAGAIN and limit.remaining_s() > 0:
+                channel.sock.close()
+                yield Sleep(CONNECT_RETRY_S)
+                channel, code = start_connecting(family, where, address)
+            if code == errno.EINPROGRESS:
+                yield from _wait(channel, limit, for_room=True)
+                code = connect_error(channel)
+                if not code and limit.remaining_s() <= 0:
+                    code = errno.ETIMEDOUT
+        except BaseException:
+            channel.close()
+            raise
+        if not code:
+            return channel
+        channel.close()
+    raise _unreachable(address, os.strerror(code))
+
+
+def _unreachable(address: Address, why: str) -> Disconnected:
+    return Disconnected(f"can't connect to {address}: {why}", _is_it_running(address))
+
+
+def _is_it_running(address: Address) -> str:
+    return f"Is gpuleased running? It should listen on {address}; GPULEASE_ADDRESS or the builder names another address"
+
+
+def ask_once(address: Address, op: Opcode, body: Body, reply_limit_s: float) -> Procedure[Any]:
+    """One control request over a connection of its own."""
+    doing = doing_of(op)
+    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        return (yield from ask(channel, op, body, TimeLimit(reply_limit_s, doing, address)))
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    finally:
+        channel.close()

@@ -1,0 +1,151 @@
+"""From a launch's arguments to its frame: all that can be checked here, once per kernel, shape and argument sizes."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.protocol import Failure, ProtocolError, Status
+from gpulease.protocol.fastpath import LaunchTemplate
+from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
+from gpulease.protocol.messages import KernelEntry, Launch
+
+if TYPE_CHECKING:
+    from gpulease.client.core.session import SessionState
+
+MAX_TEMPLATES: Final = 1024
+"""Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
+memory otherwise; past this they are dropped and made anew."""
+
+MAX_U32: Final = 2**32 - 1
+"""What a grid's or block's dimension fits in on the wire."""
+
+MAX_LISTED_KERNELS: Final = 16
+"""Kernels a message lists before it says how many more there are."""
+
+KernelArguments = KernelArgs | bytes | bytearray | memoryview
+
+
+def launch_frame(
+    session: "SessionState",
+    module: Module,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    args: KernelArguments,
+    arg_sizes: Iterable[int] | None,
+    shared_bytes: int,
+) -> tuple[int, bytes]:
+    """(number, frame) of a quiet launch. Raises LaunchFailed, InvalidHandle or InvalidRequest; nothing is sent then."""
+    buffers: tuple[Buffer, ...]
+    if isinstance(args, KernelArgs) and arg_sizes is None:
+        data, sizes, buffers = args.data, args.sizes, args.buffers
+    else:
+        data, sizes, buffers = _raw(kernel, args, arg_sizes)
+    template: LaunchTemplate | None
+    try:
+        template = module.templates.get((kernel, tuple(grid), tuple(block), shared_bytes, sizes))
+    except (TypeError, AttributeError):
+        template = None  # a wrong type: what is wrong with it is found out below
+    if template is None:
+        template = _make_template(session, module, kernel, grid, block, sizes, shared_bytes)
+    # What may have changed since the template was made.
+    if module.owner is not session:
+        raise _foreign(session, module, kernel)
+    for buffer in buffers:
+        if buffer.owner is not session:
+            buffer.check(session, f"launch of {kernel!r}")
+    if len(data) != template.args_bytes:
+        raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
+    request_id = session.channel.link.connection.next_request_id()
+    return request_id, template.frame(request_id, data)
+
+
+def _raw(
+    kernel: str, args: KernelArguments, arg_sizes: Iterable[int] | None
+) -> tuple[bytes, tuple[int, ...], tuple[Buffer, ...]]:
+    if isinstance(args, KernelArgs):
+        raise InvalidRequest(f"launch of {kernel!r}: KernelArgs know their sizes; arg_sizes is for raw bytes")
+    if arg_sizes is None:
+        raise InvalidRequest(f"launch of {kernel!r}: raw argument bytes need arg_sizes, the size of each argument")
+    try:
+        return bytes(memoryview(args)), tuple(arg_sizes), ()
+    except TypeError:
+        raise InvalidRequest(f"launch of {kernel!r}: arguments are KernelArgs, or bytes and arg_sizes") from None
+
+
+def _make_template(
+    session: "SessionState",
+    module: Module,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    sizes: tuple[int, ...],
+    shared_bytes: int,
+) -> LaunchTemplate:
+    if not isinstance(module, Module):
+        raise InvalidHandle(f"launch of {kernel!r}: {module!r} is not a Module")
+    if module.owner is not session:
+        raise _foreign(session, module, kernel)
+    entry = module.kernels.get(kernel)
+    if entry is None:
+        raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
+    _check_sizes(entry, sizes)
+    full_grid = _dimensions(kernel, "grid", grid)
+    full_block = _dimensions(kernel, "block", block)
+    threads = full_block[0] * full_block[1] * full_block[2]
+    if entry.max_threads_per_block and threads > entry.max_threads_per_block:
+        raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
+    if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
+        raise _failed(kernel, f"shared_bytes of {shared_bytes!r} is not an integer from 0 to {MAX_U32}")
+    blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
+    try:
+        template = LaunchTemplate(
+            Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes), session.session_id
+        )
+    except ProtocolError as error:
+        raise _failed(kernel, str(error)) from None
+    if len(module.templates) >= MAX_TEMPLATES:
+        module.templates.clear()
+    module.templates[kernel, tuple(grid), tuple(block), shared_bytes, sizes] = template
+    return template
+
+
+def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
+    wanted = entry.parameter_sizes
+    if len(sizes) != len(wanted):
+        raise _failed(entry.name, f"{len(sizes)} arguments are given, the kernel has {len(wanted)} parameters")
+    for index, (size, parameter) in enumerate(zip(sizes, wanted, strict=True)):
+        if size != parameter:
+            raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
+
+
+def _dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
+    try:
+        numbers = [item.__index__() for item in given]
+    except (TypeError, AttributeError):
+        raise _failed(kernel, f"{what} {given!r} is not a sequence of integers") from None
+    if not 1 <= len(numbers) <= 3:
+        raise _failed(kernel, f"{what} {given!r} has {len(numbers)} dimensions instead of 1 to 3")
+    for number in numbers:
+        if not 1 <= number <= MAX_U32:
+            raise _failed(kernel, f"{what} {given!r}: {number} is not between 1 and {MAX_U32}")
+    x, y, z = (*numbers, 1, 1)[:3]
+    return x, y, z
+
+
+def _listed(module: Module) -> str:
+    names = sorted(module.kernels)
+    more = f" and {len(names) - MAX_LISTED_KERNELS} more" if len(names) > MAX_LISTED_KERNELS else ""
+    return ", ".join(names[:MAX_LISTED_KERNELS]) + more or "none"
+
+
+def _foreign(session: "SessionState", module: Module, kernel: str) -> LaunchFailed:
+    why = "is unloaded" if module.owner is None else "belongs to another session"
+    return _failed(kernel, f"the module {why}", "Load it in this session with module_load()")
+
+
+def _failed(kernel: str, why: str, hint: str = "") -> LaunchFailed:
+    message = f"launch of {kernel!r}: {why}"
+    return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=str(kernel)))

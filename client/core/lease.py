@@ -1,0 +1,237 @@
+"""A lease as the client knows it, and the control requests about it."""
+
+import os
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+
+from gpulease.client.core.channel import Channel
+from gpulease.client.core.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    Clock,
+    TimeLimit,
+    ask,
+    dial,
+    disconnected,
+    doing_of,
+)
+from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.steps import Locked, Procedure
+from gpulease.client.core.wish import milliseconds
+from gpulease.client.errors import GpuLeaseError, error_of
+from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status
+from gpulease.protocol.address import Address
+from gpulease.protocol.messages import Body, LeaseAlloc, LeaseGrant, LeaseRef, LeaseRenew, LeaseRenewed
+
+LEASE_OVER: Final = frozenset({Status.LEASE_EXPIRED, Status.REVOKED, Status.LEASE_FREED, Status.NOT_FOUND})
+"""Statuses that say for good that a lease is no more."""
+
+
+class LeaseState:
+    """A granted lease: what it is, until when, and the connection to ask about it.
+
+    Attributes:
+        grant: What the daemon granted.
+        generation: Goes up with every renewal.
+        ttl_s: What the lease was last granted or renewed for.
+        deadline: When it ends, on `clock`.
+        expires_at_unix_s: The same for people.
+        over: How the lease ended, once that is known.
+    """
+
+    def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
+        self.grant = grant
+        self.address: Address = channel.address
+        self.clock = clock
+        self.lock = lock
+        self.channel = channel
+        self.over: Failure | None = None
+        self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
+
+    def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
+        """The lease lasts `ttl_ms` from now."""
+        self.generation = generation
+        self.ttl_s = ttl_ms / 1000
+        self.deadline = self.clock() + self.ttl_s
+        self.expires_at_unix_s = expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the lease ends; 0 when it has."""
+        return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
+
+    # --- procedures ---
+
+    def renew(self, seconds: float) -> Procedure[None]:
+        """Make it last at least `seconds` from now."""
+        ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, LeaseRenew(self.grant.lease_id, ttl_ms))
+        self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
+
+    def free(self) -> Procedure[None]:
+        """Give it back. Raises what it ended of, if it had ended."""
+        yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
+        self.over = Failure(Status.LEASE_FREED, "the lease was freed")
+        self.channel.close()
+
+    def leave(self) -> Procedure[None]:
+        """Give it back on the way out; that it is over already is no error."""
+        try:
+            if self.over is None:
+                yield from self.free()
+        except GpuLeaseError as error:
+            if error.status not in LEASE_OVER:
+                raise
+        finally:
+            self.channel.close()
+
+    def query(self) -> Procedure[dict[str, Any]]:
+        """What the daemon knows of it, whether it lives or not."""
+        reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
+        if not isinstance(reply.report, dict):
+            raise error_of(Failure(Status.DISCONNECTED, "the report is not a map"), doing_of(Opcode.LEASE_QUERY))
+        return reply.report
+
+    def _control(self, op: Opcode, body: Body) -> Procedure[Any]:
+        doing = doing_of(op)
+        if self.over is not None and op is not Opcode.LEASE_QUERY:
+            raise error_of(self.over, doing)
+        try:
+            return (yield Locked(self.lock, self._ask_again_if_stale(op, body, doing)))
+        except GpuLeaseError as error:
+            if error.status in LEASE_OVER:
+                self.over = error.failure
+            raise
+
+    def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str) -> Procedure[Any]:
+        """Ask on the connection the lease came on; if that is dead, once more on a new one.
+
+        All three requests may be asked twice: a second LEASE_FREE finds the lease freed, which is what was wanted.
+        """
+        is_second = False
+        while True:
+            fresh = self.channel.link.end is not None
+            if fresh:
+                self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
+            self.channel.link.forget()
+            try:
+                limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+                return (yield from ask(self.channel, op, body, limit))
+            except LinkEnded as ended:
+                self.channel.close()
+                if fresh or is_second:
+                    raise disconnected(ended, self.channel, doing) from None
+                is_second = True
+            except GpuLeaseError as error:
+                if is_second and op is Opcode.LEASE_FREE and error.status is Status.LEASE_FREED:
+                    return None
+                raise
+
+
+class LeaseView:
+    """What a lease's face shows without asking."""
+
+    _state: LeaseState
+
+    @property
+    def lease_id(self) -> int:
+        """The lease's number, 128 bits; also its session's."""
+        return self._state.grant.lease_id
+
+    @property
+    def lease_id_text(self) -> str:
+        """The lease's number as 32 hex digits."""
+        return f"{self._state.grant.lease_id:032x}"
+
+    @property
+    def expires_at_unix_secs(self) -> int:
+        """When it ends, by the daemon's wall clock; for people."""
+        return self._state.expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it ends, by this machine's monotonic clock; 0 when it has."""
+        return self._state.remaining_s
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory granted."""
+        return self._state.grant.size_bytes
+
+    @property
+    def card_uuid(self) -> str:
+        """Which card it is on."""
+        return self._state.grant.card_uuid
+
+    @property
+    def generation(self) -> int:
+        """Goes up with every renewal."""
+        return self._state.generation
+
+    @property
+    def exclusivity(self) -> Exclusivity:
+        """Who else may use the card."""
+        return Exclusivity(self._state.grant.exclusivity)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has time left and nothing is known of its end."""
+        return self._state.remaining_s > 0
+
+    @property
+    def address(self) -> str:
+        """Where its daemon listens."""
+        return str(self._state.address)
+
+    def __repr__(self) -> str:
+        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {left}>"
+
+    def _free_when_dropped(self) -> None:
+        """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
+        weakref.finalize(self, _free_silently, self._state, os.getpid())
+
+
+def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+    """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like."""
+    doing = doing_of(Opcode.LEASE_ALLOC)
+    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
+        grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
+        return LeaseState(channel, lock, grant)
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        # A grant that comes now finds no one: the daemon sees the connection closed and takes it back.
+        channel.close()
+        raise
+
+
+def _free_silently(state: LeaseState, owner_pid: int) -> None:
+    """Send LEASE_FREE if that takes no waiting. Runs in finalizers, so it never raises; not in a forked child."""
+    channel = state.channel
+    if os.getpid() != owner_pid:
+        with suppress(OSError):
+            channel.sock.close()
+        return
+    if state.over is None and channel.link.end is None and not _is_held(state.lock):
+        with suppress(OSError, ProtocolError):
+            _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
+            channel.push(deque((memoryview(frame),)))
+    channel.close()
+
+
+def _is_held(lock: Any) -> bool:
+    """Whether someone is in the middle of a request. A threading.RLock can tell only by being acquired."""
+    locked = getattr(lock, "locked", None)
+    if locked is not None:
+        return bool(locked())
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False

@@ -1,0 +1,176 @@
+"""The client's end of one connection, without I/O.
+
+The protocol's connection, the replies that are awaited, and reads that go straight to where the caller wants them.
+"""
+
+import struct
+from typing import Final
+
+from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status, StreamBroken
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import data_prefix
+from gpulease.protocol.framing import HEADER_BYTES, parse_header
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Body
+from gpulease.protocol.opcodes import Flag
+
+DIRECT_READ_BYTES: Final = 16 << 10
+"""From this size on a read's reply is received in two pieces, header and data, so that the data needs no copy. Below,
+one system call less is worth more than the copy."""
+
+_LENGTH: Final = struct.Struct(">I")
+_PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
+
+
+class LinkEnded(Exception):
+    """The stream is over; `failure` says how, as far as this connection knows."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Link:
+    """Bytes in, results out.
+
+    Attributes:
+        connection: The protocol's state.
+        end: How the stream ended; None while it lives.
+        is_end_explained: Whether `end` is the reason, and not only that the stream is over: the peer said goodbye, or
+            it was ended here.
+    """
+
+    def __init__(self) -> None:
+        self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        self.end: Failure | None = None
+        self.is_end_explained = False
+        self._awaited: set[int] = set()
+        self._results: dict[int, Body | Failure] = {}
+        self._targets: dict[int, memoryview] = {}
+        self._target_id = 0
+        self._target_rest: memoryview | None = None
+
+    # --- asking ---
+
+    def request(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
+        """(number, bytes to send) of a request whose result will be taken."""
+        request_id, frame = self.connection.send_request(op, body, session_id=session_id)
+        self._awaited.add(request_id)
+        return request_id, frame
+
+    def expect(self, op: Opcode, target: memoryview | None = None) -> int:
+        """A number for a session request whose frame is built elsewhere; a MEM_READ's data goes to `target`."""
+        request_id = self.connection.expect_reply(op)
+        self._awaited.add(request_id)
+        if target is not None:
+            self._targets[request_id] = target
+        return request_id
+
+    def take(self, request_id: int) -> Body | Failure | None:
+        """The result of a request, once; None while it is not there. Raises LinkEnded if it never will be."""
+        result = self._results.pop(request_id, None)
+        if result is None and self.end is not None:
+            raise LinkEnded(self.end)
+        return result
+
+    def forget(self) -> None:
+        """Nobody waits for what is in flight any more (its caller was interrupted): drop it when it comes."""
+        if not self._awaited and not self._results:
+            return
+        self._awaited.clear()
+        self._results.clear()
+        self._targets.clear()
+        if self._target_rest is not None:
+            self._target_rest = memoryview(bytearray(len(self._target_rest)))
+
+    # --- receiving ---
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._target_rest is not None:
+            return self._target_rest
+        reader = self.connection.reader
+        room = reader.get_buffer()
+        if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
+            missing = _PREFIX_BYTES - (reader.end - reader.start)
+            if missing > 0:
+                return room[:missing]
+        return room
+
+    def buffer_updated(self, count: int) -> None:
+        """`count` bytes were put into the last `get_buffer()`."""
+        if self._target_rest is None:
+            self.connection.reader.buffer_updated(count)
+        elif count < len(self._target_rest):
+            self._target_rest = self._target_rest[count:]
+            return
+        else:
+            self._target_rest = None
+            self.connection.receive_data(data_prefix(0, request_id=self._target_id, session_id=0))
+        self._advance()
+
+    def end_of_stream(self, why: str) -> None:
+        """The peer will send nothing more."""
+        self.connection.receive_eof()
+        self._target_rest = None
+        self._advance()
+        self.break_off(Failure(Status.DISCONNECTED, why))
+
+    def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
+        """Use this stream no more. An end that is known already stays."""
+        if self.end is None:
+            self.end, self.is_end_explained = failure, is_explained
+
+    def _advance(self) -> None:
+        while self.end is None and not (self._targets and self._divert()):
+            match self.connection.next_event():
+                case None:
+                    return
+                case Reply(request_id=request_id, result=result):
+                    self._targets.pop(request_id, None)
+                    if request_id in self._awaited:
+                        self._awaited.discard(request_id)
+                        self._results[request_id] = result
+                case Goodbye(failure=failure):
+                    self.is_end_explained = True
+                    self.end = failure
+                case StreamBroken(failure=failure):
+                    self._distrust(failure)
+                case _:
+                    return
+
+    def _divert(self) -> bool:
+        """Move a MEM_READ's data to its target; True while some of it is still to come.
+
+        The connection then gets the reply without data, which keeps its books right.
+        """
+        reader = self.connection.reader
+        if reader.end - reader.start < _PREFIX_BYTES:
+            return False
+        try:
+            op, flags, status, length, request_id, _ = parse_header(reader.buffer, reader.start)
+        except FramingError:
+            return False  # the connection finds it too, and says it better
+        if op != Opcode.MEM_READ or flags != Flag.REPLY or status or request_id not in self._targets:
+            return False
+        target = self._targets.pop(request_id)
+        (data_bytes,) = _LENGTH.unpack_from(reader.buffer, reader.start + HEADER_BYTES)
+        if data_bytes != len(target) or length != _LENGTH.size + data_bytes:
+            failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were asked for, {data_bytes} came")
+            self._distrust(failure)
+            return True
+        data_at = reader.start + _PREFIX_BYTES
+        here = min(reader.end - data_at, data_bytes)
+        target[:here] = reader.view[data_at : data_at + here]
+        if here < data_bytes:
+            reader.start = reader.end
+            self._target_id, self._target_rest = request_id, target[here:]
+            return True
+        # What was data is free to hold the header of the reply without data.
+        reader.start = data_at + here - _PREFIX_BYTES
+        reader.buffer[reader.start : data_at + here] = data_prefix(0, request_id=request_id, session_id=0)
+        return False
+
+    def _distrust(self, failure: Failure) -> None:
+        status = Status.UNSUPPORTED if failure.status is Status.UNSUPPORTED else Status.DISCONNECTED
+        self.break_off(Failure(status, f"what the daemon sends can't be followed: {failure.message}"))

@@ -1,0 +1,105 @@
+"""What a tenant asks for: the builder both faces inherit from."""
+
+import math
+import os
+from typing import Any, Final, Self
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.protocol import Exclusivity
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, parse_address
+from gpulease.protocol.limits import MAX_TEXT_BYTES
+from gpulease.protocol.messages import LeaseAlloc
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.primitives import LeaseParameter
+
+DEFAULT_LEASE_S: Final = 60.0
+"""How long a lease lasts if the tenant does not say: long enough to try things by hand, short enough to forget."""
+
+MAX_WIRE_MS: Final = 2**32 - 1
+"""Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
+
+MAX_WIRE_BYTES: Final = 2**64 - 1
+"""Largest size that fits the wire's u64."""
+
+
+def address_of(text: str | None) -> Address:
+    """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest."""
+    try:
+        return parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
+    except ValueError as error:
+        raise InvalidRequest(f"the daemon's address: {error}") from None
+
+
+def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
+    """A time as the wire has it. Raises InvalidRequest if it is no time, or does not fit."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise InvalidRequest(f"{what}: {seconds!r} is not a number of seconds")
+    value = math.ceil(seconds * 1000)
+    if not least_ms <= value <= MAX_WIRE_MS:
+        raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
+    return value
+
+
+class Wish:
+    """Says what a lease should be like; every method but the last returns the builder itself."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Args: address: Where the daemon listens; None for GPULEASE_ADDRESS, else the default socket."""
+        self._address = address
+        self._min_vram_bytes = 0
+        self._ttl_ms = milliseconds(DEFAULT_LEASE_S, "lease_secs", least_ms=1)
+        self._wait_ms = 0
+        self._device: str | None = None
+        self._parameters: dict[int, bytes] = {}
+
+    def min_vram(self, size_bytes: int) -> Self:
+        """Bytes of device memory, all of them for the tenant."""
+        self._min_vram_bytes = whole(size_bytes, "min_vram", least=1, most=MAX_WIRE_BYTES)
+        return self
+
+    def lease_secs(self, seconds: float) -> Self:
+        """How long the lease lasts unless it is renewed; the daemon has a maximum."""
+        self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
+        return self
+
+    def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
+        """Who else may use the card meanwhile."""
+        try:
+            chosen = Exclusivity(exclusivity)
+        except ValueError:
+            names = ", ".join(f"{item.name} ({item.value})" for item in Exclusivity)
+            raise InvalidRequest(f"exclusivity: {exclusivity!r} is none of {names}") from None
+        self._parameters[EXCLUSIVITY_TAG] = bytes([chosen])
+        return self
+
+    def device(self, uuid_or_index: str | int) -> Self:
+        """Which card: its UUID or its index. Any card that fits if this is not called."""
+        text = str(uuid_or_index)
+        if not 0 < len(text.encode()) <= MAX_TEXT_BYTES:
+            raise InvalidRequest(f"device: a card's name has 1 to {MAX_TEXT_BYTES} bytes")
+        self._device = text
+        return self
+
+    def timeout(self, seconds: float) -> Self:
+        """How long to wait for room; 0, the default, is not at all."""
+        self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
+        return self
+
+    def _request(self) -> LeaseAlloc:
+        if not self._min_vram_bytes:
+            raise InvalidRequest("acquire: the lease's size is missing", "Say it with GpuBuilder().min_vram(bytes)")
+        parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
+        return LeaseAlloc(
+            GPU_RESOURCE_TYPE, self._min_vram_bytes, self._ttl_ms, self._wait_ms, self._device, parameters
+        )
+
+
+def whole(value: Any, what: str, *, least: int, most: int) -> int:
+    """An integer in a range; numpy's integers are integers too. Raises InvalidRequest."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise InvalidRequest(f"{what}: {value!r} is not an integer") from None
+    if not least <= number <= most:
+        raise InvalidRequest(f"{what}: {number} is not between {least} and {most}")
+    return int(number)

@@ -1,0 +1,262 @@
+"""What can go wrong for a tenant. Every error says what failed, why, and what to do.
+
+    GpuLeaseError
+    ├── LeaseExpired        the lease's time is up
+    ├── Revoked             an operator took the lease back
+    ├── Fenced              the card's memory could not be proved free: an operator must clear it
+    ├── CapacityExceeded    no card has that much room
+    │   └── Busy            the daemon serves as many peers as it can
+    ├── Disconnected        no daemon at the other end, or it went away
+    ├── Unsupported         the daemon knows the request and can't serve it
+    ├── Denied              the daemon does not let this tenant do that
+    ├── InvalidRequest      the request makes no sense
+    │   ├── LeaseFreed      the lease was given back before
+    │   └── NotFound        the daemon knows no such lease
+    └── GpuSessionFailed    the session's process failed; the lease is over
+        ├── AllocFailed     the slice has no room for that
+        ├── InvalidHandle   a buffer or module that is freed, foreign, or too small for what was asked
+        ├── LoadFailed      a module did not compile (`log`, `line`)
+        ├── LaunchFailed    a kernel could not be started (`kernel`)
+        └── SyncFailed      a kernel failed while it ran (`kernel`, `address`)
+
+The five below GpuSessionFailed are failures of one operation: the session goes on if the driver allows it.
+A status that has no class of its own is a plain GpuLeaseError.
+"""
+
+from collections.abc import Callable, Container
+from typing import ClassVar, TypeVar
+
+from gpulease.protocol import Failure, Opcode, Status
+
+_BY_STATUS: "dict[int, type[GpuLeaseError]]" = {}
+
+
+class GpuLeaseError(Exception):
+    """A request failed.
+
+    Attributes:
+        message: What failed and why.
+        hint: What to do about it; may be "".
+        status: The status on the wire.
+        failure: All the daemon said, or what it would have said of an error found here.
+    """
+
+    host_code: ClassVar[int | None] = None
+    """The public host error number, of the errors that have one."""
+    default_status: ClassVar[Status] = Status.INTERNAL
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, hint: str = "", failure: Failure | None = None) -> None:
+        super().__init__(message, hint, failure)
+        self.message = message
+        self.hint = hint or self.default_hint
+        self.failure = failure or Failure(self.default_status, message, hint)
+
+    @property
+    def status(self) -> Status:
+        """The status on the wire."""
+        return self.failure.status
+
+    def __str__(self) -> str:
+        if not self.hint:
+            return self.message
+        return f"{self.message.rstrip().rstrip('.')}. {self.hint[:1].upper()}{self.hint[1:]}"
+
+
+E = TypeVar("E", bound=type[GpuLeaseError])
+
+
+def answers(status: Status) -> Callable[[E], E]:
+    """Make the decorated class the error of a status. Raises ValueError if the status has one."""
+
+    def register(kind: E) -> E:
+        if status in _BY_STATUS:
+            raise ValueError(f"{status.name} is {_BY_STATUS[status].__name__} already, it can't be {kind.__name__} too")
+        _BY_STATUS[status] = kind
+        kind.default_status = status
+        return kind
+
+    return register
+
+
+@answers(Status.LEASE_EXPIRED)
+class LeaseExpired(GpuLeaseError):
+    """The lease's time is up; its context and its memory are gone."""
+
+    host_code = -2
+    default_hint = "Acquire a new lease; renew it in time with lease.renew() or lease.keep_alive()"
+
+
+@answers(Status.REVOKED)
+class Revoked(GpuLeaseError):
+    """An operator took the lease back."""
+
+    host_code = -6
+    default_hint = "Ask the operator of the node why, then acquire a new lease"
+
+
+@answers(Status.FENCED)
+class Fenced(GpuLeaseError):
+    """The memory could not be proved free, so nobody gets it."""
+
+    host_code = -3
+    default_hint = "Use another card, or ask the operator of the node to clear the fence"
+
+
+@answers(Status.CAPACITY_EXCEEDED)
+class CapacityExceeded(GpuLeaseError):
+    """No card has that much room now."""
+
+    host_code = -4
+    default_hint = "Ask for less, or wait for room with GpuBuilder.timeout(seconds)"
+
+
+@answers(Status.BUSY)
+class Busy(CapacityExceeded):
+    """The daemon serves as many peers or requests as it can: capacity of another kind."""
+
+    default_hint = "Try again in a moment"
+
+
+@answers(Status.DISCONNECTED)
+class Disconnected(GpuLeaseError):
+    """No daemon answers, or the connection ended and nothing says why."""
+
+    host_code = -1
+    default_hint = "Is gpuleased running?"
+
+
+@answers(Status.UNSUPPORTED)
+class Unsupported(GpuLeaseError):
+    """The daemon can't serve this: another version, or a card without the feature."""
+
+    host_code = -5
+    default_hint = "Compare the versions of the daemon and of this client, and what the card supports"
+
+
+@answers(Status.DENIED)
+class Denied(GpuLeaseError):
+    """This tenant may not do that."""
+
+    default_hint = "Ask the operator of the node for the right to do it"
+
+
+@answers(Status.INVALID_REQUEST)
+class InvalidRequest(GpuLeaseError):
+    """The request makes no sense, whoever asks."""
+
+
+@answers(Status.LEASE_FREED)
+class LeaseFreed(InvalidRequest):
+    """The lease was given back; its memory is someone else's now."""
+
+    default_hint = "Acquire a new lease"
+
+
+@answers(Status.NOT_FOUND)
+class NotFound(InvalidRequest):
+    """The daemon knows no such lease: it ended long ago, or the daemon was started anew."""
+
+    default_hint = "Acquire a new lease"
+
+
+@answers(Status.SESSION_FAILED)
+class GpuSessionFailed(GpuLeaseError):
+    """The session's process failed, or one operation of the session did."""
+
+    default_hint = "Acquire a new lease"
+
+
+@answers(Status.ALLOC_FAILED)
+class AllocFailed(GpuSessionFailed):
+    """The slice has no room for that allocation."""
+
+    default_hint = "Free buffers, or acquire a larger lease"
+
+
+@answers(Status.INVALID_HANDLE)
+class InvalidHandle(GpuSessionFailed):
+    """A buffer or module that is freed, foreign, or smaller than what was asked of it."""
+
+    default_hint = "Use handles of this session only, inside their size, and not after they are freed"
+
+
+@answers(Status.LOAD_FAILED)
+class LoadFailed(GpuSessionFailed):
+    """A module did not compile or load."""
+
+    default_hint = "See .log, and .line of the source"
+
+    @property
+    def log(self) -> str:
+        """The compiler's log; "" if it gave none."""
+        return self.failure.log
+
+    @property
+    def line(self) -> int:
+        """The line of the PTX source the log speaks of, 1-based; 0 if it names none."""
+        return self.failure.line
+
+
+@answers(Status.LAUNCH_FAILED)
+class LaunchFailed(GpuSessionFailed):
+    """A kernel could not be started."""
+
+    default_hint = "Compare the kernel's name, parameters and block with what the module says: module.kernels"
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return self.failure.kernel
+
+
+@answers(Status.SYNC_FAILED)
+class SyncFailed(GpuSessionFailed):
+    """A kernel failed while it ran; what it and the ones behind it wrote is not to be trusted."""
+
+    default_hint = "Check the kernel's bounds and arguments"
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name; "" if the driver can't tell."""
+        return self.failure.kernel
+
+    @property
+    def address(self) -> int | None:
+        """The device address it faulted at; None if the driver can't tell."""
+        return self.failure.address
+
+
+PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, InvalidRequest, Denied, Unsupported)
+"""Errors that asking again can't cure."""
+
+
+def error_class(status: int) -> type[GpuLeaseError]:
+    """The class of a status; GpuLeaseError itself for one that has none."""
+    return _BY_STATUS.get(status, GpuLeaseError)
+
+
+def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) -> GpuLeaseError:
+    """The error to raise for a failure.
+
+    Args:
+        failure: What the daemon said.
+        doing: The operation it said it to.
+        own_requests: Numbers of the quiet requests this operation is made of: their failure is its own.
+    """
+    number = failure.failed_request_id
+    if number is None or number in own_requests:
+        message = f"{doing}: {failure.message}"
+    else:
+        message = f"{doing}: {_earlier(failure, number)} failed: {failure.message}; this {doing} was not done"
+    return error_class(failure.status)(message, failure.hint, failure)
+
+
+def _earlier(failure: Failure, number: int) -> str:
+    if failure.failed_op == Opcode.LAUNCH:
+        kernel = f" of kernel {failure.kernel!r}" if failure.kernel else ""
+        return f"earlier launch {number}{kernel}"
+    try:
+        return f"earlier {Opcode(failure.failed_op or 0).name} {number}"
+    except ValueError:
+        return f"earlier request {number}"

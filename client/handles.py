@@ -1,0 +1,94 @@
+"""Buffers and modules: handles of things that live in a session, freed when the last reference goes."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gpulease.client.errors import InvalidHandle
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import KernelEntry
+
+if TYPE_CHECKING:
+    from gpulease.client.core.session import SessionState
+
+
+class Handle:
+    """Something of a session's. Freed by the session's next operation after its last reference went."""
+
+    __slots__ = ("__weakref__", "handle", "owner")
+
+    _free_op: Opcode
+
+    def __init__(self, owner: "SessionState", handle: int) -> None:
+        """Args: owner: Its session; None once it is freed. handle: Its number on the wire."""
+        self.owner: SessionState | None = owner
+        self.handle = handle
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still be used: not freed, and its session and lease not over as far as is known here."""
+        return self.owner is not None and self.owner.is_alive
+
+    def check(self, session: "SessionState", what: str) -> None:
+        """Raises InvalidHandle, naming the operation `what`, if this can't be used in `session`."""
+        if self.owner is not session:
+            kind = type(self).__name__.lower()
+            why = "is freed" if self.owner is None else "belongs to another session"
+            raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
+
+    def __del__(self) -> None:
+        # Runs in whatever thread dropped the last reference, perhaps inside another operation of the session, perhaps
+        # half-built or while the interpreter ends: only note it. Appending to a deque is atomic.
+        owner = getattr(self, "owner", None)
+        if owner is not None:
+            owner.dropped.append((self._free_op, self.handle))
+
+
+class Buffer(Handle):
+    """Device memory. Its bytes are zero at first."""
+
+    __slots__ = ("size_bytes",)
+
+    _free_op = Opcode.MEM_FREE
+
+    def __init__(self, owner: "SessionState", handle: int, size_bytes: int) -> None:
+        super().__init__(owner, handle)
+        self.size_bytes = size_bytes
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.handle:#x} {self.size_bytes} bytes{'' if self.is_alive else ', gone'}>"
+
+    def check_range(self, offset: int, size_bytes: int, what: str) -> None:
+        """Raises InvalidHandle if the bytes are not all inside."""
+        if offset < 0 or offset + size_bytes > self.size_bytes:
+            raise InvalidHandle(
+                f"{what}: bytes {offset} to {offset + size_bytes} are outside buffer {self.handle:#x} "
+                f"of {self.size_bytes} bytes"
+            )
+
+
+class Module(Handle):
+    """Loaded code.
+
+    Attributes:
+        kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
+    """
+
+    __slots__ = ("kernels", "templates")
+
+    _free_op = Opcode.MODULE_UNLOAD
+
+    def __init__(self, owner: "SessionState", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+        super().__init__(owner, handle)
+        self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
+        self.templates: dict[tuple[Any, ...], Any] = {}
+        """Launches checked once (`core.launching`). Here, because they are void when the module is unloaded."""
+
+    def __repr__(self) -> str:
+        return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"

@@ -1,0 +1,64 @@
+"""How the blocking face waits: poll for sockets, sleep for pauses, a re-entrant lock for turns."""
+
+import math
+import select
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from gpulease.client.core.channel import Channel
+from gpulease.client.core.steps import Locked, Procedure, Sleep, Step, Wait
+
+T = TypeVar("T")
+
+MAX_POLL_S: Final = 3600.0
+"""Longest single poll; its milliseconds must fit a C int. Longer waits poll again."""
+
+
+def drive(procedure: Procedure[T]) -> T:
+    """Run a procedure to its end in this thread."""
+    try:
+        step = procedure.send(None)
+        while True:
+            try:
+                answer = _WAYS[type(step)](step)
+            except BaseException as error:
+                step = procedure.throw(error)
+            else:
+                step = procedure.send(answer)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+def _wait(step: Wait) -> bool:
+    channel = step.channel
+    timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
+    if step.for_room:
+        both = select.poll()
+        both.register(channel.sock, select.POLLIN | select.POLLOUT)
+        return bool(both.poll(timeout_ms))
+    if channel.waiter is None:
+        channel.waiter = _incoming(channel)
+    return bool(channel.waiter(timeout_ms))
+
+
+def _incoming(channel: Channel) -> Callable[[int], Any]:
+    incoming = select.poll()
+    incoming.register(channel.sock, select.POLLIN)
+    return incoming.poll
+
+
+def _sleep(step: Sleep) -> None:
+    if step.until is None:
+        time.sleep(step.seconds)
+    else:
+        step.until.wait(step.seconds)
+
+
+def _locked(step: Locked) -> Any:
+    with step.lock:
+        return drive(step.procedure)
+
+
+_WAYS: Final[dict[type[Step], Callable[[Any], Any]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}

@@ -1,0 +1,20 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.client_faces import Face, Scenario, play
+from helpers.scripted_peer import ScriptedPeer, scripted_peer
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[ScriptedPeer]:
+    with scripted_peer(tmp_path / "s") as peer:
+        yield peer
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def run(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Callable[[Scenario], None]:
+    """Plays a scenario on one face; every test that takes this runs on both."""
+    face = Face(request.param, peer)
+    return lambda scenario: play(scenario, face)

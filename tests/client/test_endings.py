@@ -1,0 +1,223 @@
+"""What a client raises when the session's connection ends, on both faces."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpulease import client
+from gpulease.client import Disconnected, GpuLeaseError
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Data, Handle
+from gpulease.protocol.opcodes import Flag
+from helpers.client_faces import Face, Scenario, any_operation
+from helpers.scripted_peer import LEASE_ID, HangUp, SayGoodbye, ScriptedPeer, SendRaw, Silence
+
+Run = Callable[[Scenario], None]
+
+SESSION_OPERATIONS = [
+    "MEM_ALLOC",
+    "MEM_FREE",
+    "MEM_WRITE",
+    "MEM_READ",
+    "MODULE_LOAD",
+    "MODULE_UNLOAD",
+    "SYNC",
+    "LAUNCH",
+]
+
+
+CAUSES = [
+    ({"cause": "expired", "state": "draining"}, client.LeaseExpired, "the lease expired"),
+    ({"cause": "expired", "state": "fenced"}, client.LeaseExpired, "the lease expired"),
+    ({"cause": "revoked", "state": "torndown", "reason": "maintenance"}, client.Revoked, "revoked: maintenance"),
+    ({"cause": "freed", "state": "torndown"}, client.LeaseFreed, "the lease was freed"),
+    ({"cause": "worker_died", "reason": "signal 9"}, client.GpuSessionFailed, "process died: signal 9"),
+    ({"cause": "faulted", "reason": "illegal address"}, client.GpuSessionFailed, "illegal address"),
+    ({"cause": "faulted", "state": "fenced"}, client.Fenced, "memory is fenced"),
+    ({"cause": "shutdown"}, client.Disconnected, "the daemon shut down"),
+    ({"cause": "something new"}, client.GpuSessionFailed, "something new"),
+]
+
+
+@pytest.mark.parametrize("op", SESSION_OPERATIONS)
+def test_eof_in_any_operation_tells_what_became_of_the_lease(run: Run, peer: ScriptedPeer, op: str) -> None:
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer, module = await session.mem_alloc(1 << 21), await session.module_load(b"ptx")
+            peer.report.update(cause="worker_died", reason="signal 9")
+            peer.on(Opcode[op], HangUp())
+            for _ in range(2):
+                with pytest.raises(client.GpuSessionFailed, match=f"{op.lower()}: .*process died: signal 9") as caught:
+                    await any_operation(session, buffer, module, op)
+                assert type(caught.value) is client.GpuSessionFailed
+            assert not session.is_alive
+            assert not buffer.is_alive
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("report", "error", "words"), CAUSES, ids=lambda value: str(value)[:30])
+def test_every_end_of_a_lease_has_its_error(
+    run: Run, peer: ScriptedPeer, report: dict[str, Any], error: type[GpuLeaseError], words: str
+) -> None:
+    peer.report.update(report)
+    peer.on(Opcode.SYNC, HangUp())
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(error, match=words) as caught:
+                await session.sync()
+            assert type(caught.value) is error
+
+    run(scenario)
+
+
+def test_eof_while_attaching(run: Run, peer: ScriptedPeer) -> None:
+    peer.on(Opcode.ATTACH, HangUp())
+    peer.report.update(cause="spawn_failed", reason="no memory")
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        with pytest.raises(client.GpuSessionFailed, match="could not be started: no memory"):
+            await face.open(lease)
+        with pytest.raises(client.GpuSessionFailed, match="could not be started"):
+            await face.open(lease)
+
+    run(scenario)
+
+
+def test_attach_refused(run: Run, peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.ATTACH, Status.LEASE_EXPIRED, "too late")
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        with pytest.raises(client.LeaseExpired, match="attach: too late"):
+            await face.open(lease)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("length", range(0, 48, 3))
+def test_eof_at_every_point_of_a_reply(run: Run, peer: ScriptedPeer, length: int) -> None:
+    peer.report.update(cause="worker_died")
+    for op, body in ((Opcode.MEM_ALLOC, Handle(1)), (Opcode.MEM_READ, Data(bytes(100)))):
+        whole = build_frame(op, build_body(body), request_id=3, session_id=LEASE_ID, flags=Flag.REPLY)
+        peer.on(op, SendRaw(whole[:length], closes=True))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(client.GpuSessionFailed):
+                await session.mem_alloc(100)
+
+    run(scenario)
+
+
+def test_eof_in_the_middle_of_a_read(run: Run, peer: ScriptedPeer) -> None:
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(1 << 20)
+            peer.report.update(cause="revoked")
+            reply = build_body(Data(bytes(1 << 20)))
+            whole = build_frame(Opcode.MEM_READ, reply, request_id=4, session_id=LEASE_ID, flags=Flag.REPLY)
+            peer.on(Opcode.MEM_READ, SendRaw(whole[: 1 << 19], closes=True))
+            with pytest.raises(client.Revoked):
+                await session.mem_read(buffer, 0, 1 << 20)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_a_read_of_another_length(run: Run, peer: ScriptedPeer, size: int, difference: int) -> None:
+    peer.on(Opcode.MEM_READ, Data(bytes(size + difference)))
+    peer.report.update(cause="shutdown")
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(size)
+            with pytest.raises(Disconnected):
+                await session.mem_read(buffer, 0, size)
+
+    run(scenario)
+
+
+def test_a_goodbye_says_why_by_itself(run: Run, peer: ScriptedPeer) -> None:
+    peer.on(Opcode.SYNC, SayGoodbye(Failure(Status.REVOKED, "an operator wants it back")))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            for _ in range(2):
+                with pytest.raises(client.Revoked, match="sync: an operator wants it back"):
+                    await session.sync()
+            assert "LEASE_QUERY" not in peer.ops()
+
+    run(scenario)
+
+
+def test_eof_while_the_broker_knows_of_nothing(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.client.core.fate.FATE_WAIT_S", 0.2)
+    peer.on(Opcode.SYNC, HangUp())
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(Disconnected, match="still active"):
+                await session.sync()
+            assert peer.ops().count("LEASE_QUERY") > 1
+
+    run(scenario)
+
+
+def test_eof_and_no_broker_either(run: Run, peer: ScriptedPeer) -> None:
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        session = await face.open(lease)
+        peer.close()
+        with pytest.raises(Disconnected, match="can't connect"):
+            await session.sync()
+        await session.close()
+        with pytest.raises(Disconnected):
+            await lease.free()
+
+    run(scenario)
+
+
+def test_a_forgotten_lease_past_its_end_is_expired(run: Run, peer: ScriptedPeer) -> None:
+    peer.ttl_ms = 1
+    peer.on(Opcode.SYNC, HangUp())
+    peer.fail(Opcode.LEASE_QUERY, Status.NOT_FOUND, "no such lease")
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            await asyncio.sleep(0.01)
+            with pytest.raises(client.LeaseExpired):
+                await session.sync()
+
+    run(scenario)
+
+
+def test_a_sync_that_never_ends_ends_with_the_lease(
+    run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpulease.client.core.session.EXPIRY_MARGIN_S", 0.1)
+    peer.ttl_ms = 100
+    peer.on(Opcode.SYNC, Silence())
+    answers: list[dict[str, Any]] = [{"remaining_ms": 100}, {"cause": "expired", "remaining_ms": 0}]
+    query = peer._lease_query
+
+    def advance(request: Any) -> Any:
+        peer.report.update(answers.pop(0) if len(answers) > 1 else answers[0])
+        return query(request)
+
+    peer.script[Opcode.LEASE_QUERY] = advance
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(client.LeaseExpired, match="sync: the lease expired"):
+                await session.sync()
+
+    run(scenario)
+    assert peer.ops().count("LEASE_QUERY") >= 2, "first it was renewed elsewhere"

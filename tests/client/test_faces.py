@@ -1,0 +1,283 @@
+"""What a session does when the daemon behaves, on both faces."""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpulease.client import (
+    GpuExclusivityClass,
+    InvalidHandle,
+    InvalidRequest,
+    KernelArgs,
+    LaunchFailed,
+    LeaseFreed,
+)
+from gpulease.protocol import Opcode, Status
+from gpulease.protocol.limits import DATA_CHUNK_BYTES
+from gpulease.protocol.messages import LeaseAlloc, MemRead, MemWrite
+from helpers.client_faces import Face, Scenario
+from helpers.scripted_peer import CARD, LEASE_ID, ScriptedPeer
+
+Run = Callable[[Scenario], None]
+CHUNK = DATA_CHUNK_BYTES
+
+
+async def lease_and_view(face: Face) -> None:
+    wish = face.builder().lease_secs(12.5).exclusivity(GpuExclusivityClass.SESSION_EXCLUSIVE).device(0).timeout(1.5)
+    lease = await face.acquire(wish)
+    asked = face.peer.heard[-1].body
+    assert isinstance(asked, LeaseAlloc)
+    assert (asked.ttl_ms, asked.wait_ms, asked.device) == (12_500, 1_500, "0")
+    assert asked.parameters[0].tag == 0x0903
+    assert lease.lease_id == LEASE_ID
+    assert lease.lease_id_text == f"{LEASE_ID:032x}"
+    assert lease.exclusivity is GpuExclusivityClass.SESSION_EXCLUSIVE
+    assert (lease.size_bytes, lease.card_uuid, lease.generation) == (1 << 20, CARD, 1)
+    assert 12 < lease.remaining_s <= 12.5
+    await lease.renew(100)
+    assert 99 < lease.remaining_s <= 100
+    assert lease.generation == 2
+    assert (await lease.query())["state"] == "active"
+    assert lease.is_alive
+    await lease.free()
+    assert not lease.is_alive
+    assert lease.remaining_s == 0
+    with pytest.raises(LeaseFreed):
+        await lease.free()
+    with pytest.raises(InvalidRequest, match="renew: the lease was freed"):
+        await lease.renew(5)
+
+
+async def session_and_view(face: Face) -> None:
+    async with face.session() as session:
+        assert session.session_id == LEASE_ID
+        assert (session.driver, session.card_uuid, session.slice_bytes) == ("made-up", CARD, 1 << 30)
+        assert session.is_alive
+    assert not session.is_alive
+    with pytest.raises(InvalidRequest, match="the session was closed"):
+        await session.sync()
+    await session.close()
+    assert face.peer.ops()[-1] == "LEASE_FREE"
+
+
+async def launches_are_quiet_and_in_order(face: Face) -> None:
+    async with face.session() as session:
+        module = await session.module_load("// ptx")
+        buffer = await session.mem_alloc(64)
+        args = KernelArgs().push_buffer(buffer).push_u32(16).push_f32(2.0)
+        first = await session.launch(module, "scale", [1, 1, 1], [256, 1, 1], args)
+        second = await session.launch(module, "scale", (1,), (256,), args.data, args.sizes)
+        await session.launch(module, "nothing", [2], [1], KernelArgs())
+        await session.sync()
+        assert second > first
+        heard = [request for request in face.peer.heard if request.op is Opcode.LAUNCH]
+        assert [request.is_quiet for request in heard] == [True] * 3
+        assert heard[0].body.args == args.data  # type: ignore[union-attr]
+        assert heard[0].body.arg_sizes == (8, 4, 4)  # type: ignore[union-attr]
+        assert heard[1].session_id == LEASE_ID
+        assert heard[1].request_id == second
+        assert face.peer.ops()[-1] == "SYNC"
+
+
+async def many_launches_to_a_slow_reader(face: Face) -> None:
+    """More than the socket holds: the client waits for room and loses nothing."""
+    async with face.session() as session:
+        module = await session.module_load(b"ptx")
+        raw = bytes(4)
+        for _ in range(3000):
+            await session.launch(module, "small", [1], [1], raw, [4])
+        await session.sync()
+        assert face.peer.ops().count("LAUNCH") == 3000
+
+
+async def dropped_handles_are_freed_by_the_next_operation(face: Face) -> None:
+    async with face.session() as session:
+        buffer = await session.mem_alloc(16)
+        module = await session.module_load(b"ptx")
+        handles = {buffer.handle, module.handle}
+        args = KernelArgs().push_buffer(buffer)
+        del buffer
+        await session.sync()
+        assert "MEM_FREE" not in face.peer.ops(), "the arguments still hold it"
+        del args, module
+        await session.sync()
+        freed = [request for request in face.peer.heard if request.op in (Opcode.MEM_FREE, Opcode.MODULE_UNLOAD)]
+        assert {request.body.handle for request in freed} == handles  # type: ignore[union-attr]
+        assert all(request.is_quiet for request in freed)
+        await session.sync()
+        assert face.peer.ops().count("MEM_FREE") == 1
+
+
+async def dropped_handles_are_freed_by_a_launch(face: Face) -> None:
+    async with face.session() as session:
+        module = await session.module_load(b"ptx")
+        await session.mem_alloc(16)
+        await session.launch(module, "nothing", [1], [1], KernelArgs())
+        await session.sync()
+        assert face.peer.ops()[-3:] == ["LAUNCH", "MEM_FREE", "SYNC"]
+
+
+async def frees_skipped_behind_a_failure_are_sent_again(face: Face) -> None:
+    async with face.session() as session:
+        module = await session.module_load(b"ptx")
+        buffer = await session.mem_alloc(16)
+        face.peer.fail(Opcode.LAUNCH, Status.LAUNCH_FAILED)
+        await session.launch(module, "nothing", [1], [1], KernelArgs())
+        del buffer
+        with pytest.raises(LaunchFailed):
+            await session.sync()
+        assert len(face.peer.memory) == 1
+        await session.sync()
+        assert not face.peer.memory
+
+
+async def explicit_frees(face: Face) -> None:
+    async with face.session() as session:
+        buffer, module = await session.mem_alloc(16), await session.module_load(b"ptx")
+        assert buffer.is_alive
+        await session.mem_free(buffer)
+        await session.module_unload(module)
+        assert not buffer.is_alive
+        for operation in (
+            session.mem_free(buffer),
+            session.mem_write(buffer, 0, b"x"),
+            session.mem_read(buffer, 0, 1),
+            session.module_unload(module),
+        ):
+            with pytest.raises(InvalidHandle, match="is freed"):
+                await operation
+        with pytest.raises(InvalidHandle, match=r"argument 0: buffer .* is freed"):
+            KernelArgs().push_buffer(buffer)
+        with pytest.raises(LaunchFailed, match="the module is unloaded"):
+            await session.launch(module, "nothing", [1], [1], KernelArgs())
+
+
+async def foreign_handles(face: Face) -> None:
+    async with face.session() as one, face.session() as other:
+        buffer, module = await one.mem_alloc(16), await one.module_load(b"ptx")
+        with pytest.raises(InvalidHandle, match="belongs to another session"):
+            await other.mem_read(buffer, 0, 1)
+        with pytest.raises(LaunchFailed, match="belongs to another session"):
+            await other.launch(module, "nothing", [1], [1], KernelArgs())
+        mine = await other.module_load(b"ptx")
+        args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(1)
+        with pytest.raises(InvalidHandle, match="belongs to another session"):
+            await other.launch(mine, "scale", [1], [1], args)
+        with pytest.raises(InvalidHandle, match="not a Buffer"):
+            await one.mem_free(module)
+
+
+async def ranges_are_checked_here(face: Face) -> None:
+    async with face.session() as session:
+        buffer = await session.mem_alloc(16)
+        for offset, nbytes in ((0, 17), (16, 1), (-1, 1), (1 << 70, 1)):
+            with pytest.raises(InvalidHandle, match="outside buffer"):
+                await session.mem_read(buffer, offset, nbytes)
+            with pytest.raises(InvalidHandle, match="outside buffer"):
+                await session.mem_write(buffer, offset, bytes(nbytes))
+        for size in (0, -1, 1.5, "4", 1 << 64):
+            with pytest.raises(InvalidRequest, match="mem_alloc"):
+                await session.mem_alloc(size)
+        with pytest.raises(InvalidRequest, match="not counts of bytes"):
+            await session.mem_read(buffer, 0, -1)
+        with pytest.raises(InvalidRequest, match="no buffer of bytes"):
+            await session.mem_write(buffer, 0, 5)
+        with pytest.raises(InvalidRequest, match="read-only"):
+            await session.mem_read(buffer, 0, 4, into=b"1234")
+        with pytest.raises(InvalidRequest, match="has 3 bytes"):
+            await session.mem_read(buffer, 0, 4, into=bytearray(3))
+        with pytest.raises(InvalidRequest, match="contiguous"):
+            await session.mem_read(buffer, 0, 4, into=np.zeros(8, np.uint8)[::2])
+        with pytest.raises(InvalidRequest, match="an image of 0 bytes"):
+            await session.module_load(b"")
+        assert face.peer.ops()[-1] == "MEM_ALLOC", "nothing of this was sent"
+
+
+async def any_buffer_can_be_copied(face: Face) -> None:
+    async with face.session() as session:
+        buffer = await session.mem_alloc(64)
+        grid = np.arange(16, dtype=np.float32).reshape(4, 4)
+        record = np.zeros(4, dtype=[("a", ">i4"), ("b", "f4")])
+        record["b"] = 3
+        cases: list[tuple[Any, bytes]] = [
+            (b"abcd", b"abcd"),
+            (bytearray(b"efgh"), b"efgh"),
+            (memoryview(b"--ijkl--")[2:6], b"ijkl"),
+            (array("d", [1.5, 2.5]), array("d", [1.5, 2.5]).tobytes()),
+            (grid, grid.tobytes()),
+            (grid.T, grid.T.tobytes()),
+            (grid[:, 1], grid[:, 1].tobytes()),
+            (record, record.tobytes()),
+            (np.zeros((0, 4)), b""),
+        ]
+        for data, expected in cases:
+            await session.mem_write(buffer, 0, data)
+            assert await session.mem_read(buffer, 0, len(expected)) == expected
+        into = np.empty((4, 4), np.float32)
+        await session.mem_write(buffer, 0, grid)
+        assert await session.mem_read(buffer, 0, 64, into=into) is into
+        assert (into == grid).all()
+        longer = bytearray(b"\xff" * 10)
+        await session.mem_read(buffer, 4, 4, into=longer)
+        assert longer == grid.tobytes()[4:8] + b"\xff" * 6
+
+
+SCENARIOS: list[Scenario] = [
+    lease_and_view,
+    session_and_view,
+    launches_are_quiet_and_in_order,
+    many_launches_to_a_slow_reader,
+    dropped_handles_are_freed_by_the_next_operation,
+    dropped_handles_are_freed_by_a_launch,
+    frees_skipped_behind_a_failure_are_sent_again,
+    explicit_frees,
+    foreign_handles,
+    ranges_are_checked_here,
+    any_buffer_can_be_copied,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: str(scenario.__name__))
+def test_scenario(run: Run, scenario: Scenario) -> None:
+    run(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 43, 44, 45, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 6 * CHUNK + 3])
+def test_copies_around_the_chunk_limit(run: Run, peer: ScriptedPeer, size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes()
+
+    async def copy(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(size + 5)
+            await session.mem_write(buffer, 5, data)
+            assert await session.mem_read(buffer, 5, size) == data
+            assert bytes(await session.mem_read(buffer, 5, size, into=bytearray(size))) == data
+
+    run(copy)
+    writes = [request for request in peer.heard if request.op is Opcode.MEM_WRITE]
+    assert len(writes) == -(-size // CHUNK)
+    assert [request.is_quiet for request in writes] == [True] * (len(writes) - 1) + [False]
+    for request in peer.heard:
+        if isinstance(request.body, MemWrite):
+            assert len(request.body.data) <= CHUNK
+        elif isinstance(request.body, MemRead):
+            assert request.body.length <= CHUNK
+
+
+def test_chunks_fit_what_the_daemon_takes(run: Run, peer: ScriptedPeer) -> None:
+    peer.max_payload_bytes = 1020
+
+    async def copy(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(10_000)
+            data = bytes(range(250)) * 40
+            await session.mem_write(buffer, 0, data)
+            assert await session.mem_read(buffer, 0, 10_000) == data
+            with pytest.raises(InvalidRequest, match="an image of 1017 bytes; 1 to 1016"):
+                await session.module_load(bytes(1017))
+
+    run(copy)
+    assert max(len(request.body.data) for request in peer.heard if isinstance(request.body, MemWrite)) == 1000

@@ -1,0 +1,279 @@
+"""What a client raises when things go wrong, on both faces."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpulease import client
+from gpulease.client import Disconnected, GpuLeaseError, KernelArgs, LaunchFailed, LoadFailed, SyncFailed
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.messages import Empty, HelloReply
+from helpers.client_faces import Face, Scenario, any_operation
+from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, SendRaw, Silence
+
+Run = Callable[[Scenario], None]
+
+ERRORS = {
+    Status.DISCONNECTED: client.Disconnected,
+    Status.LEASE_EXPIRED: client.LeaseExpired,
+    Status.FENCED: client.Fenced,
+    Status.CAPACITY_EXCEEDED: client.CapacityExceeded,
+    Status.UNSUPPORTED: client.Unsupported,
+    Status.REVOKED: client.Revoked,
+    Status.INVALID_REQUEST: client.InvalidRequest,
+    Status.NOT_FOUND: client.NotFound,
+    Status.DENIED: client.Denied,
+    Status.BUSY: client.Busy,
+    Status.INTERNAL: client.GpuLeaseError,
+    Status.LEASE_FREED: client.LeaseFreed,
+    Status.SESSION_FAILED: client.GpuSessionFailed,
+    Status.ALLOC_FAILED: client.AllocFailed,
+    Status.INVALID_HANDLE: client.InvalidHandle,
+    Status.LOAD_FAILED: client.LoadFailed,
+    Status.LAUNCH_FAILED: client.LaunchFailed,
+    Status.SYNC_FAILED: client.SyncFailed,
+}
+
+
+@pytest.mark.parametrize("status", ERRORS, ids=lambda status: str(status.name))
+def test_every_status_has_its_error(run: Run, peer: ScriptedPeer, status: Status) -> None:
+    peer.fail(Opcode.MEM_ALLOC, status, "no such luck", hint="pray")
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(ERRORS[status]) as caught:
+                await session.mem_alloc(4)
+            assert type(caught.value) is ERRORS[status]
+            assert str(caught.value) == "mem_alloc: no such luck. Pray"
+            assert caught.value.status is status
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("op", [Opcode.HELLO, Opcode.LEASE_ALLOC])
+def test_a_refusal_on_the_way_to_a_lease(run: Run, peer: ScriptedPeer, op: Opcode) -> None:
+    peer.fail(op, Status.BUSY, "too many")
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(client.Busy, match="too many"):
+            await face.acquire()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("op", [Opcode.HELLO, Opcode.LEASE_ALLOC])
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (HangUp(), Disconnected),
+        (SayGoodbye(Failure(Status.BUSY, "full")), client.Busy),
+        (SendRaw(b"HTTP/1.1 400 Bad Request, and a long explanation\r\n\r\n"), Disconnected),
+        (SendRaw(b"GPLS\x63" + bytes(35)), client.Unsupported),
+        (SendRaw(b"GPLS", closes=True), Disconnected),
+    ],
+    ids=["eof", "goodbye", "garbage", "version", "truncated"],
+)
+def test_a_broken_control_connection(
+    run: Run, peer: ScriptedPeer, op: Opcode, outcome: Exception, error: type[GpuLeaseError]
+) -> None:
+    peer.on(op, outcome)
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(error) as caught:
+            await face.acquire()
+        if error is Disconnected:
+            assert peer.address in str(caught.value)
+
+    run(scenario)
+
+
+def test_no_daemon_at_all(run: Run, peer: ScriptedPeer) -> None:
+    async def scenario(face: Face) -> None:
+        for address in ("unix:/nowhere/at/all", "tcp:127.0.0.1:1"):
+            face.peer.address = address
+            with pytest.raises(Disconnected, match=rf"can't connect to {address}: .* Is gpuleased running\?"):
+                await face.acquire()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("op", ["MEM_ALLOC", "MEM_FREE", "MEM_WRITE", "MEM_READ", "MODULE_LOAD", "SYNC"])
+def test_a_failed_launch_is_reported_by_the_next_operation(run: Run, peer: ScriptedPeer, op: str) -> None:
+    peer.script[Opcode.LAUNCH] = _refuse_once(Failure(Status.SYNC_FAILED, "illegal address"))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer, module = await session.mem_alloc(1 << 21), await session.module_load(b"ptx")
+            number = await session.launch(module, "nothing", [1], [1], KernelArgs())
+            await session.launch(module, "nothing", [1], [1], KernelArgs())
+            with pytest.raises(SyncFailed) as caught:
+                await any_operation(session, buffer, module, op)
+            words = f"{op.lower()}: earlier launch {number} of kernel 'nothing' failed: illegal address"
+            assert str(caught.value).startswith(f"{words}; this {op.lower()} was not done")
+            assert caught.value.kernel == "nothing"
+            assert caught.value.failure.failed_request_id == number
+            assert buffer.is_alive
+            await any_operation(session, buffer, module, op)
+
+    run(scenario)
+
+
+def test_a_chunk_that_fails_is_the_writes_own_failure(run: Run, peer: ScriptedPeer) -> None:
+    peer.script[Opcode.MEM_WRITE] = _refuse_once(Failure(Status.INVALID_HANDLE, "gone"))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(3 << 20)
+            with pytest.raises(client.InvalidHandle, match=r"^mem_write: gone"):
+                await session.mem_write(buffer, 0, bytes(3 << 20))
+            await session.mem_write(buffer, 0, bytes(3 << 20))
+
+    run(scenario)
+
+
+def test_a_module_that_does_not_compile(run: Run, peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.MODULE_LOAD, Status.LOAD_FAILED, "syntax error", log="line 7: oops", line=7)
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(LoadFailed) as caught:
+                await session.module_load("bad ptx")
+            assert (caught.value.log, caught.value.line) == ("line 7: oops", 7)
+
+    run(scenario)
+
+
+def test_a_fault_names_kernel_and_address(run: Run, peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.SYNC, Status.SYNC_FAILED, "illegal address", kernel="scale", address=0xDEAD)
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            with pytest.raises(SyncFailed) as caught:
+                await session.sync()
+            assert (caught.value.kernel, caught.value.address) == ("scale", 0xDEAD)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("status", [Status.LEASE_EXPIRED, Status.REVOKED, Status.FENCED])
+def test_a_lost_lease_stays_lost(run: Run, peer: ScriptedPeer, status: Status) -> None:
+    peer.fail(Opcode.SYNC, status, "over")
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer, module = await session.mem_alloc(1 << 21), await session.module_load(b"ptx")
+            for op in ("SYNC", "MEM_READ", "LAUNCH", "MEM_ALLOC"):
+                with pytest.raises(ERRORS[status], match=f"{op.lower()}: over"):
+                    await any_operation(session, buffer, module, op)
+            assert not buffer.is_alive
+
+    peer.script[Opcode.MEM_READ] = peer.script[Opcode.SYNC]
+    run(scenario)
+
+
+@pytest.mark.parametrize("status", [Status.LEASE_EXPIRED, Status.REVOKED, Status.LEASE_FREED, Status.NOT_FOUND])
+def test_renew_and_free_after_the_end(run: Run, peer: ScriptedPeer, status: Status) -> None:
+    for op in (Opcode.LEASE_RENEW, Opcode.LEASE_FREE):
+        peer.fail(op, status, "over")
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        with pytest.raises(ERRORS[status], match="lease_renew: over"):
+            await lease.renew(1)
+        with pytest.raises(ERRORS[status], match="lease_free: over"):
+            await lease.free()
+
+    run(scenario)
+
+
+def test_control_goes_on_over_a_new_connection(run: Run, peer: ScriptedPeer) -> None:
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        peer.cut()
+        await lease.renew(50)
+        assert lease.remaining_s > 49
+        peer.cut()
+        await lease.free()
+        assert peer.ops().count("HELLO") == 3
+
+    run(scenario)
+
+
+def test_a_daemon_that_hangs(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.client.core.lease.CONTROL_REPLY_LIMIT_S", 0.1)
+    monkeypatch.setattr("gpulease.client.core.lease.CONNECT_LIMIT_S", 0.1)
+    peer.on(Opcode.LEASE_ALLOC, Silence())
+
+    async def scenario(face: Face) -> None:
+        with pytest.raises(Disconnected, match=r"did not answer within 0\.1 s"):
+            await face.acquire()
+        del peer.script[Opcode.LEASE_ALLOC]
+        lease = await face.acquire()
+        peer.on(Opcode.LEASE_RENEW, Silence())
+        with pytest.raises(Disconnected, match=r"did not answer within 0\.1 s"):
+            await lease.renew(5)
+        assert (await lease.query())["state"] == "active"
+        peer.on(Opcode.HELLO, Silence())
+        with pytest.raises(Disconnected, match=r"connect: .* did not answer"):
+            await face.acquire()
+
+    run(scenario)
+
+
+def test_local_launch_checks(run: Run) -> None:
+    cases: list[tuple[Any, ...]] = [
+        (("other", [1], [1], KernelArgs()), "no such kernel; it has nothing, scale, small"),
+        (("small", [1], [1], KernelArgs()), "0 arguments are given, the kernel has 1 parameters"),
+        (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, the kernel's parameter has 4"),
+        (("nothing", [0], [1], KernelArgs()), r"grid \[0\]: 0 is not between"),
+        (("nothing", [1], [1, 2**32], KernelArgs()), r"block .* is not between"),
+        (("nothing", [], [1], KernelArgs()), "0 dimensions"),
+        (("nothing", [1], [1] * 4, KernelArgs()), "4 dimensions"),
+        (("nothing", 5, [1], KernelArgs()), "not a sequence of integers"),
+        (("nothing", [1.5], [1], KernelArgs()), "not a sequence of integers"),
+        (("small", [1], [65], KernelArgs().push_u32(1)), "a block of 65 threads; the kernel takes at most 64"),
+        (("nothing", [1], [1], KernelArgs(), None, -1), "shared_bytes"),
+        (("small", [1], [1], b"12345", [4]), "have 5 bytes, their sizes add up to 4"),
+    ]
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            module = await session.module_load(b"ptx")
+            for args, words in cases:
+                with pytest.raises(LaunchFailed, match=words) as caught:
+                    await session.launch(module, *args)
+                assert caught.value.kernel == args[0]
+            with pytest.raises(client.InvalidRequest, match="need arg_sizes"):
+                await session.launch(module, "small", [1], [1], b"1234")
+            with pytest.raises(client.InvalidRequest, match="is for raw bytes"):
+                await session.launch(module, "small", [1], [1], KernelArgs(), [4])
+            with pytest.raises(client.InvalidHandle, match="not a Module"):
+                await session.launch("module", "small", [1], [1], KernelArgs())
+            await session.sync()
+            assert "LAUNCH" not in face.peer.ops()
+
+    run(scenario)
+
+
+def test_hello_of_a_daemon_that_takes_almost_nothing(run: Run, peer: ScriptedPeer) -> None:
+    peer.on(Opcode.HELLO, HelloReply(0, "tiny", 21, ()))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer = await session.mem_alloc(3)
+            await session.mem_write(buffer, 0, b"abc")
+            assert await session.mem_read(buffer, 0, 3) == b"abc"
+
+    run(scenario)
+
+
+def _refuse_once(failure: Failure) -> Callable[[Any], Any]:
+    left = [failure]
+
+    def answer(_: Any) -> Any:
+        if left:
+            raise Refusal(left.pop())
+        return Empty()
+
+    return answer

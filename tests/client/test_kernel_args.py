@@ -1,0 +1,88 @@
+import struct
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client import Buffer, InvalidHandle, InvalidRequest, KernelArgs
+from gpulease.client.core.session import SessionState
+
+
+class StandIn:
+    """What a buffer needs of a session."""
+
+    def __init__(self) -> None:
+        self.dropped: list[Any] = []
+        self.is_alive = True
+
+
+def buffer_of(handle: int, size_bytes: int) -> Buffer:
+    return Buffer(cast("SessionState", StandIn()), handle, size_bytes)
+
+
+NUMBERS = {
+    "u32": ("<I", st.integers(0, 2**32 - 1)),
+    "u64": ("<Q", st.integers(0, 2**64 - 1)),
+    "i32": ("<i", st.integers(-(2**31), 2**31 - 1)),
+    "i64": ("<q", st.integers(-(2**63), 2**63 - 1)),
+    "f32": ("<f", st.floats(width=32)),
+    "f64": ("<d", st.floats()),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(NUMBERS)).flatmap(lambda kind: st.tuples(st.just(kind), NUMBERS[kind][1]))))
+def test_packs_little_endian_without_gaps(values: list[tuple[str, Any]]) -> None:
+    args = KernelArgs()
+    for kind, value in values:
+        assert getattr(args, f"push_{kind}")(value) is args
+    assert args.data == b"".join(struct.pack(NUMBERS[kind][0], value) for kind, value in values)
+    assert args.sizes == tuple(struct.calcsize(NUMBERS[kind][0]) for kind, _ in values)
+    assert len(args) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("push", "value"),
+    [
+        (KernelArgs.push_u32, -1),
+        (KernelArgs.push_u32, 2**32),
+        (KernelArgs.push_u32, 1.0),
+        (KernelArgs.push_u64, 2**64),
+        (KernelArgs.push_i32, 2**31),
+        (KernelArgs.push_i64, -(2**63) - 1),
+        (KernelArgs.push_f32, 1e39),
+        (KernelArgs.push_f32, "1"),
+        (KernelArgs.push_f64, 10**400),
+        (KernelArgs.push_f64, None),
+        (KernelArgs.push_buffer, 0x7000),
+        (KernelArgs.push_raw, 5),
+        (KernelArgs.push_raw, b""),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_index(push: Callable[..., Any], value: Any) -> None:
+    args = KernelArgs().push_u32(1).push_f32(2.0)
+    with pytest.raises(InvalidRequest, match="argument 2: "):
+        push(args, value)
+    assert (len(args), len(args.data)) == (2, 8), "a refused argument leaves nothing behind"
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    args = KernelArgs().push_u32(cast("int", np.uint32(7))).push_f32(cast("float", np.float32(0.5)))
+    assert args.data == struct.pack("<If", 7, 0.5)
+
+
+def test_a_buffer_is_its_pointer_and_is_held() -> None:
+    buffer = buffer_of(0x1000, 16)
+    args = KernelArgs().push_buffer(buffer).push_buffer(buffer, 16).push_raw(b"xyz")
+    assert args.data == struct.pack("<QQ", 0x1000, 0x1010) + b"xyz"
+    assert args.sizes == (8, 8, 3)
+    assert args.buffers == (buffer, buffer)
+    for offset in (17, -1):
+        with pytest.raises(InvalidHandle, match=r"argument 3: .* outside buffer"):
+            args.push_buffer(buffer, offset)
+
+
+def test_what_it_shows() -> None:
+    assert repr(KernelArgs().push_u32(1)) == "<KernelArgs sizes=(4,) data=01000000>"

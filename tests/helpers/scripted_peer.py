@@ -1,0 +1,355 @@
+"""A daemon that is made up: one thread per connection plays broker, then worker, and does what a test tells it to.
+
+It tests what a client does with what it hears. By default it behaves: it grants leases, keeps memory in bytearrays,
+"loads" any module as one with the kernels in `KERNELS`, and keeps the first failure of a quiet request.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gpulease.protocol import (
+    Connection,
+    EndOfStream,
+    Failure,
+    Opcode,
+    Rejected,
+    Request,
+    Role,
+    State,
+    Status,
+    StreamBroken,
+)
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import (
+    AttachReply,
+    Body,
+    Data,
+    Empty,
+    Handle,
+    HelloReply,
+    KernelEntry,
+    Launch,
+    LeaseAlloc,
+    LeaseGrant,
+    LeaseRef,
+    LeaseRenew,
+    LeaseRenewed,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+    ModuleLoaded,
+    Ping,
+    Report,
+)
+
+KERNELS = (
+    KernelEntry("scale", 1024, (8, 4, 4)),
+    KernelEntry("nothing", 1024, ()),
+    KernelEntry("small", 64, (4,)),
+)
+CARD = "GPU-00000000-0000-0000-0000-000000000001"
+LEASE_ID = 0xABCDEF
+
+
+class HangUp(Exception):
+    """Raised by a handler: close the connection, in the middle of everything."""
+
+
+@dataclass
+class SayGoodbye(Exception):
+    """Raised by a handler: say why, then close."""
+
+    failure: Failure
+
+
+@dataclass
+class SendRaw(Exception):
+    """Raised by a handler: send these bytes instead of a reply, and close if told so."""
+
+    data: bytes
+    closes: bool = False
+
+
+class Silence(Exception):
+    """Raised by a handler: no reply at all."""
+
+
+Handler = Callable[[Request], Body]
+
+
+@dataclass
+class Conversation:
+    """One connection as the peer sees it."""
+
+    sock: socket.socket
+    connection: Connection
+    is_worker: bool = False
+    kept: Failure | None = None
+    skipped: int = 0
+
+
+@dataclass
+class ScriptedPeer:
+    """The made-up daemon. Handlers in `script` come before the defaults; requests are kept in `heard`."""
+
+    path: Path
+    script: dict[Opcode, Handler] = field(default_factory=dict)
+    heard: list[Request] = field(default_factory=list)
+    memory: dict[int, bytearray] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    ttl_ms: int | None = None
+    max_payload_bytes: int = MAX_PAYLOAD_BYTES
+
+    def __post_init__(self) -> None:
+        self.address = f"unix:{self.path}"
+        self.problems: list[BaseException] = []
+        self._next_handle = 0x7000_0000_0000
+        self._open: set[socket.socket] = set()  # changed by several threads, one atomic operation at a time
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+        self._start(self._accept)
+
+    # --- for tests ---
+
+    def fail(self, op: Opcode, status: Status, message: str = "made up", **details: Any) -> None:
+        """Answer an operation with a failure from now on."""
+
+        def refuse(_: Request) -> Body:
+            raise Refusal(Failure(status, message, **details))
+
+        self.script[op] = refuse
+
+    def on(self, op: Opcode, outcome: BaseException | Body) -> None:
+        """Answer an operation with a body, or do what an exception says."""
+
+        def answer(_: Request) -> Body:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        self.script[op] = answer
+
+    def ops(self) -> list[str]:
+        """The names of what was heard, in order."""
+        return [request.op.name for request in self.heard]
+
+    def cut(self) -> None:
+        """Close every connection."""
+        for sock in list(self._open):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all threads and close all sockets; raises what went wrong in a thread."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(10)  # no more connections behind this
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(10)
+        if self.problems:
+            raise self.problems[0]
+
+    # --- its threads ---
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.add(sock)
+            self._start(self._serve, sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        talk = Conversation(sock, Connection(Role.SERVER, max_payload_bytes=MAX_PAYLOAD_BYTES))
+        try:
+            while self._step(talk):
+                pass
+        except (HangUp, ConnectionError, BrokenPipeError):
+            pass
+        except OSError as error:
+            self.problems.append(error)
+        except Exception as error:
+            self.problems.append(error)
+        finally:
+            self._open.discard(sock)
+            sock.close()
+
+    def _step(self, talk: Conversation) -> bool:
+        event = talk.connection.next_event()
+        match event:
+            case None:
+                count = talk.sock.recv_into(talk.connection.reader.get_buffer())
+                if talk.connection.state is State.CLOSED:
+                    return False
+                if count:
+                    talk.connection.reader.buffer_updated(count)
+                else:
+                    talk.connection.receive_eof()
+            case EndOfStream():
+                return False
+            case StreamBroken(failure=failure):
+                raise AssertionError(failure.message)
+            case Rejected(failure=failure):
+                raise AssertionError(failure.message)
+            case Request():
+                return self._answer(talk, event)
+            case _:
+                raise AssertionError(event)
+        return True
+
+    def _answer(self, talk: Conversation, request: Request) -> bool:
+        self.heard.append(request)
+        if request.is_quiet:
+            self._keep(talk, request)
+            return True
+        try:
+            reply = talk.connection.send_reply(request, self._outcome(talk, request))
+        except Refusal as refusal:
+            reply = talk.connection.send_failure(request, refusal.failure)
+        except SayGoodbye as goodbye:
+            talk.sock.sendall(talk.connection.send_goodbye(goodbye.failure))
+            return False
+        except SendRaw as raw:
+            talk.sock.sendall(raw.data)
+            return not raw.closes
+        except Silence:
+            return True
+        talk.sock.sendall(reply)
+        return True
+
+    def _keep(self, talk: Conversation, request: Request) -> None:
+        if talk.kept is not None:
+            talk.skipped += 1
+            return
+        try:
+            self._handle(request)
+        except Refusal as refusal:
+            kernel = request.body.kernel if isinstance(request.body, Launch) else ""
+            talk.kept = replace(
+                refusal.failure, failed_request_id=request.request_id, failed_op=int(request.op), kernel=kernel
+            )
+
+    def _outcome(self, talk: Conversation, request: Request) -> Body:
+        kept, talk.kept = talk.kept, None
+        if kept is not None:
+            raise Refusal(kept)
+        return self._handle(request)
+
+    def _handle(self, request: Request) -> Body:
+        handler = self.script.get(request.op) or _DEFAULTS[request.op].__get__(self)
+        return handler(request)
+
+    # --- what it does by default ---
+
+    def _hello(self, _: Request) -> Body:
+        return HelloReply(0, "made-up", self.max_payload_bytes, ())
+
+    def _ping(self, request: Request) -> Body:
+        assert isinstance(request.body, Ping)
+        return request.body
+
+    def _lease_alloc(self, request: Request) -> Body:
+        wanted = request.body
+        assert isinstance(wanted, LeaseAlloc)
+        ttl_ms = self.ttl_ms or wanted.ttl_ms
+        exclusivity = wanted.parameters[0].value[0] if wanted.parameters else 0
+        end = int(time.time() + ttl_ms / 1000)
+        return LeaseGrant(LEASE_ID, 1, wanted.size_bytes, ttl_ms, end, exclusivity, CARD)
+
+    def _lease_renew(self, request: Request) -> Body:
+        assert isinstance(request.body, LeaseRenew)
+        return LeaseRenewed(2, request.body.ttl_ms, int(time.time() + request.body.ttl_ms / 1000))
+
+    def _lease_free(self, request: Request) -> Body:
+        assert isinstance(request.body, LeaseRef)
+        return Empty()
+
+    def _lease_query(self, _: Request) -> Body:
+        known = {"lease_id": f"{LEASE_ID:032x}", "state": "active", "cause": None, "reason": "", "generation": 1}
+        return Report(known | {"remaining_ms": 1000, "card_uuid": CARD} | self.report)
+
+    def _attach(self, request: Request) -> Body:
+        assert request.session_id == LEASE_ID
+        return AttachReply(1 << 30, "made-up", CARD, ())
+
+    def _mem_alloc(self, request: Request) -> Body:
+        assert isinstance(request.body, MemAlloc)
+        self._next_handle += 1 << 32
+        self.memory[self._next_handle] = bytearray(request.body.size_bytes)
+        return Handle(self._next_handle)
+
+    def _mem_free(self, request: Request) -> Body:
+        assert isinstance(request.body, Handle)
+        if self.memory.pop(request.body.handle, None) is None:
+            raise Refusal(Failure(Status.INVALID_HANDLE, "no such buffer"))
+        return Empty()
+
+    def _mem_write(self, request: Request) -> Body:
+        body = request.body
+        assert isinstance(body, MemWrite)
+        self.memory[body.handle][body.offset : body.offset + len(body.data)] = body.data
+        return Empty()
+
+    def _mem_read(self, request: Request) -> Body:
+        body = request.body
+        assert isinstance(body, MemRead)
+        return Data(bytes(self.memory[body.handle][body.offset : body.offset + body.length]))
+
+    def _module_load(self, _: Request) -> Body:
+        self._next_handle += 1
+        return ModuleLoaded(self._next_handle, KERNELS)
+
+    def _empty(self, _: Request) -> Body:
+        return Empty()
+
+
+@dataclass
+class Refusal(Exception):
+    """Raised by a handler: answer with this failure, or keep it if the request was quiet."""
+
+    failure: Failure
+
+
+_DEFAULTS: dict[Opcode, Any] = {
+    Opcode.HELLO: ScriptedPeer._hello,
+    Opcode.ATTACH: ScriptedPeer._attach,
+    Opcode.PING: ScriptedPeer._ping,
+    Opcode.LEASE_ALLOC: ScriptedPeer._lease_alloc,
+    Opcode.LEASE_RENEW: ScriptedPeer._lease_renew,
+    Opcode.LEASE_FREE: ScriptedPeer._lease_free,
+    Opcode.LEASE_QUERY: ScriptedPeer._lease_query,
+    Opcode.MEM_ALLOC: ScriptedPeer._mem_alloc,
+    Opcode.MEM_FREE: ScriptedPeer._mem_free,
+    Opcode.MEM_WRITE: ScriptedPeer._mem_write,
+    Opcode.MEM_READ: ScriptedPeer._mem_read,
+    Opcode.MODULE_LOAD: ScriptedPeer._module_load,
+    Opcode.LAUNCH: ScriptedPeer._empty,
+    Opcode.SYNC: ScriptedPeer._empty,
+    Opcode.MODULE_UNLOAD: ScriptedPeer._empty,
+}
+
+
+@contextlib.contextmanager
+def scripted_peer(path: Path, **settings: Any) -> Iterator[ScriptedPeer]:
+    """A made-up daemon on a Unix socket, gone when the block is left."""
+    peer = ScriptedPeer(path, **settings)
+    try:
+        yield peer
+    finally:
+        peer.close()
