@@ -5,11 +5,14 @@ from typing import Any, TypeVar
 import construct as c
 
 from gpulease.protocol.errors import BodyError, LocalProtocolError
-from gpulease.protocol.messages import BODIES, Body, ErrorBody
+from gpulease.protocol.messages import BODIES, Body, Empty, ErrorBody
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import BadValue, Record
 
 T = TypeVar("T", bound=Body)
+
+# Most replies have no body, and construct takes microseconds to say so.
+_EMPTY = Empty()
 
 _SCHEMAS: dict[type[Any], Any] = {
     body: Record(body) for body in {ErrorBody, *(body for pair in BODIES.values() for body in pair)}
@@ -18,6 +21,8 @@ _SCHEMAS: dict[type[Any], Any] = {
 
 def build_body(body: Body) -> bytes:
     """The payload of a body. Raises LocalProtocolError if a field does not fit its encoding."""
+    if type(body) is Empty:
+        return b""
     try:
         return bytes(_SCHEMAS[type(body)].build(body))
     except (c.ConstructError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -26,6 +31,8 @@ def build_body(body: Body) -> bytes:
 
 def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     """The body a payload holds. Raises BodyError if it is not exactly that, or longer or shorter."""
+    if not payload and kind is Empty:
+        return _EMPTY  # type: ignore[return-value]
     schema = _SCHEMAS[kind]
     data = bytes(payload)
     stream = c.io.BytesIO(data)

@@ -188,7 +188,7 @@ class ControlConnection(asyncio.BufferedProtocol):
                 self._take_request(event)
             case Rejected() if not event.is_quiet and self._transport is not None and self.is_open:
                 self._transport.write(self._connection.send_failure(event, event.failure))
-                if self._connection.state is State.OPENING:
+                if event.op == Opcode.HELLO and self._connection.state is State.OPENING:
                     # A peer whose HELLO makes no sense has no better one.
                     self._close()
             case StreamBroken():
