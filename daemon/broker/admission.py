@@ -1,5 +1,6 @@
 """Who may connect: a count of connections, in all and per tenant."""
 
+import asyncio
 from collections import Counter
 from typing import Final
 
@@ -19,6 +20,7 @@ class Doorkeeper:
         self._max_per_tenant = max_connections_per_tenant
         self._inside: set[ControlConnection] = set()
         self._by_tenant: Counter[str] = Counter()
+        self._left = asyncio.Event()
 
     def admit(self, connection: ControlConnection) -> Failure | None:
         """Count a connection in, or say why not."""
@@ -39,6 +41,13 @@ class Doorkeeper:
             self._by_tenant[connection.peer.tenant] -= 1
             if not self._by_tenant[connection.peer.tenant]:
                 del self._by_tenant[connection.peer.tenant]
+            self._left.set()
+
+    async def emptied(self) -> None:
+        """Wait until nobody is inside."""
+        while self._inside:
+            self._left.clear()
+            await self._left.wait()
 
     def say_goodbye(self, failure: Failure) -> None:
         """Tell everybody why, and close."""

@@ -43,12 +43,10 @@ class Listeners:
         except OSError as error:
             raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
 
-    async def close(self) -> None:
-        """Stop listening and remove the sockets' files."""
+    def close(self) -> None:
+        """Stop listening and remove the sockets' files; connections that were accepted go on."""
         for server in self._servers:
             server.close()
-        for server in self._servers:
-            await server.wait_closed()
         for path in self._paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -79,6 +77,8 @@ class Listeners:
         return sock
 
     def _lock(self, address: UnixAddress) -> None:
+        # The folder may be gone: /run is empty after a reboot.
+        Path(address.path).parent.mkdir(exist_ok=True)
         lock = os.open(f"{address.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

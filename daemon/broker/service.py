@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from gpulease.daemon.broker.admission import Doorkeeper
-from gpulease.daemon.broker.control import ControlConnection
+from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
 from gpulease.daemon.broker.runtime import Runtime
@@ -49,13 +49,15 @@ class Service:
 
     async def stop(self) -> None:
         """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""
-        await self._listeners.close()
+        self._listeners.close()
         self.runtime.post(ShutdownRequested())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self.runtime.drained()
         self._doorkeeper.say_goodbye(Failure(Status.BUSY, "the daemon is stopping", hint="Try again once it is back."))
-        await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._doorkeeper.emptied()
 
     def _new_connection(self) -> ControlConnection:
         return ControlConnection(self.runtime, self._driver, self._doorkeeper.admit, self._doorkeeper.release)
