@@ -2,10 +2,9 @@
 
 import ctypes
 
-from gpulease.daemon.drivers.cpu import image
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.faults import describe
-from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule
+from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule, load, release
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_BLOCK_DIMS,
     MAX_GRID_DIMS,
@@ -87,9 +86,9 @@ class CpuContext:
 
     # --- Modules -----------------------------------------------------------------------------------------------
 
-    def module_load(self, image_bytes: bytes) -> CpuModule:
+    def module_load(self, image: bytes) -> CpuModule:
         """See the interface; PTX only."""
-        module = image.load(image_bytes, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number)
+        module = load(image, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number)
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
@@ -103,7 +102,7 @@ class CpuContext:
         self._modules.discard(module)
         for kernel in module.kernels.values():
             del self._kernel_names[kernel.number]
-        image.release(module.variable_addresses, self._arena)
+        release(module.variable_addresses, self._arena)
 
     # --- Launches ----------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class CpuModule:
     """A loaded image and what must live as long as its kernels can run."""
 
     kernels: Mapping[str, CpuKernel]
-    code: NativeCode
+    codes: tuple[NativeCode, ...]
     variable_addresses: tuple[int, ...]
     # Keeps the table that kernels read the addresses from.
     variable_table: Any
@@ -59,23 +59,28 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
     wanted = sum(variable.size for variable in tree.variables)
     if wanted > slice_bytes:
         raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
-    translation = translate(tree)
+    parts = translate(tree)
     try:
-        code = compile_ir(translation.text)
+        codes = tuple(compile_ir(part.text, is_optimised=part.is_optimised) for part in parts)
     except BadIr as error:
         raise ImageRejected("the embedded driver failed to translate this image", log=str(error)) from None
+    entries = {
+        name: code.address(runner)
+        for part, code in zip(parts, codes, strict=True)
+        for name, runner in part.runners.items()
+    }
     addresses = _place(tree.variables, arena)
     table = (ctypes.c_uint64 * max(1, len(addresses)))(*addresses)
     kernels = {
         function.name: _kernel(
             function,
             number=first_number + offset,
-            entry=code.address(translation.runners[function.name]),
+            entry=entries[function.name],
             variables=ctypes.addressof(table),
         )
         for offset, function in enumerate(tree.functions)
     }
-    return CpuModule(kernels, code, addresses, table)
+    return CpuModule(kernels, codes, addresses, table)
 
 
 def _decode(image: bytes) -> str:

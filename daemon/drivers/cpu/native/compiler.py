@@ -33,28 +33,32 @@ def initialise() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def compile_ir(text: str) -> NativeCode:
-    """Check, optimise and compile IR. Raises BadIr."""
+def compile_ir(text: str, *, is_optimised: bool = True) -> NativeCode:
+    """Check and compile IR. Raises BadIr."""
     initialise()
     try:
         module = llvm.parse_assembly(text)
         module.verify()
     except RuntimeError as error:
         raise BadIr(str(error)) from None
-    machine = _target_machine()
-    options = llvm.create_pipeline_tuning_options(speed_level=OPTIMISATION_LEVEL)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    level = OPTIMISATION_LEVEL if is_optimised else 0
+    machine = _target_machine(level)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
+    if is_optimised:
+        passes = builder.getModulePassManager()
+    else:
+        # Only what turns stack slots into values: linear in the size, and code that is not hopelessly slow.
+        passes = llvm.create_new_module_pass_manager()
+        passes.add_sroa_pass()
+    passes.run(module, builder)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return NativeCode(engine)
 
 
-def _target_machine() -> Any:
+def _target_machine(level: int) -> Any:
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=OPTIMISATION_LEVEL,
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=level
     )
 
 

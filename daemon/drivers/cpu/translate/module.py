@@ -1,9 +1,14 @@
 """A whole image to IR: for each kernel a thread function and the runner around it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_OPTIMISED_ACCESSES,
+    MAX_OPTIMISED_ACCESSES_PER_IMAGE,
+    MAX_OPTIMISED_INSTRUCTIONS,
+)
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
-from gpulease.daemon.drivers.cpu.ptx.syntax import Image
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
@@ -13,29 +18,50 @@ from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 _LOCAL_STEP = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """The IR of an image, and under which name each kernel's runner is in it."""
+@dataclass(slots=True)
+class Part:
+    """Kernels that are compiled together, in the same way.
 
-    text: str
-    runners: dict[str, str]
+    Attributes:
+        runners: Under which name each kernel's runner is in the IR.
+    """
 
+    is_optimised: bool
+    runners: dict[str, str] = field(default_factory=dict)
+    _definitions: list[str] = field(default_factory=list)
+    _declarations: set[str] = field(default_factory=set)
 
-def translate(image: Image) -> Translation:
-    """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
-    places = {variable.name: number for number, variable in enumerate(image.variables)}
-    declarations: set[str] = set()
-    parts = [RECORD_FAULT_IR]
-    runners: dict[str, str] = {}
-    for number, function in enumerate(image.functions):
-        thread = ThreadTranslator(function, places, declarations)
-        parts.append(thread.translate(f"thread{number}"))
+    @property
+    def text(self) -> str:
+        """The IR."""
+        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, METADATA])
+
+    def add(self, function: Function, places: dict[str, int]) -> None:
+        """Translate one kernel. Raises ImageRejected."""
+        number = len(self.runners)
+        thread = ThreadTranslator(function, places, self._declarations)
+        self._definitions.append(thread.translate(f"thread{number}"))
         runner = RunnerWriter(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
             local_bytes=round_up(function.local_bytes, _LOCAL_STEP),
             suspends=thread.suspends,
         )
-        runners[function.name] = f"kernel{number}"
-        parts.append(runner.write(f"kernel{number}"))
-    return Translation("\n".join([*sorted(declarations), *parts, METADATA]), runners)
+        self._definitions.append(runner.write(f"kernel{number}"))
+        self.runners[function.name] = f"kernel{number}"
+
+
+def translate(image: Image) -> list[Part]:
+    """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
+    places = {variable.name: number for number, variable in enumerate(image.variables)}
+    optimised, plain = Part(is_optimised=True), Part(is_optimised=False)
+    left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
+    for function in image.functions:
+        accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+        is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
+        if is_small and len(function.instructions) <= MAX_OPTIMISED_INSTRUCTIONS:
+            left -= accesses
+            optimised.add(function, places)
+        else:
+            plain.add(function, places)
+    return [part for part in (optimised, plain) if part.runners]

@@ -1,0 +1,53 @@
+import time
+
+import pytest
+
+from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
+from gpulease.daemon.drivers.cpu.ptx.parser import parse
+from gpulease.daemon.drivers.cpu.translate.module import translate
+from gpulease.daemon.drivers.interface import KernelFault
+
+HEAD = ".version 8.0\n.target sm_75\n"
+
+
+def kernel(name: str, accesses: int) -> str:
+    """Adds up so many numbers, with a barrier in the middle, and stores the sum behind them."""
+    loads = [f"ld.global.u32 %x, [%p+{4 * k}]; add.u32 %s, %s, %x;\n" for k in range(accesses)]
+    loads.insert(accesses // 2, "bar.sync 0;\n")
+    return f"""
+    .entry {name}(.param .u64 numbers)
+    {{
+        .reg .b32 %x, %s; .reg .b64 %p;
+        ld.param.u64 %p, [numbers];
+        {"".join(loads)}
+        st.global.u32 [%p+{4 * accesses}], %s;
+        ret;
+    }}
+    """
+
+
+def test_large_kernels_are_compiled_plainly_and_quickly_and_run_alike(context: CpuContext) -> None:
+    accesses = 2000
+    started = time.monotonic()
+    module = context.module_load((HEAD + kernel("large", accesses) + kernel("small", 10)).encode())
+    assert time.monotonic() - started < 20
+    address = context.mem_alloc(4 * accesses + 4)
+    context.mem_write(address, memoryview(b"\1\0\0\0" * accesses))
+    params = address.to_bytes(8, "little")
+    context.launch(module.kernels["large"], (1, 1, 1), (2, 1, 1), 0, params, 1)
+    into = bytearray(4)
+    context.mem_read(address + 4 * accesses, memoryview(into))
+    assert int.from_bytes(into, "little") == accesses
+    context.launch(module.kernels["large"], (1, 1, 1), (1, 1, 1), 0, (address + 4).to_bytes(8, "little"), 1)
+    with pytest.raises(KernelFault, match="4-byte store"):
+        context.sync(lambda: None)
+
+
+def test_an_image_has_a_share_of_optimising() -> None:
+    count = MAX_OPTIMISED_ACCESSES_PER_IMAGE // 100
+    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(count + 3)) + kernel("large", MAX_OPTIMISED_ACCESSES)
+    optimised, plain = translate(parse(text))
+    assert (optimised.is_optimised, plain.is_optimised) == (True, False)
+    assert len(optimised.runners) == count
+    assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
