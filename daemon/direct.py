@@ -38,7 +38,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         context.launch(kernel, ONE, (THREADS, 1, 1), 0, params, 1)
 
     def sync() -> None:
-        context.sync(_go_on)
+        context.sync()
 
     def launch_and_sync() -> None:
         launch()
@@ -86,10 +86,6 @@ def _timed_us(action: Callable[[], object], count: int) -> list[float]:
         action()
         samples.append((time.perf_counter() - started) * 1e6)
     return sorted(samples)
-
-
-def _go_on() -> None:
-    """No lease bounds this wait."""
 
 
 if __name__ == "__main__":

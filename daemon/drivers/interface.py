@@ -111,8 +111,22 @@ class Module(Protocol):
         """Entry points by name."""
 
 
+class Poll(Protocol):
+    """What a waiting driver calls now and then; it raises when the wait must end."""
+
+    def __call__(self) -> None:
+        """Look once."""
+
+
+def keep_waiting() -> None:
+    """The `Poll` of a wait that nothing ends early."""
+
+
 class Context(Protocol):
     """One device context: one stream, in order; used by one thread.
+
+    Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
+    millisecond, and it may raise to give up the wait: nothing was done then but waiting.
 
     Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
     the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
@@ -121,39 +135,32 @@ class Context(Protocol):
     def mem_alloc(self, size_bytes: int) -> int:
         """Device address of fresh, zeroed memory, aligned to 256 bytes. Raises OutOfMemory."""
 
-    def mem_free(self, address: int) -> None:
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Release an allocation once everything launched before has ended. Takes only what mem_alloc gave."""
 
-    def mem_write(self, address: int, data: memoryview) -> None:
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy host bytes to the device in stream order; `data` may be reused on return."""
 
-    def mem_read(self, address: int, into: memoryview) -> None:
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy device bytes to the host in stream order; complete on return."""
 
     def module_load(self, image: bytes) -> Module:
         """Load PTX text or a cubin. Raises ImageRejected."""
 
-    def module_unload(self, module: Module) -> None:
+    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Release a module once everything launched before has ended."""
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
-    def sync(self, poll: "Poll") -> None:
-        """Wait for all launches. Calls `poll` now and then while waiting, which may raise to give up waiting."""
+    def sync(self, poll: Poll = keep_waiting) -> None:
+        """Wait for all launches."""
 
     def fault(self) -> KernelFault | None:
         """A pending fault, without waiting; it is then forgotten as if raised."""
 
     def close(self) -> None:
         """End the context in good order; the process may exit right after."""
-
-
-class Poll(Protocol):
-    """What a waiting driver calls now and then; it raises when the wait must end."""
-
-    def __call__(self) -> None:
-        """Look once."""
 
 
 class Driver(Protocol):

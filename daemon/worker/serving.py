@@ -99,6 +99,9 @@ class Server:
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes) -> None:
         sock.setblocking(False)
         connection = _Connection(sock, rest)
+        # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
+        for earlier in list(self._connections.values()):
+            self._serve(earlier)
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(

@@ -198,7 +198,7 @@ class Session:
     def _mem_free(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._ledger.check_allocation(handle)
-        self._context.mem_free(handle)
+        self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
         self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
         return _empty(frame)
@@ -207,7 +207,7 @@ class Session:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
-            self._context.mem_write(address, data)
+            self._context.mem_write(address, data, self._check_lease)
         return _empty(frame)
 
     def _mem_read(self, frame: Frame) -> bytes | memoryview:
@@ -222,7 +222,7 @@ class Session:
         reply = memoryview(self._staging)[:total]
         reply[: len(prefix)] = prefix
         if length:
-            self._context.mem_read(address, reply[len(prefix) :])
+            self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
         return reply
 
     def _module_load(self, frame: Frame) -> bytes:
@@ -242,7 +242,7 @@ class Session:
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         module = self._ledger.module(number)
         self._planner.forget()
-        self._context.module_unload(module)
+        self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
         return _empty(frame)
 

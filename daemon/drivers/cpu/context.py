@@ -25,6 +25,7 @@ from gpulease.daemon.drivers.interface import (
     LaunchRejected,
     Module,
     Poll,
+    keep_waiting,
 )
 
 _LOCAL_AREA_BYTES = MAX_THREADS_PER_BLOCK * MAX_LOCAL_BYTES
@@ -67,20 +68,20 @@ class CpuContext:
         """See the interface; needs no wait, as nothing that is queued knows the address."""
         return self._arena.allocate(size_bytes)
 
-    def mem_free(self, address: int) -> None:
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """See the interface."""
-        self._settle()
+        self.sync(poll)
         self._arena.free(address)
 
-    def mem_write(self, address: int, data: memoryview) -> None:
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """See the interface. Raises DriverError if the bytes are not within one allocation."""
-        self._settle()
+        self.sync(poll)
         source = data.cast("B")
         self._arena.bytes_at(address, source.nbytes)[:] = source
 
-    def mem_read(self, address: int, into: memoryview) -> None:
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """See the interface. Raises DriverError if the bytes are not within one allocation."""
-        self._settle()
+        self.sync(poll)
         target = into.cast("B")
         target[:] = self._arena.bytes_at(address, target.nbytes)
 
@@ -94,9 +95,9 @@ class CpuContext:
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
         return module
 
-    def module_unload(self, module: Module) -> None:
+    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """See the interface."""
-        self._settle()
+        self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
             raise DriverError("this module is not loaded")
         self._modules.discard(module)
@@ -135,8 +136,8 @@ class CpuContext:
         )
         self._stream.submit(head + params)
 
-    def sync(self, poll: Poll) -> None:
-        """See the interface; polls about every millisecond."""
+    def sync(self, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
         self._stream.wait(poll)
         self._raise_fault()
 
@@ -161,11 +162,6 @@ class CpuContext:
     def rest(self) -> bool:
         """End the stream's thread if it is idle; the next launch starts another. False if a kernel goes on."""
         return self._stream.rest()
-
-    def _settle(self) -> None:
-        """Wait for what was queued, and raise what went wrong in it."""
-        self._stream.wait()
-        self._raise_fault()
 
     def _raise_fault(self) -> None:
         error = self.fault()

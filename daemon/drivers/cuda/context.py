@@ -17,6 +17,7 @@ from gpulease.daemon.drivers.interface import (
     LaunchRejected,
     OutOfMemory,
     Poll,
+    keep_waiting,
 )
 
 SPIN_S: Final = 200e-6
@@ -64,19 +65,22 @@ class CudaContext:
         self._allocations[address] = allocation
         return address
 
-    def mem_free(self, address: int) -> None:
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Once everything launched before has ended."""
-        self._call(self._stream.synchronize)
+        self.sync(poll)
         self._call(self._allocations.pop(address).free)
 
-    def mem_write(self, address: int, data: memoryview) -> None:
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
+        # Waiting for the card is left to `sync`, which can give up; the driver's own wait for room can't.
+        self.sync(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
-    def mem_read(self, address: int, into: memoryview) -> None:
-        """Complete on return."""
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """Complete on return ("API synchronization behavior")."""
+        self.sync(poll)
+        # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
-        self._call(self._stream.synchronize)
 
     def module_load(self, image: bytes) -> CudaModule:
         """PTX or a cubin."""
@@ -84,9 +88,9 @@ class CudaContext:
             raise self._fault
         return load_image(image)
 
-    def module_unload(self, module: Any) -> None:
+    def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Once everything launched before has ended; the driver unloads it with the last reference."""
-        self._call(self._stream.synchronize)
+        self.sync(poll)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch: the parameter buffer goes to the driver as it is."""
@@ -98,7 +102,7 @@ class CudaContext:
         self._last_tag = tag
         self._last_kernel = kernel.name
 
-    def sync(self, poll: Poll) -> None:
+    def sync(self, poll: Poll = keep_waiting) -> None:
         """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
         started = time.monotonic()
         is_done = self._stream.is_done
