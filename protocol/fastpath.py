@@ -16,6 +16,7 @@ from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
 
 REQUEST_ID_OFFSET: Final = 16
+MIDDLE_AT: Final = REQUEST_ID_OFFSET + 8
 _U32: Final = struct.Struct(">I")
 
 
@@ -53,12 +54,33 @@ class LaunchTemplate:
         args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + len(launch.kernel.encode()) + _U32.size
         self.args_bytes = len(launch.args)
         self._head = frame[:REQUEST_ID_OFFSET]
-        self._before = frame[REQUEST_ID_OFFSET + 8 : args_at]
+        self._before = frame[MIDDLE_AT:args_at]
         self._after = frame[args_at + self.args_bytes :]
 
     def frame(self, request_id: int, args: bytes) -> bytes:
         """The frame for these argument bytes; the caller has checked that they are `args_bytes` long."""
         return b"".join((self._head, request_id.to_bytes(8, "big"), self._before, args, self._after))
+
+
+class LaunchPattern:
+    """What a quiet LAUNCH frame looks like but for its request id and argument bytes, to recognise its like by.
+
+    A frame is of the pattern exactly if `front`, `middle` and `tail` stand in it at 0, `MIDDLE_AT` and `args_end`: all
+    other bytes are the request id, at `REQUEST_ID_OFFSET`, and the arguments, from `args_at` to `args_end`.
+    """
+
+    __slots__ = ("args_at", "args_end", "frame_bytes", "front", "middle", "tail")
+
+    def __init__(self, payload: bytes | memoryview, session_id: int) -> None:
+        frame = build_frame(Opcode.LAUNCH, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
+        shape, args = split_launch(memoryview(payload))
+        (name_bytes,) = _U32.unpack_from(shape, _NAME_AT)
+        self.args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + name_bytes + _U32.size
+        self.args_end = self.args_at + len(args)
+        self.frame_bytes = len(frame)
+        self.front = frame[:REQUEST_ID_OFFSET]
+        self.middle = frame[MIDDLE_AT : self.args_at]
+        self.tail = frame[self.args_end :]
 
 
 def split_launch(payload: memoryview) -> tuple[bytes, bytes]:

@@ -3,6 +3,9 @@
 Everything of a LAUNCH but its argument bytes keys a plan: the kernel, its shape, and where each argument goes in the
 parameter buffer (CUDA driver API, cuLaunchKernel: parameters lie at their natural alignment; on the wire they have no
 gaps).
+
+Tenants launch in loops, so a plan also remembers which one came after it last time. As long as the next frame is of
+that plan's pattern, byte for byte, nothing of it has to be parsed or checked again.
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from gpulease.daemon.drivers.interface import Dim3, Kernel
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import split_launch
+from gpulease.protocol.fastpath import LaunchPattern, split_launch
 from gpulease.protocol.messages import Launch
 from gpulease.protocol.opcodes import Status
 
@@ -25,12 +28,14 @@ def launch_failed(message: str, *, kernel: str = "", hint: str = "") -> Refused:
     return Refused(Failure(Status.LAUNCH_FAILED, message, hint=hint, kernel=kernel))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """A checked launch, waiting for argument bytes.
 
     Attributes:
         moves: (from, to, size) of each argument if the wire's bytes need gaps, None if they fit as they are.
+        pattern: What its frames look like.
+        follower: The plan that came after this one last time.
     """
 
     kernel: Kernel
@@ -38,6 +43,8 @@ class Plan:
     block: Dim3
     shared_bytes: int
     moves: tuple[tuple[int, int, int], ...] | None
+    pattern: LaunchPattern
+    follower: "Plan | None" = None
 
     def lay_out(self, args: bytes) -> bytes:
         """The kernel's parameter buffer."""
@@ -50,28 +57,48 @@ class Plan:
 
 
 class Planner:
-    """Plans of one session, by what the launches look like on the wire."""
+    """Plans of one session, by what the launches look like on the wire.
 
-    def __init__(self, ledger: Ledger) -> None:
+    Attributes:
+        expected: The plan of the next launch, if all goes on as it did.
+    """
+
+    def __init__(self, ledger: Ledger, session_id: int) -> None:
+        self.expected: Plan | None = None
         self._ledger = ledger
+        self._session_id = session_id
         self._plans: dict[bytes, Plan] = {}
+        self._latest: Plan | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
         """The plan of a LAUNCH and its argument bytes. Raises BodyError or Refused."""
         key, args = split_launch(payload)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(parse_body(Launch, payload))
+            plan = self._make(parse_body(Launch, payload), LaunchPattern(payload, self._session_id))
             if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
+                self.forget()
             self._plans[key] = plan
+        self.follow(plan)
         return plan, args
+
+    def follow(self, plan: Plan) -> None:
+        """The latest launch was of this plan, so what came after it then is expected to come again."""
+        if self._latest is not None:
+            self._latest.follower = plan
+        self.resume(plan)
+
+    def resume(self, plan: Plan) -> None:
+        """The latest launch was of this plan, and came as expected."""
+        self._latest = plan
+        self.expected = plan.follower or plan
 
     def forget(self) -> None:
         """A module went away: its plans must not launch it."""
         self._plans.clear()
+        self.expected = self._latest = None
 
-    def _make(self, launch: Launch) -> Plan:
+    def _make(self, launch: Launch, pattern: LaunchPattern) -> Plan:
         kernels = self._ledger.module(launch.module).kernels
         kernel = kernels.get(launch.kernel)
         if kernel is None:
@@ -97,7 +124,7 @@ class Planner:
                 hint="Use smaller blocks and more of them.",
             )
         block = (launch.block_x, launch.block_y, launch.block_z)
-        return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel))
+        return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)
 
 
 def _check_sizes(launch: Launch, kernel: Kernel) -> None:

@@ -162,10 +162,13 @@ class Server:
         return True
 
     def _serve_frames(self, connection: _Connection) -> None:
-        next_frame = connection.reader.next_frame
-        handle = self._session.handle
-        while (frame := next_frame()) is not None:
-            reply = handle(frame)
+        reader, session = connection.reader, self._session
+        while True:
+            session.take_launches(reader)
+            frame = reader.next_frame()
+            if frame is None:
+                break
+            reply = session.handle(frame)
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY

@@ -8,7 +8,9 @@ operation reports that fault.
 Knows frames and the driver, no sockets.
 """
 
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
@@ -18,8 +20,16 @@ from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import HANDLE, MEM_READ, data_prefix, parse_fixed, parse_mem_write
-from gpulease.protocol.framing import Frame, build_frame
+from gpulease.protocol.fastpath import (
+    HANDLE,
+    MEM_READ,
+    MIDDLE_AT,
+    REQUEST_ID_OFFSET,
+    data_prefix,
+    parse_fixed,
+    parse_mem_write,
+)
+from gpulease.protocol.framing import Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_KERNELS
 from gpulease.protocol.messages import (
     Body,
@@ -46,6 +56,8 @@ _LAUNCH: Final = int(Opcode.LAUNCH)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
+_FAILED_OPS: Final = int(Counter.FAILED_OPS)
+_REQUEST_ID: Final = struct.Struct(">Q")
 
 
 class LeaseOver(Exception):
@@ -66,7 +78,7 @@ class Session:
         self._ledger = ledger
         self._page = page
         self._counters = page.counters
-        self._planner = Planner(ledger)
+        self._planner = Planner(ledger, lease_id)
         self._kept: Failure | None = None
         self._staging = bytearray()
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
@@ -96,6 +108,48 @@ class Session:
             return None
         raise FramingError("a client sent a reply")
 
+    def take_launches(self, reader: FrameReader) -> None:
+        """Do the expected launches at the front of what a connection sent, up to the first frame that is not one.
+
+        Each passes the same gate as any request; what was checked when its plan was made is not checked again. A frame
+        that is not expected, incomplete, or behind a failure is left to `handle`.
+        """
+        plan = self._planner.expected
+        if plan is None or self._kept is not None or self.lost is not None:
+            return
+        buffer, start, end = reader.buffer, reader.start, reader.end
+        stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
+        latest, request_id, count = None, 0, 0
+        try:
+            while True:
+                pattern = plan.pattern
+                after = start + pattern.frame_bytes
+                if (
+                    after > end
+                    or not stands_at(pattern.front, start)
+                    or not stands_at(pattern.middle, start + MIDDLE_AT)
+                    or not stands_at(pattern.tail, start + pattern.args_end)
+                    or refusal() is not None
+                ):
+                    break
+                (request_id,) = _REQUEST_ID.unpack_from(buffer, start + REQUEST_ID_OFFSET)
+                if request_id == 0:
+                    break
+                args = bytes(buffer[start + pattern.args_at : start + pattern.args_end])
+                start = after
+                count += 1
+                params = args if plan.moves is None else plan.lay_out(args)
+                launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
+                latest = plan
+                plan = plan.follower or plan
+        except DriverError as error:
+            self._keep(error, _LAUNCH, request_id)
+        reader.start = start
+        if latest is not None:
+            self._planner.resume(latest)
+        self._counters[_OPS] += count
+        self._counters[_LAUNCHES] += count if self._kept is None else count - 1
+
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()
@@ -112,8 +166,8 @@ class Session:
             try:
                 return self._operation(frame)(frame)
             except (Refused, BodyError, DriverError, LeaseOver) as error:
-                failure = self._failure(error, frame)
-        self._counters[Counter.FAILED_OPS] += 1
+                failure = self._failure(error, frame.op)
+        self._counters[_FAILED_OPS] += 1
         return _failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
@@ -125,8 +179,15 @@ class Session:
             else:
                 self._operation(frame)(frame)
         except (Refused, BodyError, DriverError, LeaseOver) as error:
-            self._kept = self._failure(error, frame)
-            self._counters[Counter.FAILED_OPS] += 1
+            self._keep(error, frame.op, frame.request_id)
+
+    def _keep(self, error: Exception, op: int, request_id: int) -> None:
+        """Remember why a quiet operation failed, for the next one that has a reply."""
+        failure = self._failure(error, op)
+        if not isinstance(error, KernelFault):
+            failure = replace(failure, failed_request_id=request_id, failed_op=op)
+        self._kept = failure
+        self._counters[_FAILED_OPS] += 1
 
     def _operation(self, frame: Frame) -> Callable[[Frame], bytes | memoryview]:
         operation = self._operations.get(frame.op)
@@ -148,28 +209,23 @@ class Session:
         kept, self._kept = self._kept, None
         return kept
 
-    def _failure(self, error: Exception, frame: Frame) -> Failure:
+    def _failure(self, error: Exception, op: int) -> Failure:
         match error:
             case Refused():
-                failure = error.failure
+                return error.failure
             case KernelFault():
                 return self._from_fault(error)
             case LeaseOver():
                 return self.refusal() or Failure(Status.INTERNAL, "the wait was ended while the lease lives")
             case BodyError():
-                failure = Failure(error.status, str(error))
+                return Failure(error.status, str(error))
             case ImageRejected():
-                failure = Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
+                return Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
             case LaunchRejected():
-                failure = Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
+                return Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
             case DriverError():
-                status = _DRIVER_STATUS.get(frame.op, Status.SESSION_FAILED)
-                failure = Failure(status, str(error), hint=error.hint)
-            case _:
-                raise error
-        if frame.flags & _QUIET:
-            return _as_earlier(failure, frame)
-        return failure
+                return Failure(_DRIVER_STATUS.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
+        raise error
 
     def _from_fault(self, fault: KernelFault) -> Failure:
         failure = Failure(
@@ -276,21 +332,6 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,
 }
-
-
-def _as_earlier(failure: Failure, frame: Frame) -> Failure:
-    """A quiet operation's failure, as the operation that reports it will have to tell it."""
-    return Failure(
-        failure.status,
-        failure.message,
-        hint=failure.hint,
-        failed_request_id=frame.request_id,
-        failed_op=frame.op,
-        kernel=failure.kernel,
-        address=failure.address,
-        log=failure.log,
-        line=failure.line,
-    )
 
 
 def _done(frame: Frame, body: Body) -> bytes:
