@@ -70,6 +70,33 @@ def test_the_first_part_of_a_split_is_a_key(one: m.Launch, other: m.Launch, same
     assert (shapes[0] == shapes[1]) == alike
 
 
+def is_of(pattern: fastpath.LaunchPattern, frame: bytes) -> bool:
+    """What a pattern's docstring says of a frame that is of it."""
+    return (
+        len(frame) == pattern.frame_bytes
+        and frame.startswith(pattern.front)
+        and frame.startswith(pattern.middle, fastpath.MIDDLE_AT)
+        and frame.startswith(pattern.tail, pattern.args_end)
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(one=strategies.records(m.Launch), other=strategies.records(m.Launch), ids=st.lists(st.integers(1, 9), min_size=4))
+def test_a_pattern_knows_frames_of_its_kind_and_no_others(one: m.Launch, other: m.Launch, ids: list[int]) -> None:
+    pattern = fastpath.LaunchPattern(build_body(one), ids[0])
+    alike = with_args(one, b"ÿ" * len(one.args))
+    for launch, session_id in ((one, ids[0]), (alike, ids[0]), (one, ids[1]), (other, ids[0])):
+        frame = build_frame(
+            Opcode.LAUNCH, build_body(launch), request_id=ids[2], session_id=session_id, flags=Flag.QUIET
+        )
+        expected = launch in (one, alike) and session_id == ids[0]
+        assert is_of(pattern, frame) == expected
+        if expected:
+            assert frame[pattern.args_at : pattern.args_end] == launch.args
+    loud = build_frame(Opcode.LAUNCH, build_body(one), request_id=ids[2], session_id=ids[0])
+    assert not is_of(pattern, loud)
+
+
 @settings(max_examples=400, deadline=None)
 @given(payload=st.binary(max_size=120) | st.binary(max_size=60).map((bytes(8) + b"\0\0\0\1").__add__))
 def test_any_bytes_split_or_are_a_body_error(payload: bytes) -> None:
