@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.core import CoreLimits
+from gpulease.daemon.core import Cause, CoreLimits
+from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
@@ -92,14 +93,40 @@ def _convert(key: str, value: Any) -> Any:
         if key == "vram":
             return tuple(parse_size(text) for text in _texts(value))
         if key == "socket_mode":
-            return int(value, 8) if isinstance(value, str) else int(value)
+            return int(value, 8) if isinstance(value, str) else _whole(key, value)
         if key == "limits":
-            return CoreLimits(**value)
+            return _limits(value)
         if key == "driver":
             return str(value)
-        return int(value)
+        return _whole(key, value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"setting {key}: {error}") from None
+
+
+def _limits(table: Any) -> CoreLimits:
+    if not isinstance(table, dict):
+        raise ValueError("it must be a table")
+    settings = dict(table)
+    _check_names(settings, [item.name for item in fields(CoreLimits)])
+    graces = settings.pop("grace_ms", {})
+    _check_names(graces, [cause.value for cause in Cause])
+    graces = {Cause(cause): _whole(f"grace_ms.{cause}", ms) for cause, ms in graces.items()}
+    bounds: dict[str, Any] = {name: _whole(name, bound) for name, bound in settings.items()}
+    if graces:
+        bounds["grace_ms"] = {**DEFAULT_GRACE_MS, **graces}
+    return CoreLimits(**bounds)
+
+
+def _check_names(table: dict[str, Any], known: list[str]) -> None:
+    for name in table:
+        if name not in known:
+            raise ValueError(f"there is no {name!r}; known are {', '.join(known)}")
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    return value
 
 
 def _texts(value: Any) -> list[str]:
