@@ -41,7 +41,7 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One message and its descriptors, close-on-exec and now the caller's.
+    """One message and its descriptors, close-on-exec and now the caller's; none if not all of them got through.
 
     Raises ChannelClosed, or BlockingIOError if there is none yet.
     """
@@ -56,10 +56,14 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    message = None if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) else _unpack(data)
+    message = None if flags & socket.MSG_TRUNC else _unpack(data)
     if message is None:
         close_all(fds)
         raise ChannelClosed("the other process closed the channel" if not data else "a malformed message")
+    if flags & socket.MSG_CTRUNC:
+        # More descriptors than are wanted, or than this process may open: a part of them is of no use.
+        close_all(fds)
+        return message, []
     return message, list(fds)
 
 

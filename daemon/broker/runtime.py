@@ -104,11 +104,19 @@ class Runtime:
         try:
             while self._events:
                 for effect in self.table.handle(self._events.popleft(), time.monotonic_ns()):
-                    self._perform(effect)
+                    self._try(effect)
         finally:
             self._is_busy = False
 
     # --- effects out ---
+
+    def _try(self, effect: Effect) -> None:
+        try:
+            self._perform(effect)
+        except Exception:
+            # A bug of ours; the effects behind this one, another tenant's perhaps, must be carried out all the same.
+            # What this one was to bring about is missed by the lease's timers, which end it.
+            _log.exception("could not carry out %r", effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -81,8 +81,17 @@ class Workers:
 
     def spawn(self, spec: WorkerSpec) -> None:
         """Have a worker made; `WorkerReady` or `WorkerExited` follows."""
-        page = BrokerPage()
-        ours, theirs = channel_pair()
+        try:
+            page = BrokerPage()
+        except OSError as error:
+            self._not_started(spec, error)
+            return
+        try:
+            ours, theirs = channel_pair()
+        except OSError as error:
+            page.close()
+            self._not_started(spec, error)
+            return
         ours.setblocking(False)
         worker = Worker(spec, page, ours)
         self._workers[spec.lease_id] = worker
@@ -93,6 +102,11 @@ class Workers:
                 self._ended(worker, f"could not be started: {error}")
                 return
         asyncio.get_running_loop().add_reader(ours, self._on_worker_message, worker)
+
+    def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
+        _log.warning("lease %032x: no worker can be started: %s", spec.lease_id, error.strerror)
+        ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}")
+        asyncio.get_running_loop().call_soon(self._post, ended)
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
         """Write the deadline where the worker reads it."""
@@ -133,8 +147,8 @@ class Workers:
     def _on_zygote_message(self, message: dict[str, Any], fds: list[int]) -> None:
         worker = self._workers.get(int(str(message.get("lease", "0")), 16))
         match message:
-            case {"op": "spawned", "pid": int(pid)} if worker is not None and len(fds) == 1:
-                worker.pid, worker.pidfd = pid, fds[0]
+            case {"op": "spawned", "pid": int(pid)} if worker is not None and len(fds) <= 1:
+                worker.pid, worker.pidfd = pid, fds[0] if fds else -1
                 if worker.is_killed:
                     self._kill(worker)
             case {"op": "exited" | "no_fork", "reason": str(reason)} if worker is not None:
@@ -165,7 +179,7 @@ class Workers:
     def _on_zygote_exit(self) -> None:
         _log.error("the zygote died: every session ends with it; it will be started again")
         for worker in list(self._workers.values()):
-            if worker.pid == 0:
+            if worker.pidfd < 0:
                 self._ended(worker, "the zygote died before it could start the worker")
             else:
                 asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)
@@ -196,9 +210,12 @@ class Workers:
         self._deliver(event)
 
     def _kill(self, worker: Worker) -> None:
-        if worker.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
+            if worker.pidfd >= 0:
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+            elif worker.pid:
+                # Its pidfd did not get through for want of descriptors here. The zygote reaps it, and says so first.
+                os.kill(worker.pid, signal.SIGKILL)
 
     def _ended(self, worker: Worker, reason: str) -> None:
         self._forget(worker)

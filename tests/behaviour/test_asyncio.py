@@ -1,0 +1,153 @@
+"""The asyncio face does the same work through the same core, and waits without holding up its loop."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from gpulease.client import AllocFailed, CapacityExceeded, KernelArgs, LeaseExpired, Revoked, SyncFailed
+from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
+from helpers.daemon import Daemon
+from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers, scale_args
+from helpers.waiting import wait_until
+
+Main = Callable[[Daemon], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(daemon: Daemon, request: pytest.FixtureRequest) -> Callable[[Main], None]:
+    """Runs a coroutine function on each kind of loop."""
+
+    def run_it(main: Main) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(main(daemon))
+
+    return run_it
+
+
+def builder(daemon: Daemon, seconds: float = 60, size_bytes: int = 1 << 20) -> AsyncGpuBuilder:
+    return AsyncGpuBuilder(daemon.address).min_vram(size_bytes).lease_secs(seconds)
+
+
+async def check_main_job(session: AsyncGpuSession, n: int = 1000) -> None:
+    buffer = await session.mem_alloc(4 * n)
+    await session.mem_write(buffer, 0, numbers(n))
+    module = await session.module_load(TRANSFORM)
+    await session.launch(module, "scale", grid_for(n), BLOCK, scale_args(buffer, n, 2.0))
+    await session.launch(module, "bias", grid_for(n), BLOCK, scale_args(buffer, n, 10.0))
+    await session.sync()
+    data = await session.mem_read(buffer, 0, 4 * n)
+    np.testing.assert_array_equal(floats(data), numbers(n) * 2 + 10)
+    await session.module_unload(module)
+    await session.mem_free(buffer)
+
+
+async def start_endless(session: AsyncGpuSession) -> tuple[Any, Any]:
+    module = await session.module_load(FAULTS)
+    flag = await session.mem_alloc(4)
+    await session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+    return module, flag
+
+
+def test_main_job(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+            assert session.session_id == lease.lease_id
+            await check_main_job(session)
+            assert (await lease.query())["launches"] == 2
+
+    run(main)
+
+
+def test_several_sessions_at_once(run: Callable[[Main], None]) -> None:
+    async def job(daemon: Daemon) -> None:
+        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+            for _ in range(3):
+                await check_main_job(session)
+
+    async def main(daemon: Daemon) -> None:
+        await asyncio.gather(*(job(daemon) for _ in range(6)))
+
+    run(main)
+
+
+def test_the_loop_runs_while_a_kernel_does(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        async with await builder(daemon).acquire() as other, AsyncGpuSession(other) as neighbour:
+            lease = await builder(daemon, seconds=0.8).acquire()
+            async with AsyncGpuSession(lease) as session:
+                kept = await start_endless(session)
+                waiting = asyncio.create_task(session.sync())
+                rounds = 0
+                while not waiting.done():
+                    await check_main_job(neighbour)
+                    rounds += 1
+                assert rounds > 1
+                with pytest.raises(LeaseExpired):
+                    await waiting
+                del kept
+
+    run(main)
+
+
+def test_failures_are_typed(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+            with pytest.raises(AllocFailed):
+                await session.mem_alloc(2 << 20)
+            module = await session.module_load(FAULTS)
+            args = KernelArgs().push_u64(0).push_u64(0)
+            number = await session.launch(module, "stray_store", [1], [1], args)
+            with pytest.raises(SyncFailed) as caught:
+                await session.sync()
+            assert caught.value.failure.failed_request_id == number
+            await check_main_job(session)
+        with pytest.raises(CapacityExceeded):
+            await builder(daemon, size_bytes=1 << 50).acquire()
+
+    run(main)
+
+
+def test_renew_and_keep_alive(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        async with await builder(daemon, seconds=0.4).acquire() as lease, AsyncGpuSession(lease) as session:
+            async with lease.keep_alive() as keeper:
+                await asyncio.sleep(1.0)
+                await check_main_job(session)
+                assert keeper.loss is None
+            await lease.renew(30)
+            assert lease.remaining_s > 20
+
+    run(main)
+
+
+def test_revoked_while_it_waits(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        lease = await builder(daemon).acquire()
+        async with AsyncGpuSession(lease) as session:
+            kept = await start_endless(session)
+            waiting = asyncio.create_task(session.sync())
+            await asyncio.to_thread(
+                wait_until, lambda: daemon.query(lease.lease_id)["operations"] == 4, "the worker waits for the kernel"
+            )
+            await asyncio.to_thread(daemon.revoke, lease.lease_id)
+            with pytest.raises(Revoked):
+                await waiting
+            del kept
+
+    run(main)
+
+
+def test_a_cancelled_wait_for_room_leaves_the_line(run: Callable[[Main], None]) -> None:
+    async def main(daemon: Daemon) -> None:
+        async with await builder(daemon, size_bytes=6 << 30).acquire() as lease:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await builder(daemon).timeout(60).acquire()
+            await lease.free()
+        # Nobody got what was freed: the `daemon` fixture checks that all of the card is free.
+
+    run(main)

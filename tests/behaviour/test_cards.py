@@ -1,0 +1,90 @@
+"""Several cards: each with its own account, picked by index or UUID, or by the daemon."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from gpulease.client import CapacityExceeded, GpuExclusivityClass, GpuSession, InvalidRequest
+from helpers.daemon import Daemon
+from helpers.kernels import check_main_job
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def two_cards() -> Iterator[Daemon]:
+    daemon = Daemon(vram=("2GiB", "1GiB"))
+    daemon.wait_until_it_answers()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def cards(two_cards: Daemon) -> Iterator[Daemon]:
+    """A daemon with a card of 2 GiB and one of 1 GiB."""
+    files = len(two_cards.open_files())
+    yield two_cards
+    two_cards.check_idle(files)
+
+
+def uuids(daemon: Daemon) -> list[str]:
+    return [card["uuid"] for card in daemon.inventory().details]
+
+
+def test_the_inventory_names_both(cards: Daemon) -> None:
+    inventory = cards.inventory()
+    assert [entry.capacity_bytes for entry in inventory.entries] == [2 * GIB, GIB]
+    assert [card["index"] for card in inventory.details] == [0, 1]
+    assert len({entry.id for entry in inventory.entries}) == 2
+    for entry, card in zip(inventory.entries, inventory.details, strict=True):
+        assert card["uuid"].replace("-", "").endswith(f"{entry.id:032x}")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_by_index_and_by_uuid(cards: Daemon, index: int) -> None:
+    uuid = uuids(cards)[index]
+    for device in (index, str(index), uuid):
+        with cards.builder().device(device).acquire() as lease, GpuSession(lease) as session:
+            assert lease.card_uuid == session.card_uuid == uuid
+            check_main_job(session)
+            assert cards.inventory().entries[index].available_bytes < (2 - index) * GIB
+            assert cards.inventory().entries[1 - index].available_bytes == (1 + index) * GIB
+
+
+@pytest.mark.parametrize("device", ["2", "-1", "GPU-00000000-0000-0000-0000-000000000000", "embedded", "0x0"])
+def test_a_card_that_is_not_there(cards: Daemon, device: str) -> None:
+    with pytest.raises(InvalidRequest, match="No card answers to") as caught:
+        cards.builder().device(device).acquire()
+    # It says which there are.
+    for uuid in uuids(cards):
+        assert uuid in str(caught.value)
+
+
+def test_no_lease_spans_two_cards(cards: Daemon) -> None:
+    with pytest.raises(CapacityExceeded):
+        cards.builder(2 * GIB + 1).acquire()
+    with pytest.raises(CapacityExceeded):
+        cards.builder(GIB + 1).device(1).acquire()
+
+
+def test_the_daemon_fills_both(cards: Daemon) -> None:
+    with ExitStack() as stack:
+        leases = [stack.enter_context(cards.builder(GIB).acquire()) for _ in range(3)]
+        first, second = uuids(cards)
+        assert sorted([lease.card_uuid for lease in leases]) == sorted([first, first, second])
+        with pytest.raises(CapacityExceeded):
+            cards.builder(GIB).acquire()
+
+
+def test_a_whole_card_leaves_the_other_to_everybody(cards: Daemon) -> None:
+    whole = cards.builder().device(0).exclusivity(GpuExclusivityClass.DEVICE_EXCLUSIVE)
+    with whole.acquire() as lease, cards.builder().acquire() as other:
+        assert other.card_uuid != lease.card_uuid
+        with pytest.raises(CapacityExceeded):
+            cards.builder().device(0).acquire()
+
+
+def test_a_cards_uuid_survives_a_restart(start_daemon: Callable[..., Daemon], cards: Daemon) -> None:
+    again = start_daemon(vram=("1GiB", "4GiB"))
+    assert uuids(again) == uuids(cards)

@@ -1,0 +1,145 @@
+"""LEASE_REVOKE: the tenant's next operation says Revoked, whatever it is doing; the operator learns the outcome."""
+
+import threading
+import time
+
+import pytest
+
+from gpulease.client import GpuLeaseError, GpuSession, KernelArgs, Revoked
+from gpulease.protocol import RevokeOutcome
+from helpers.daemon import Daemon
+from helpers.kernels import Neighbour, check_main_job, start_endless
+from helpers.waiting import wait_until
+
+AT_ONCE_S = 2.0
+"""A bound that shows that nobody waited for the lease's time (60 s) or for the kernel's end (never)."""
+
+
+def test_outcome_of_a_live_lease(daemon: Daemon) -> None:
+    before = daemon.available_bytes()
+    lease = daemon.builder(1 << 30).acquire()
+    session = GpuSession(lease)
+    check_main_job(session)
+    assert daemon.revoke(lease.lease_id, "the card is needed") == RevokeOutcome.TORN_DOWN
+    # The outcome is a fact when it is told.
+    assert daemon.available_bytes() == before
+    assert not daemon.has_worker(lease.lease_id)
+    report = daemon.query(lease.lease_id)
+    assert (report["state"], report["cause"]) == ("torndown", "revoked")
+    assert "the card is needed" in report["reason"]
+    with pytest.raises(Revoked) as caught:
+        session.sync()
+    assert caught.value.host_code == -6
+
+
+def test_outcomes(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    assert daemon.revoke(0xDEAD) == RevokeOutcome.NOT_FOUND
+    with pytest.raises(Revoked):
+        lease.free()
+
+
+def test_revoking_what_is_over_changes_nothing(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    lease.free()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    assert daemon.query(lease.lease_id)["cause"] == "freed"
+
+
+@pytest.mark.parametrize("operation", ["mem_alloc", "mem_write", "mem_read", "module_load", "sync"])
+def test_the_next_operation_says_revoked(daemon: Daemon, operation: str) -> None:
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    buffer = session.mem_alloc(16)
+    operations = {
+        "mem_alloc": lambda: session.mem_alloc(16),
+        "mem_write": lambda: session.mem_write(buffer, 0, bytes(16)),
+        "mem_read": lambda: session.mem_read(buffer, 0, 16),
+        "module_load": lambda: session.module_load(b".version 7.0"),
+        "sync": session.sync,
+    }
+    daemon.revoke(lease.lease_id)
+    for _ in range(2):
+        with pytest.raises(Revoked):
+            operations[operation]()
+
+
+def test_a_launch_says_revoked_soon(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    module, flag = start_endless(session)
+    args = KernelArgs().push_buffer(flag)
+    daemon.revoke(lease.lease_id)
+
+    def is_refused() -> bool:
+        try:
+            session.launch(module, "endless", [1], [1], args)
+        except Revoked:
+            return True
+        return False
+
+    wait_until(is_refused, "a launch is refused")
+
+
+@pytest.mark.parametrize("waits_in", ["sync", "mem_read"])
+def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: str) -> None:
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    _, flag = start_endless(session)
+    errors: list[GpuLeaseError] = []
+
+    def wait() -> None:
+        try:
+            if waits_in == "sync":
+                session.sync()
+            else:
+                session.mem_read(flag, 0, 4)
+        except GpuLeaseError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    # Sent before it waits: the launch and whatever was sent before it; 4 operations in all with the one that waits.
+    wait_until(lambda: lease.query()["operations"] == 4, "the worker waits for the kernel")
+    started = time.monotonic()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    waiting.join(AT_ONCE_S)
+    assert not waiting.is_alive()
+    assert time.monotonic() - started < AT_ONCE_S
+    assert [type(error) for error in errors] == [Revoked]
+
+
+def test_an_idle_tenant_is_told(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    session = GpuSession(lease)
+    daemon.revoke(lease.lease_id)
+    with pytest.raises(Revoked):
+        session.mem_alloc(4)
+    assert not lease.is_alive or lease.query()["cause"] == "revoked"
+
+
+def test_the_neighbour_goes_on(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        for _ in range(5):
+            victim = daemon.builder().acquire()
+            with GpuSession(victim) as doomed:
+                kept = start_endless(doomed)
+                assert daemon.revoke(victim.lease_id) == RevokeOutcome.TORN_DOWN
+                neighbour.check()
+                del kept
+
+
+def test_two_operators_at_once(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    kept = GpuSession(lease)
+    endless = start_endless(kept)
+    outcomes: list[int] = []
+    operators = [threading.Thread(target=lambda: outcomes.append(daemon.revoke(lease.lease_id))) for _ in range(2)]
+    for operator in operators:
+        operator.start()
+    for operator in operators:
+        operator.join()
+    assert outcomes == [RevokeOutcome.TORN_DOWN] * 2
+    del endless

@@ -1,0 +1,59 @@
+"""Fixtures every test may use, and the leak check that every test passes through."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from helpers.daemon import Daemon
+from helpers.leaks import Holdings, check_for_leaks
+
+with suppress(ImportError):
+    import uvloop
+
+    # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
+    uvloop.new_event_loop().close()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """After each test this process has the descriptors, threads and children it had before."""
+    before = Holdings()
+    yield
+    check_for_leaks(before)
+
+
+@pytest.fixture(scope="session")
+def shared_daemon() -> Iterator[Daemon]:
+    """One daemon for all tests that leave it as they found it: a card of 6 GiB, a Unix socket and TCP."""
+    daemon = Daemon(tcp=True)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
+    """The shared daemon; afterwards it must be idle again, with all its bytes free and nothing left open."""
+    files = len(shared_daemon.open_files())
+    yield shared_daemon
+    shared_daemon.check_idle(files)
+
+
+@pytest.fixture
+def start_daemon() -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons of the test's own, with `Daemon`'s arguments; each must stop in good order after the test."""
+    with ExitStack() as stack:
+
+        def start(**arguments: Any) -> Daemon:
+            daemon = Daemon(**arguments)
+            stack.callback(daemon.stop)
+            daemon.wait_until_it_answers()
+            return daemon
+
+        yield start

@@ -1,0 +1,21 @@
+import os
+import socket
+
+from gpulease.daemon.broker.peers import ANONYMOUS_TENANT, Peer, identify
+
+
+def test_a_unix_peer_is_who_the_kernel_says() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        peer = identify(ours)
+    assert peer == Peer(f"uid:{os.getuid()}", is_operator=True, is_known=True)
+    assert "operator" in str(peer)
+
+
+def test_a_tcp_peer_is_nobody() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as theirs,
+        server.accept()[0] as ours,
+    ):
+        assert identify(ours) == identify(theirs) == Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, load_config, parse_size
+from gpulease.protocol.address import TcpAddress, UnixAddress
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1", 1),
+        ("1073741824", 1 << 30),
+        ("6GiB", 6 << 30),
+        ("6 GiB", 6 << 30),
+        ("6g", 6 << 30),
+        ("6GB", 6 << 30),
+        (" 512M ", 512 << 20),
+        ("1.5K", 1536),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "6 GiBs", "1e9", "0", "0.1B", "six", "6P", "6.GiB", "0x10"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+def test_defaults() -> None:
+    config = load_config(None, {})
+    assert config == Config()
+    assert config.listen == (UnixAddress("/run/gpulease/gpuleased.sock"),)
+    assert config.driver == "auto"
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        'listen = ["unix:/tmp/a.sock", "tcp:[::1]:7"]\ndriver = "cpu"\nvram = ["1GiB", "2GiB"]\nsocket_mode = "0600"\n'
+        "max_connections = 9\nmax_connections_per_tenant = 8\n[limits]\nmax_leases = 3\n"
+    )
+    config = load_config(path, {})
+    assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
+    assert config.vram_bytes == (1 << 30, 2 << 30)
+    assert config.socket_mode == 0o600
+    assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)
+    assert config.limits.max_leases == 3
+
+
+def test_one_text_instead_of_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('listen = "tcp:localhost:1"\nvram = "1GiB"\n')
+    config = load_config(path, {})
+    assert config.listen == (TcpAddress("localhost", 1),)
+    assert config.vram_bytes == (1 << 30,)
+
+
+def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('driver = "cuda"\nvram = ["1GiB"]\n')
+    config = load_config(path, {"driver": "cpu", "vram": [], "listen": ["tcp:127.0.0.1:5"]})
+    assert config.driver == "cpu"
+    assert config.vram_bytes == (1 << 30,)
+    assert config.listen == (TcpAddress("127.0.0.1", 5),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"driver": "metal"}, "unknown driver 'metal'; there are auto, cuda, cpu"),
+        ({"vram": ["1GiB"] * (MAX_EMBEDDED_CARDS + 1)}, "65 cards; at most 64"),
+        ({"max_connections": 3}, "max_connections_per_tenant must be between"),
+        ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
+        ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
+        ({"colour": "red"}, "unknown setting 'colour'"),
+        ({"socket_mode": "rwx"}, "setting socket_mode"),
+    ],
+)
+def test_settings_that_can_not_be_used(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, settings)
+
+
+def test_listening_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("listen = []\n")
+    with pytest.raises(ConfigError, match="nothing to listen on"):
+        load_config(path, {})

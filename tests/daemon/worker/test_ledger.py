@@ -1,0 +1,119 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from gpulease.daemon.drivers.interface import Kernel
+from gpulease.daemon.worker.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger, Refused
+from gpulease.protocol.opcodes import Status
+
+SLICE = 1000
+
+
+@dataclass
+class NoKernels:
+    """A module: the ledger only keeps it."""
+
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+
+@contextmanager
+def refused(status: Status, message: str) -> Iterator[None]:
+    with pytest.raises(Refused, match=message) as caught:
+        yield
+    assert caught.value.failure.status is status
+
+
+def test_the_slice_is_the_limit() -> None:
+    ledger = Ledger(SLICE)
+    ledger.check_alloc(SLICE)
+    with refused(Status.ALLOC_FAILED, "1001 bytes were asked for; 1000 of the slice's 1000"):
+        ledger.check_alloc(SLICE + 1)
+    ledger.add_allocation(0x1000, 600)
+    assert ledger.used_bytes == 600
+    with refused(Status.ALLOC_FAILED, "401 bytes were asked for; 400 of the slice's 1000"):
+        ledger.check_alloc(401)
+    ledger.check_alloc(400)
+    ledger.remove_allocation(0x1000)
+    assert ledger.used_bytes == 0
+    ledger.check_alloc(SLICE)
+
+
+def test_nothing_can_not_be_allocated() -> None:
+    with refused(Status.ALLOC_FAILED, "0 bytes"):
+        Ledger(SLICE).check_alloc(0)
+
+
+def test_the_number_of_allocations_is_bounded() -> None:
+    ledger = Ledger(1 << 40)
+    for number in range(MAX_ALLOCATIONS):
+        ledger.check_alloc(1)
+        ledger.add_allocation(16 * number, 1)
+    with refused(Status.ALLOC_FAILED, "the most allowed"):
+        ledger.check_alloc(1)
+    ledger.remove_allocation(0)
+    ledger.check_alloc(1)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 100), (99, 1), (100, 0), (0, 0)])
+def test_ranges_inside(offset: int, length: int) -> None:
+    ledger = Ledger(SLICE)
+    ledger.add_allocation(0x1000, 100)
+    assert ledger.locate(0x1000, offset, length) == 0x1000 + offset
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 101), (100, 1), (101, 0), (2**64 - 1, 1), (2**64 - 100, 100)])
+def test_ranges_outside(offset: int, length: int) -> None:
+    ledger = Ledger(SLICE)
+    ledger.add_allocation(0x1000, 100)
+    with refused(Status.INVALID_HANDLE, "outside the allocation"):
+        ledger.locate(0x1000, offset, length)
+
+
+@pytest.mark.parametrize("handle", [0, 0x1001, 0x1064, 2**64 - 1])
+def test_only_the_start_of_an_allocation_is_a_handle(handle: int) -> None:
+    ledger = Ledger(SLICE)
+    ledger.add_allocation(0x1000, 100)
+    with refused(Status.INVALID_HANDLE, "not a live allocation"):
+        ledger.locate(handle, 0, 1)
+    with refused(Status.INVALID_HANDLE, "not a live allocation"):
+        ledger.check_allocation(handle)
+
+
+def test_a_freed_handle_is_none() -> None:
+    ledger = Ledger(SLICE)
+    ledger.add_allocation(0x1000, 100)
+    ledger.remove_allocation(0x1000)
+    with refused(Status.INVALID_HANDLE, "not a live allocation"):
+        ledger.check_allocation(0x1000)
+
+
+def test_module_numbers_are_never_given_twice() -> None:
+    ledger = Ledger(SLICE)
+    first = ledger.add_module(NoKernels(), 10)
+    ledger.remove_module(first)
+    second = ledger.add_module(NoKernels(), 10)
+    assert first != second
+    with refused(Status.INVALID_HANDLE, "not a loaded module"):
+        ledger.module(first)
+    assert ledger.module(second) is not None
+
+
+def test_the_number_of_modules_is_bounded() -> None:
+    ledger = Ledger(SLICE)
+    numbers = [ledger.add_module(NoKernels(), 1) for _ in range(MAX_MODULES)]
+    with refused(Status.LOAD_FAILED, f"{MAX_MODULES} modules"):
+        ledger.check_load(1)
+    ledger.remove_module(numbers[7])
+    ledger.check_load(1)
+
+
+def test_the_bytes_of_images_are_bounded() -> None:
+    ledger = Ledger(SLICE)
+    number = ledger.add_module(NoKernels(), MAX_IMAGE_BYTES - 5)
+    ledger.check_load(5)
+    with refused(Status.LOAD_FAILED, "bytes of images"):
+        ledger.check_load(6)
+    ledger.remove_module(number)
+    ledger.check_load(MAX_IMAGE_BYTES)

@@ -1,0 +1,92 @@
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.daemon.worker.page import PAGE_BYTES, BrokerPage, Counter, WorkerPage
+from gpulease.protocol.opcodes import Status
+
+FAR = 1 << 62
+
+
+@pytest.fixture
+def broker() -> Iterator[BrokerPage]:
+    page = BrokerPage()
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def worker(broker: BrokerPage) -> Iterator[WorkerPage]:
+    page = WorkerPage(broker.fd)
+    yield page
+    page.close()
+
+
+def test_a_lease_without_a_deadline_has_none_left(worker: WorkerPage) -> None:
+    assert worker.refusal() is Status.LEASE_EXPIRED
+
+
+def test_a_live_lease(broker: BrokerPage, worker: WorkerPage) -> None:
+    broker.set_deadline(FAR, 1)
+    assert worker.refusal() is None
+
+
+def test_a_deadline_that_passes_refuses_without_the_broker(broker: BrokerPage, worker: WorkerPage) -> None:
+    deadline = time.monotonic_ns() + 20_000_000
+    broker.set_deadline(deadline, 1)
+    while worker.refusal() is None:
+        assert time.monotonic_ns() < deadline + 5_000_000_000
+    assert time.monotonic_ns() >= deadline
+    assert worker.refusal() is Status.LEASE_EXPIRED
+
+
+def test_a_renewal_moves_it(broker: BrokerPage, worker: WorkerPage) -> None:
+    broker.set_deadline(time.monotonic_ns() - 1, 1)
+    assert worker.refusal() is Status.LEASE_EXPIRED
+    broker.set_deadline(FAR, 2)
+    assert worker.refusal() is None
+
+
+@pytest.mark.parametrize(
+    "status", [Status.REVOKED, Status.LEASE_EXPIRED, Status.LEASE_FREED, Status.SESSION_FAILED, Status.BUSY]
+)
+def test_the_word_comes_before_the_deadline(broker: BrokerPage, worker: WorkerPage, status: Status) -> None:
+    broker.set_deadline(FAR, 1)
+    broker.refuse(status)
+    assert worker.refusal() is status
+    broker.set_deadline(0, 2)
+    assert worker.refusal() is status
+
+
+def test_counters_travel_the_other_way(broker: BrokerPage, worker: WorkerPage) -> None:
+    for counter in Counter:
+        assert broker.counter(counter) == 0
+        worker.counters[counter] = (1 << 63) + counter
+    for counter in Counter:
+        assert broker.counter(counter) == (1 << 63) + counter
+
+
+def test_the_worker_can_not_write_the_brokers_page(worker: WorkerPage) -> None:
+    with pytest.raises(TypeError):
+        worker._state_map[0] = 1
+    with pytest.raises(TypeError):
+        worker._state[0] = 1
+
+
+@pytest.mark.parametrize("size", [0, PAGE_BYTES, 2 * PAGE_BYTES - 1, 3 * PAGE_BYTES])
+def test_nobody_can_change_its_size(broker: BrokerPage, worker: WorkerPage, size: int) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(broker.fd, size)
+    broker.set_deadline(FAR, 1)
+    assert worker.refusal() is None
+
+
+def test_each_side_has_a_page_of_its_own(broker: BrokerPage, worker: WorkerPage) -> None:
+    assert os.fstat(broker.fd).st_size == 2 * mmap.PAGESIZE
+    for counter in range(PAGE_BYTES // 8):
+        worker.counters[counter] = 2**64 - 1
+    broker.set_deadline(FAR, 1)
+    assert worker.refusal() is None

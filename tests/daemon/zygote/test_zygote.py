@@ -1,0 +1,179 @@
+"""A real zygote, its channel held by the test instead of a broker."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.cards.choice import has_nvidia_driver
+from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.worker.page import BrokerPage
+from gpulease.daemon.worker.spec import WorkerSpec
+from helpers.daemon import python_environment, worker_name
+from helpers.processes import descendants, is_running, open_files, process_info
+from helpers.waiting import wait_until
+
+SIZE = 1 << 20
+
+
+@dataclass
+class Born:
+    """A worker and what the test, as its broker, holds of it."""
+
+    pid: int
+    channel: socket.socket
+    page: BrokerPage
+    pidfd: int
+
+
+class Parent:
+    """Stands where the broker does."""
+
+    def __init__(self, driver: str) -> None:
+        self.channel, theirs = channel_pair()
+        self.channel.settimeout(30)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "gpulease.daemon.zygote", driver, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                env=python_environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        self.born: list[Born] = []
+
+    def hear(self) -> dict[str, Any]:
+        message, fds = receive_message(self.channel)
+        assert not fds
+        return message
+
+    def spawn(self, lease_id: int, size_bytes: int = SIZE) -> Born:
+        page = BrokerPage()
+        ours, theirs = channel_pair()
+        ours.settimeout(30)
+        spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
+        with theirs:
+            send_message(self.channel, spec.to_message(), (theirs.fileno(), page.fd))
+        message, (pidfd,) = receive_message(self.channel)
+        assert message["op"] == "spawned"
+        assert message["lease"] == f"{lease_id:032x}"
+        born = Born(message["pid"], ours, page, pidfd)
+        self.born.append(born)
+        return born
+
+    def close(self) -> None:
+        self.channel.close()
+        for born in self.born:
+            born.channel.close()
+            born.page.close()
+            os.close(born.pidfd)
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    parent = Parent("cpu")
+    try:
+        assert parent.hear() == {"op": "preloaded"}
+        yield parent
+    finally:
+        parent.close()
+
+
+def test_a_worker_is_born_ready_and_named(parent: Parent) -> None:
+    born = parent.spawn(0xABC << 100)
+    assert receive_message(born.channel) == ({"op": "ready"}, [])
+    info = process_info(born.pid)
+    assert info is not None
+    assert info.name == worker_name(0xABC << 100)
+    assert info.parent == parent.process.pid
+
+
+def test_a_worker_holds_nothing_of_its_zygote(parent: Parent) -> None:
+    born = parent.spawn(1)
+    receive_message(born.channel)
+    sockets, of_zygote = (
+        {to for to in open_files(pid).values() if to.startswith("socket:")} for pid in (born.pid, parent.process.pid)
+    )
+    # The channel to the broker; the page's two mappings keep a descriptor each.
+    assert len(sockets) == 1
+    assert not sockets & of_zygote
+    assert len(open_files(born.pid)) == 6
+
+
+def test_a_worker_gains_no_privileges(parent: Parent) -> None:
+    born = parent.spawn(1)
+    receive_message(born.channel)
+    with open(f"/proc/{born.pid}/status") as status:
+        assert "NoNewPrivs:\t1\n" in status.read()
+
+
+def test_the_end_of_a_worker_is_told_and_it_is_reaped(parent: Parent) -> None:
+    born = parent.spawn(7)
+    receive_message(born.channel)
+    signal.pidfd_send_signal(born.pidfd, signal.SIGKILL)
+    assert parent.hear() == {"op": "exited", "lease": f"{7:032x}", "reason": "was killed by SIGKILL"}
+    assert process_info(born.pid) is None
+
+
+def test_a_worker_ends_when_its_channel_closes(parent: Parent) -> None:
+    born = parent.spawn(7)
+    receive_message(born.channel)
+    born.channel.close()
+    assert parent.hear() == {"op": "exited", "lease": f"{7:032x}", "reason": "exited with status 0"}
+
+
+def test_a_context_that_can_not_be_made(parent: Parent) -> None:
+    born = parent.spawn(7, size_bytes=1 << 60)
+    message, _ = receive_message(born.channel)
+    assert message["op"] == "failed"
+    assert message["reason"]
+    assert parent.hear()["reason"] == "exited with status 3"
+
+
+def test_many_at_once(parent: Parent) -> None:
+    births = [parent.spawn(number) for number in range(1, 9)]
+    for born in births:
+        assert receive_message(born.channel) == ({"op": "ready"}, [])
+    for born in births:
+        os.kill(born.pid, signal.SIGKILL)
+    ended = {parent.hear()["lease"] for _ in births}
+    assert ended == {f"{number:032x}" for number in range(1, 9)}
+    assert [info.name for info in descendants(parent.process.pid)] == []
+
+
+def test_it_ends_with_its_parents_channel_and_its_workers_with_it(parent: Parent) -> None:
+    born = parent.spawn(1)
+    receive_message(born.channel)
+    parent.channel.close()
+    assert parent.process.wait(10) == 0
+    wait_until(lambda: not is_running(born.pid), "the worker ends with its zygote")
+
+
+def test_it_dies_with_nobody_to_serve_even_without_a_message() -> None:
+    parent = Parent("cpu")
+    parent.close()
+    assert parent.process.returncode is not None
+
+
+@pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
+def test_a_driver_that_is_not_there() -> None:
+    parent = Parent("no-such-driver")
+    try:
+        message = parent.hear()
+        assert message["op"] == "broken"
+        assert "no-such-driver" in message["reason"]
+        assert message["hint"]
+        with pytest.raises(ChannelClosed):
+            parent.hear()
+        assert parent.process.wait(10) == 1
+    finally:
+        parent.close()

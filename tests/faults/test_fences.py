@@ -1,0 +1,152 @@
+"""Memory that is not proved free is granted to nobody, until an operator says so."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import CapacityExceeded, Fenced, GpuSession, InvalidRequest, LeaseExpired, Revoked
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode, RevokeOutcome, Status
+from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew
+from gpulease.protocol.opcodes import InventoryFlag
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import check_main_job
+from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.waiting import wait_until
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def withheld(tmp_path: Path) -> Path:
+    """While this file exists, no card shows a dead worker's bytes back."""
+    return tmp_path / "withheld"
+
+
+@pytest.fixture
+def fencing(start_daemon: Callable[..., Daemon], withheld: Path) -> Iterator[Daemon]:
+    """A daemon with two cards that fences after a second."""
+    daemon = start_daemon(
+        vram=("2GiB", "2GiB"),
+        tcp=True,
+        config="[limits]\nreclaim_timeout_s = 1\n",
+        faults=Faults(withhold_proof_while=withheld),
+    )
+    files = len(daemon.open_files())
+    yield daemon
+    ask(Opcode.FENCE_CLEAR, FenceClear(None), daemon.address)
+    daemon.check_idle(files)
+
+
+def clear(daemon: Daemon, device: str | None = None) -> int:
+    return int(ask(Opcode.FENCE_CLEAR, FenceClear(device), daemon.address).count)
+
+
+def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> None:
+    lease = fencing.builder(GIB).device(0).acquire()
+    session = GpuSession(lease)
+    withheld.touch()
+    assert fencing.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    assert not fencing.has_worker(lease.lease_id)
+    # Its tenant learns what happened to it.
+    with pytest.raises((Fenced, Revoked)):
+        session.sync()
+    # Whoever asks now learns that it is fenced.
+    with RawPeer(fencing.address).hello() as peer:
+        for op, body in (
+            (Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 1000)),
+            (Opcode.LEASE_FREE, LeaseRef(lease.lease_id)),
+        ):
+            assert peer.refused(op, body).status is Status.FENCED
+        failure = peer.attach(lease.lease_id)
+        assert failure.status is Status.FENCED  # type: ignore[union-attr]
+    assert fencing.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    report = fencing.query(lease.lease_id)
+    assert (report["state"], report["cause"]) == ("fenced", "revoked")
+
+    # The card shows it, and gives no byte of it to anybody.
+    entry, other = fencing.inventory().entries
+    assert entry.flags == InventoryFlag.FENCED
+    assert entry.available_bytes == GIB
+    assert (other.flags, other.available_bytes) == (0, 2 * GIB)
+    details = fencing.inventory().details[0]
+    assert details["fenced_bytes"] == GIB
+    with pytest.raises(CapacityExceeded):
+        fencing.builder(GIB + 1).device(0).acquire()
+
+    # The rest of the card works on, once new proofs come.
+    withheld.unlink()
+    with fencing.builder(GIB).device(0).acquire() as rest, GpuSession(rest) as working:
+        check_main_job(working)
+    assert fencing.query(lease.lease_id)["state"] == "fenced"
+
+    # An operator's word frees it.
+    assert clear(fencing) == 1
+    assert fencing.available_bytes() == 2 * GIB
+    assert fencing.inventory().entries[0].flags == 0
+    assert clear(fencing) == 0
+    with fencing.builder(2 * GIB).device(0).acquire() as whole:
+        assert whole.is_alive
+
+
+def test_an_expiry_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> None:
+    withheld.touch()
+    lease = fencing.builder(GIB, seconds=0.6).device(1).acquire()
+    session = GpuSession(lease)
+    wait_until(lambda: fencing.query(lease.lease_id)["state"] == "fenced", "the lease is fenced")
+    with pytest.raises((LeaseExpired, Fenced)):
+        session.sync()
+    assert fencing.inventory().entries[1].flags == InventoryFlag.FENCED
+
+
+def test_a_proof_that_comes_late_is_no_fence(fencing: Daemon, withheld: Path) -> None:
+    withheld.touch()
+    lease = fencing.builder(GIB, seconds=0.5).device(0).acquire()
+    wait_until(lambda: not fencing.has_worker(lease.lease_id), "its worker is gone")
+    assert fencing.query(lease.lease_id)["state"] == "draining"
+    assert fencing.available_bytes() == GIB
+    withheld.unlink()
+    wait_until(lambda: fencing.query(lease.lease_id)["state"] == "torndown", "the lease is gone")
+    assert fencing.available_bytes() == 2 * GIB
+
+
+def test_fences_are_cleared_card_by_card(fencing: Daemon, withheld: Path) -> None:
+    leases = [fencing.builder(GIB).device(index).acquire() for index in (0, 1)]
+    withheld.touch()
+    for lease in leases:
+        assert fencing.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    withheld.unlink()
+    assert clear(fencing, fencing.inventory().details[1]["uuid"]) == 1
+    assert [entry.flags for entry in fencing.inventory().entries] == [InventoryFlag.FENCED, 0]
+    with pytest.raises(InvalidRequest):
+        clear(fencing, "7")
+    assert clear(fencing, "0") == 1
+
+
+def test_only_operators_clear(fencing: Daemon) -> None:
+    with RawPeer(fencing.tcp_address).hello() as peer:
+        assert peer.refused(Opcode.FENCE_CLEAR, FenceClear(None)).status is Status.DENIED
+
+
+def test_who_waits_gets_what_is_cleared(fencing: Daemon, withheld: Path) -> None:
+    lease = fencing.builder(2 * GIB).device(0).acquire()
+    withheld.touch()
+    assert fencing.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    withheld.unlink()
+    with RawPeer(fencing.address).hello() as peer:
+        wanted = lease_alloc(2 * GIB, wait_ms=30_000, device="0")
+        peer.sock.sendall(peer.connection.send_request(Opcode.LEASE_ALLOC, wanted)[1])
+        assert fencing.available_bytes(0) == 0
+        assert clear(fencing) == 1
+        grant = peer.next_event().result  # type: ignore[union-attr]
+        peer.free(grant.lease_id)  # type: ignore[union-attr]
+
+
+def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., Daemon], withheld: Path) -> None:
+    daemon = start_daemon(config="[limits]\nreclaim_timeout_s = 1\n", faults=Faults(withhold_proof_while=withheld))
+    lease = daemon.builder().acquire()
+    withheld.touch()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    daemon.process.terminate()
+    assert daemon.wait_for_exit() == 0

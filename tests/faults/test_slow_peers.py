@@ -1,0 +1,247 @@
+"""Peers that are slow, silent, or never read: bounded in time and memory, and nobody else waits for them."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.client import GpuSession
+from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Status
+from gpulease.protocol.framing import FrameReader
+from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import (
+    Attach,
+    Data,
+    Empty,
+    Hello,
+    LeaseRef,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+    ModuleLoad,
+    Ping,
+)
+from gpulease.protocol.opcodes import Flag
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import TRANSFORM, Neighbour, check_main_job
+from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
+from helpers.waiting import wait_until
+
+QUICK = {
+    "gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.4,
+    "gpulease.daemon.broker.control:STALL_TIMEOUT_S": 0.4,
+    "gpulease.daemon.broker.control:LINGER_S": 0.4,
+}
+
+
+@pytest.fixture(scope="module")
+def impatient_daemon() -> Iterator[Daemon]:
+    daemon = Daemon(tcp=True, faults=Faults(QUICK))
+    daemon.wait_until_it_answers()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def impatient(impatient_daemon: Daemon) -> Iterator[Daemon]:
+    """A daemon that waits for 0.4 s instead of 10."""
+    files = len(impatient_daemon.open_files())
+    yield impatient_daemon
+    impatient_daemon.check_idle(files)
+
+
+@pytest.fixture
+def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        yield neighbour
+        neighbour.check()
+
+
+def send_slowly(sock: socket.socket, data: bytes) -> None:
+    """One byte a segment; unlike a pause between them, that needs no time."""
+    for at in range(len(data)):
+        sock.sendall(data[at : at + 1])
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_one_byte_at_a_time(daemon: Daemon, neighbour: Neighbour, over: str) -> None:
+    with RawPeer(daemon.address if over == "unix" else daemon.tcp_address) as peer:
+        if over == "tcp":
+            peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def ask(op: Opcode, body: object, session_id: int = 0) -> object:
+            _, frame = peer.connection.send_request(op, body, session_id=session_id)  # type: ignore[arg-type]
+            send_slowly(peer.sock, frame)
+            result = peer.next_event().result  # type: ignore[union-attr]
+            assert not isinstance(result, Failure), result
+            return result
+
+        ask(Opcode.HELLO, Hello(0, "slow", ()))
+        ident = ask(Opcode.LEASE_ALLOC, lease_alloc()).lease_id  # type: ignore[attr-defined]
+        ask(Opcode.ATTACH, Attach(()), ident)
+        handle = ask(Opcode.MEM_ALLOC, MemAlloc(16), ident).handle  # type: ignore[attr-defined]
+        neighbour.check()
+        ask(Opcode.MEM_WRITE, MemWrite(handle, 0, b"0123456789abcdef"), ident)
+        ask(Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM), ident)
+        assert ask(Opcode.MEM_READ, MemRead(handle, 4, 8), ident) == Data(b"456789ab")
+    with RawPeer(daemon.address if over == "unix" else daemon.tcp_address).hello() as peer:
+        peer.free(ident)
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_connect_and_silence(impatient: Daemon, over: str) -> None:
+    started = time.monotonic()
+    with RawPeer(impatient.address if over == "unix" else impatient.tcp_address) as peer:
+        failure = peer.goodbye()
+        assert failure.status is Status.INVALID_REQUEST
+        assert "no HELLO came within 0.4 s" in failure.message
+    assert time.monotonic() - started >= 0.4
+
+
+def test_half_a_hello_and_silence(impatient: Daemon) -> None:
+    with RawPeer(impatient.address) as peer:
+        peer.sock.sendall(frame_of(Opcode.HELLO, Hello(0, "half", ()), 1)[:-3])
+        assert "no HELLO" in peer.goodbye().message
+
+
+def test_half_a_request_and_silence(impatient: Daemon) -> None:
+    with RawPeer(impatient.address).hello() as peer:
+        peer.sock.sendall(frame_of(Opcode.PING, Ping(1), 2)[:-1])
+        failure = peer.goodbye()
+        assert failure.status is Status.INVALID_REQUEST
+        assert "a frame did not end within 0.4 s" in failure.message
+
+
+def test_an_idle_connection_that_said_hello_may_stay(impatient: Daemon) -> None:
+    with RawPeer(impatient.address).hello() as idle, RawPeer(impatient.address) as silent:
+        silent.goodbye()
+        assert idle.request(Opcode.PING, Ping(9)) == Ping(9)
+
+
+def test_a_peer_that_asks_and_never_reads(impatient: Daemon) -> None:
+    files = len(impatient.open_files())
+    with RawPeer(impatient.address).hello() as peer:
+        peer.sock.setblocking(False)
+        frames = b"".join(frame_of(Opcode.GET_INVENTORY, Empty(), number) for number in range(10, 1000))
+
+        def is_cut_off() -> bool:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                peer.sock.send(frames)
+            return len(impatient.open_files()) <= files
+
+        wait_until(is_cut_off, "it is cut off")
+        peer.sock.setblocking(True)
+        peer.check_closed()
+
+
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+def test_a_tenant_that_stops_reading_a_big_read_while_its_lease_expires(
+    daemon: Daemon, neighbour: Neighbour, over: str
+) -> None:
+    with RawPeer(daemon.address if over == "unix" else daemon.tcp_address).hello() as peer:
+        ident = peer.acquire(lease_alloc(64 << 20, ttl_ms=600)).lease_id
+        peer.attach(ident)
+        handle = peer.request(Opcode.MEM_ALLOC, MemAlloc(MAX_DATA_BYTES), ident).handle
+        body = MemRead(handle, 0, MAX_DATA_BYTES)
+        peer.sock.sendall(b"".join(frame_of(Opcode.MEM_READ, body, number, ident) for number in range(100, 108)))
+        wait_until(
+            lambda: neighbour.check() and daemon.query(ident)["state"] == "torndown", "the lease ends all the same"
+        )
+        assert not daemon.has_worker(ident)
+        assert daemon.query(ident)["cause"] == "expired"
+        peer.check_closed()
+
+
+def test_a_tenant_that_sends_half_a_frame_and_lets_its_lease_expire(daemon: Daemon) -> None:
+    with RawPeer(daemon.address).hello() as peer:
+        ident = peer.acquire(lease_alloc(ttl_ms=400)).lease_id
+        peer.attach(ident)
+        peer.sock.sendall(frame_of(Opcode.MEM_WRITE, MemWrite(1, 0, bytes(1 << 16)), 50, ident)[: 1 << 15])
+        wait_until(lambda: daemon.query(ident)["state"] == "torndown", "the lease ends")
+        end = peer.end()
+        assert isinstance(end, EndOfStream) or end.failure.status is Status.LEASE_EXPIRED
+
+
+def test_a_peer_that_closes_its_sending_half(daemon: Daemon) -> None:
+    with RawPeer(daemon.address).hello() as peer:
+        peer.sock.shutdown(socket.SHUT_WR)
+        peer.check_closed()
+
+
+def test_half_closed_connections_in_every_state(daemon: Daemon) -> None:
+    hello = frame_of(Opcode.HELLO, Hello(0, "gone", ()), 1)
+    for said in (b"", hello[:7], hello, hello + frame_of(Opcode.PING, Ping(1), 2)):
+        with connect(daemon.address) as sock:
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+
+
+def test_a_client_that_vanishes_during_its_acquire(daemon: Daemon) -> None:
+    for _ in range(20):
+        with connect(daemon.address) as sock:
+            hello = frame_of(Opcode.HELLO, Hello(0, "gone", ()), 1)
+            sock.sendall(hello + frame_of(Opcode.LEASE_ALLOC, lease_alloc(), 2))
+    wait_until(lambda: not daemon.leases(), "leases nobody knows of are given back")
+
+
+def test_bytes_behind_an_attach_reach_the_worker(daemon: Daemon) -> None:
+    with RawPeer(daemon.address).hello() as owner:
+        ident = owner.acquire().lease_id
+        with RawPeer(daemon.address) as peer:
+            frames = [peer.connection.send_request(Opcode.HELLO, Hello(0, "eager", ()))[1]]
+            frames.append(frame_of(Opcode.ATTACH, Attach(()), 2, ident))
+            frames.append(frame_of(Opcode.MEM_ALLOC, MemAlloc(64), 3, ident))
+            frames += [frame_of(Opcode.PING, Ping(number), number, ident) for number in range(4, 500)]
+            frames.append(frame_of(Opcode.SYNC, Empty(), 500, ident, flags=Flag.QUIET))
+            frames.append(frame_of(Opcode.PING, Ping(501), 501, ident))
+            peer.sock.sendall(b"".join(frames))
+            assert _reply_numbers(peer.sock, 501) == [*range(1, 500), 501]
+        owner.free(ident)
+
+
+def _reply_numbers(sock: socket.socket, last: int) -> list[int]:
+    """The request ids of the replies, in the order they came, up to `last`."""
+    reader = FrameReader(MAX_PAYLOAD_BYTES)
+    numbers: list[int] = []
+    while last not in numbers:
+        data = sock.recv(1 << 16)
+        assert data, numbers[-5:]
+        reader.receive_data(data)
+        while (frame := reader.next_frame()) is not None:
+            assert frame.status == 0
+            numbers.append(frame.request_id)
+    return numbers
+
+
+def test_attach_a_session_split_at_every_byte(daemon: Daemon) -> None:
+    """The hand-over of the socket loses no byte, wherever the stream is cut."""
+    with RawPeer(daemon.address).hello() as owner:
+        ident = owner.acquire(lease_alloc(exclusivity=0)).lease_id
+        stream = b"".join(
+            [
+                frame_of(Opcode.HELLO, Hello(0, "cut", ()), 1),
+                frame_of(Opcode.ATTACH, Attach(()), 2, ident),
+                frame_of(Opcode.PING, Ping(3), 3, ident),
+            ]
+        )
+        for at in range(1, len(stream)):
+            with connect(daemon.address) as sock:
+                sock.sendall(stream[:at])
+                sock.sendall(stream[at:])
+                assert _reply_numbers(sock, 3) == [1, 2, 3]
+                # Its worker has let go of it before the next one comes.
+                sock.shutdown(socket.SHUT_WR)
+                assert not sock.recv(1)
+        owner.request(Opcode.LEASE_FREE, LeaseRef(ident))
+
+
+def test_goodbye_is_read_before_the_close(impatient: Daemon) -> None:
+    with RawPeer(impatient.tcp_address) as peer:
+        assert isinstance(peer.end(), Goodbye)
+    with impatient.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)

@@ -1,0 +1,151 @@
+"""A daemon that can't start says why in one sentence, with an exit status a supervisor understands."""
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Denied, GpuSession
+from gpulease.daemon.__main__ import EXIT_CONFIG, EXIT_UNAVAILABLE
+from gpulease.daemon.cards.choice import has_nvidia_driver
+from helpers.daemon import Daemon, python_environment
+from helpers.kernels import check_main_job
+
+
+def start_in_vain(*arguments: str) -> tuple[int, str]:
+    """(exit status, what it said)."""
+    command = [sys.executable, "-P", "-m", "gpulease.daemon", *arguments]
+    ended = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in ended.stderr
+    assert not ended.stdout
+    return ended.returncode, ended.stderr
+
+
+def check_sentence(said: str, expected: str) -> None:
+    sentences = [line for line in said.splitlines() if not re.match(r"\d{4}-", line)]
+    assert len(sentences) == 1, said
+    assert sentences[0].startswith("gpuleased: ")
+    assert re.search(expected, sentences[0]), said
+
+
+def test_a_second_daemon_on_the_same_socket(daemon: Daemon) -> None:
+    status, said = start_in_vain("--listen", daemon.address, "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "another gpuleased does")
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+
+
+def test_a_socket_left_by_a_crash_is_replaced(start_daemon: Callable[..., Daemon]) -> None:
+    crashed = start_daemon()
+    crashed.kill()
+    crashed.check_nothing_is_left()
+    assert crashed.socket_path.exists()
+    again = start_daemon(folder=crashed.folder)
+    assert again.address == crashed.address
+    with again.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    path.write_text("precious")
+    status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "can't listen on")
+    assert path.read_text() == "precious"
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "No such file or directory")
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, said = start_in_vain("--listen", f"tcp:127.0.0.1:{port}", "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, f"can't listen on tcp:127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])
+def test_plain_tcp_is_for_loopback(host: str) -> None:
+    status, said = start_in_vain("--listen", f"tcp:{host}:0", "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "loopback only")
+
+
+@pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
+def test_cuda_without_a_driver(tmp_path: Path) -> None:
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cuda")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, r"NVML can't be used: .*--driver cpu|the cuda driver needs")
+    assert not (tmp_path / "d.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("this is not TOML", "is not TOML"),
+        ("no_such_setting = 1", "unknown setting 'no_such_setting'; known are: listen, driver, vram"),
+        ('driver = "vulkan"', "unknown driver 'vulkan'"),
+        ('vram = ["6 bananas"]', "'6 bananas' is not a size"),
+        ("vram = [6]", "it must be a string or a list of strings"),
+        ('listen = ["ftp:there"]', "'ftp:there' is not an address"),
+        ("listen = 5", "setting listen"),
+        ('max_connections = "many"', "setting max_connections"),
+        ("max_connections = 1", "max_connections_per_tenant must be between 1 and max_connections"),
+        ("[limits]\nmax_ttl_s = 0", "max_ttl_s is 0"),
+        ("[limits]\nmax_tl_s = 5", "max_tl_s"),
+        ("limits = 3", "setting limits"),
+        ("[limits]\nmax_ttl_s = -5", "max_ttl_s is -5"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    status, output = start_in_vain("--config", str(path))
+    assert status == EXIT_CONFIG
+    check_sentence(output, re.escape(said))
+
+
+def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+    status, said = start_in_vain("--config", str(tmp_path / "none.toml"))
+    assert status == EXIT_CONFIG
+    check_sentence(said, "No such file")
+
+
+def test_a_path_too_long_for_a_socket() -> None:
+    status, said = start_in_vain("--listen", "unix:/" + "x" * 200)
+    assert status == EXIT_CONFIG
+    check_sentence(said, "at most 107 bytes")
+
+
+def test_the_command_line_wins_over_the_file(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(vram=("3GiB",), config='vram = ["1GiB", "1GiB"]\nlisten = "unix:/nowhere/at/all"\n')
+    assert [entry.capacity_bytes for entry in daemon.inventory().entries] == [3 << 30]
+
+
+def test_limits_from_the_file_are_kept(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config="[limits]\nmax_ttl_s = 100\nmax_leases_per_tenant = 2\n")
+    with pytest.raises(Denied, match="max_ttl_s"):
+        daemon.builder(seconds=101).acquire()
+    leases = [daemon.builder().acquire() for _ in range(2)]
+    with pytest.raises(Denied, match="max_leases_per_tenant"):
+        daemon.builder().acquire()
+    for lease in leases:
+        lease.free()
+
+
+def test_two_listeners_of_one_daemon(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(tcp=True)
+    assert daemon.tcp_address.startswith("tcp:127.0.0.1:")
+    assert not daemon.tcp_address.endswith(":0")
+    mode = daemon.socket_path.stat().st_mode & 0o777
+    assert mode == 0o660

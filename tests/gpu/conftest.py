@@ -1,0 +1,47 @@
+"""A daemon on the real cards. Skipped only where there is no NVIDIA driver: one that is broken fails."""
+
+from collections.abc import Iterator
+
+import pynvml
+import pytest
+
+from gpulease.daemon.cards.choice import has_nvidia_driver
+from helpers.daemon import Daemon
+from helpers.nvml import Cards
+
+
+@pytest.fixture(scope="session")
+def _nvidia_driver() -> None:
+    if not has_nvidia_driver():
+        pytest.skip("this host has no NVIDIA driver")
+
+
+@pytest.fixture(scope="session")
+def cards(_nvidia_driver: None) -> Iterator[Cards]:
+    """The cards as NVML shows them to this process."""
+    pynvml.nvmlInit()
+    yield Cards()
+    pynvml.nvmlShutdown()
+
+
+@pytest.fixture(scope="session")
+def cuda_daemon(_nvidia_driver: None) -> Iterator[Daemon]:
+    """One daemon for all tests here; it leases 6 GiB of each card at most."""
+    daemon = Daemon(driver="cuda", vram=("6GiB",), tcp=True)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def daemon(cards: Cards, cuda_daemon: Daemon) -> Iterator[Daemon]:
+    """The daemon; afterwards it must be idle again, and NVML must show the cards' memory back."""
+    files = len(cuda_daemon.open_files())
+    used = cards.used_bytes()
+    yield cuda_daemon
+    cuda_daemon.check_idle(files)
+    cards.check_back_to(used)

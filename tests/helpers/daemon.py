@@ -1,0 +1,242 @@
+"""A real `gpuleased` in a process of its own, and proof that nothing of it is left when it has stopped."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import gpulease
+from gpulease.client import GpuBuilder
+from gpulease.client.blocking import ask
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, Inventory, LeaseRef, LeaseRevoke, Ping
+from helpers.processes import ProcessInfo, descendants, marked, open_files
+from helpers.waiting import wait_until
+
+TESTS: Final = Path(__file__).parents[1]
+START_LIMIT_S: Final = 30.0
+STOP_LIMIT_S: Final = 15.0
+MARK: Final = "GPULEASE_TEST_DAEMON"
+
+_TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^Traceback|Exception ignored", re.MULTILINE)
+_TCP: Final = re.compile(r"listens on (tcp:\S+)")
+
+
+def python_environment() -> dict[str, str]:
+    """The environment of a Python that finds the same gpulease as this process, and the tests' helpers."""
+    package_parent = Path(next(iter(gpulease.__path__))).parent
+    path = [str(package_parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@dataclass
+class Faults:
+    """What to break in a daemon, from outside: see `helpers.faulty_daemon`."""
+
+    constants: dict[str, Any] = field(default_factory=dict)
+    withhold_proof_while: Path | None = None
+
+    def as_argument(self) -> str:
+        """For the launcher's command line."""
+        flag = None if self.withhold_proof_while is None else str(self.withhold_proof_while)
+        return json.dumps({"constants": self.constants, "withhold_proof_while": flag})
+
+
+class Daemon:
+    """One daemon, its folder and its log.
+
+    Attributes:
+        address: Its Unix socket.
+        folder: A short path of its own, for the socket and whatever the test puts there.
+        allowed_trouble: Patterns of ERROR lines that the test provokes on purpose.
+    """
+
+    def __init__(
+        self,
+        *,
+        vram: Sequence[str] = ("6GiB",),
+        tcp: bool = False,
+        config: str = "",
+        faults: Faults | None = None,
+        driver: str = "cpu",
+        folder: Path | None = None,
+    ) -> None:
+        # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
+        self.socket_path = self.folder / "d.sock"
+        self.address = f"unix:{self.socket_path}"
+        self.allowed_trouble: list[str] = []
+        self._was_killed = False
+        self._owns_folder = folder is None
+        self._mark = uuid.uuid4().hex
+        self._listeners = 1 + tcp
+        arguments = ["--listen", self.address, "--driver", driver]
+        arguments += ["--listen", "tcp:127.0.0.1:0"] * tcp
+        arguments += [part for size in vram for part in ("--vram", size)]
+        if config:
+            (self.folder / "config.toml").write_text(config)
+            arguments += ["--config", str(self.folder / "config.toml")]
+        module = ["gpulease.daemon"] if faults is None else ["helpers.faulty_daemon", faults.as_argument()]
+        self._log_path = self.folder / f"log-{self._mark}"
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", *module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment() | {MARK: self._mark},
+            )
+
+    # --- its life ---
+
+    def wait_until_it_answers(self) -> None:
+        """Return once it listens and answers. Fails with its log if it ends instead."""
+
+        def listens() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the daemon ended with status {self.process.returncode}:\n{self.log()}")
+            return self.log().count("listens on") == self._listeners
+
+        wait_until(listens, "the daemon listens", START_LIMIT_S)
+        assert ask(Opcode.PING, Ping(7), self.address) == Ping(7)
+
+    def wait_for_exit(self, within_s: float = STOP_LIMIT_S) -> int:
+        """Its exit status."""
+        return self.process.wait(within_s)
+
+    def stop(self) -> None:
+        """SIGTERM, and proof that it ended in good order and left nothing behind."""
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                assert self.wait_for_exit() == 0, self.log()
+            self.check_nothing_is_left()
+            assert self._was_killed or not self.socket_path.exists()
+            assert not self.trouble(), self.log()
+        finally:
+            self.discard()
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._was_killed = True
+        self.process.kill()
+        self.process.wait()
+
+    def check_nothing_is_left(self) -> None:
+        """Fails if a zygote or a worker outlives its daemon."""
+        wait_until(lambda: not self.processes(), "no process of the daemon is left")
+
+    def discard(self) -> None:
+        """Take its folder away, and whatever may still run."""
+        for info in self.processes():
+            os.kill(info.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.kill()
+        if self._owns_folder:
+            shutil.rmtree(self.folder)
+
+    # --- what it says ---
+
+    def log(self) -> str:
+        """All it has logged."""
+        return self._log_path.read_text(errors="replace")
+
+    def trouble(self) -> list[str]:
+        """Logged lines that speak of an error and were not allowed."""
+        lines = [line for line in self.log().splitlines() if _TROUBLE.search(line)]
+        return [line for line in lines if not any(re.search(pattern, line) for pattern in self.allowed_trouble)]
+
+    @property
+    def tcp_address(self) -> str:
+        """Where it listens for TCP."""
+        found = _TCP.search(self.log())
+        assert found, self.log()
+        return found[1]
+
+    def inventory(self) -> Inventory:
+        """Its cards."""
+        reply = ask(Opcode.GET_INVENTORY, Empty(), self.address)
+        assert isinstance(reply, Inventory)
+        return reply
+
+    def available_bytes(self, card: int = 0) -> int:
+        """What a card can still grant."""
+        return self.inventory().entries[card].available_bytes
+
+    def leases(self) -> list[dict[str, Any]]:
+        """What LEASE_LIST_ACTIVE says to an operator."""
+        return list(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
+
+    def query(self, lease_id: int) -> dict[str, Any]:
+        """What LEASE_QUERY says to an operator."""
+        return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
+
+    def revoke(self, lease_id: int, reason: str = "maintenance") -> int:
+        """The outcome of LEASE_REVOKE."""
+        return int(ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), self.address).outcome)
+
+    def wait_for_end(self, lease_id: int) -> None:
+        """Return once the lease is over and its bytes are free."""
+        wait_until(lambda: self.query(lease_id)["state"] == "torndown", "the lease is gone", seen=self.leases)
+
+    def builder(self, size_bytes: int = 1 << 20, seconds: float = 60) -> GpuBuilder:
+        """Ask it for a small lease; the test says what is special."""
+        return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds)
+
+    # --- its processes ---
+
+    def processes(self) -> list[ProcessInfo]:
+        """Every process it or its children started that still runs, itself included."""
+        return marked(f"{MARK}={self._mark}")
+
+    def zygote_pid(self) -> int:
+        """The zygote's process id."""
+        (zygote,) = [info for info in self.processes() if info.name == "gpul-zygote"]
+        return zygote.pid
+
+    def worker_pid(self, lease_id: int) -> int:
+        """The process id of a lease's worker."""
+        name = worker_name(lease_id)
+        (worker,) = [info for info in self.processes() if info.name == name]
+        return worker.pid
+
+    def has_worker(self, lease_id: int) -> bool:
+        """Whether a lease's worker runs."""
+        return any(info.name == worker_name(lease_id) for info in self.processes())
+
+    def open_files(self) -> dict[int, str]:
+        """The broker's descriptors."""
+        return open_files(self.process.pid)
+
+    def check_idle(self, files_before: int) -> None:
+        """Fails unless it gets back to no lease, all bytes free, no worker, no zombie, no descriptor more."""
+        # Errors a test caught keep their frames, and so sessions and connections, in cycles.
+        gc.collect()
+        wait_until(lambda: not self.leases(), "no lease is left", seen=self.leases)
+        for entry in self.inventory().entries:
+            assert entry.available_bytes == entry.capacity_bytes
+            assert entry.flags == 0
+        wait_until(
+            lambda: [info.name for info in descendants(self.process.pid)] == ["gpul-zygote"],
+            "the zygote is the daemon's only child",
+            seen=lambda: descendants(self.process.pid),
+        )
+        wait_until(
+            lambda: len(self.open_files()) <= files_before, "the broker's descriptors are closed", seen=self.open_files
+        )
+
+
+def worker_name(lease_id: int) -> str:
+    """What a worker is called in /proc: the kernel keeps 15 bytes."""
+    return f"gpul-{WorkerSpec(lease_id, '', 1, False).to_message()['lease']}"[:15]

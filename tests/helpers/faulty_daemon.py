@@ -1,0 +1,36 @@
+"""`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
+
+FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and
+`withhold_proof_while`, a path: as long as it exists, no card shows a dead worker's bytes back.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpulease.daemon.__main__ import main
+from gpulease.daemon.cards.embedded import EmbeddedCards
+
+
+def break_things(faults: dict[str, Any]) -> None:
+    """Set the constants and replace the proof."""
+    for place, value in faults["constants"].items():
+        module, _, name = place.partition(":")
+        found = importlib.import_module(module)
+        assert hasattr(found, name), place
+        setattr(found, name, value)
+    if faults["withhold_proof_while"] is not None:
+        flag = Path(faults["withhold_proof_while"])
+
+        def missing_proof(self: EmbeddedCards, card_uuid: str, pid: int) -> str:
+            return "the test withholds the proof" if flag.exists() else ""
+
+        # A fault injected from outside: production code has no switch for it.
+        EmbeddedCards.missing_proof = missing_proof  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    break_things(json.loads(sys.argv.pop(1)))
+    main()

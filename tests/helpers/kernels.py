@@ -1,0 +1,103 @@
+"""The product's PTX as tests use it: the main job, and kernels that take for ever, or go astray."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpulease.client import Buffer, GpuSession, KernelArgs, Module
+
+PTX: Final = Path(__file__).parents[2] / "vectors" / "gpu"
+TRANSFORM: Final = (PTX / "transform.sm75.ptx").read_bytes()
+FAULTS: Final = (PTX / "faults.sm75.ptx").read_bytes()
+
+BLOCK: Final = [256, 1, 1]
+
+
+def grid_for(n: int) -> list[int]:
+    """As many blocks as n threads need."""
+    return [(n + 255) // 256, 1, 1]
+
+
+def scale_args(buffer: Buffer, n: int, factor: float = 2.0) -> KernelArgs:
+    """The arguments of `scale`, and of `bias`, which has the same."""
+    return KernelArgs().push_buffer(buffer).push_u32(n).push_f32(factor)
+
+
+def packed_scale_args(address: int, n: int, factor: float = 2.0) -> tuple[bytes, tuple[int, ...]]:
+    """The same as raw bytes and their sizes."""
+    return struct.pack("<QIf", address, n, factor), (8, 4, 4)
+
+
+def numbers(n: int) -> NDArray[np.float32]:
+    """0, 1, 2 and so on."""
+    return np.arange(n, dtype=np.float32)
+
+
+def floats(data: Any) -> NDArray[np.float32]:
+    """Bytes read from a device, as numbers."""
+    return np.frombuffer(data, dtype=np.float32)
+
+
+def check_main_job(session: GpuSession, n: int = 1000) -> None:
+    """Upload, scale by 2, add 10 in the same buffer, read back; fails unless every number is right."""
+    buffer = session.mem_alloc(4 * n)
+    session.mem_write(buffer, 0, numbers(n))
+    module = session.module_load(TRANSFORM)
+    session.launch(module, "scale", grid_for(n), BLOCK, scale_args(buffer, n, 2.0))
+    session.launch(module, "bias", grid_for(n), BLOCK, scale_args(buffer, n, 10.0))
+    session.sync()
+    np.testing.assert_array_equal(floats(session.mem_read(buffer, 0, 4 * n)), numbers(n) * 2 + 10)
+    session.module_unload(module)
+    session.mem_free(buffer)
+
+
+class Neighbour:
+    """Somebody else's session whose results must stay right whatever happens beside it."""
+
+    def __init__(self, session: GpuSession, n: int = 512) -> None:
+        self.rounds = 0
+        self._session, self._n = session, n
+        self._buffer = session.mem_alloc(4 * n)
+        self._module = session.module_load(TRANSFORM)
+
+    def check(self) -> bool:
+        """One round of work; fails if a number is wrong. True, so that it can be a condition's side job."""
+        self.rounds += 1
+        self._session.mem_write(self._buffer, 0, numbers(self._n) + self.rounds)
+        args = scale_args(self._buffer, self._n, 3.0)
+        self._session.launch(self._module, "scale", grid_for(self._n), BLOCK, args)
+        data = self._session.mem_read(self._buffer, 0, 4 * self._n)
+        np.testing.assert_array_equal(floats(data), (numbers(self._n) + self.rounds) * 3)
+        return True
+
+
+def start_endless(session: GpuSession) -> tuple[Module, Buffer]:
+    """Launch a kernel that never ends; only the end of its lease stops it."""
+    module = session.module_load(FAULTS)
+    flag = session.mem_alloc(4)
+    session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+    return module, flag
+
+
+def start_stray_store(session: GpuSession, module: Module, buffer: Buffer, byte_offset: int = 1 << 40) -> int:
+    """Launch a store far outside of everything; its launch's number."""
+    args = KernelArgs().push_buffer(buffer).push_u64(byte_offset)
+    return session.launch(module, "stray_store", [1], [1], args)
+
+
+@contextmanager
+def fill_u32(session: GpuSession, buffer: Buffer, n: int) -> Iterator[Any]:
+    """A function that queues filling `buffer` with a value; the module lives as long as the block."""
+    module = session.module_load(FAULTS)
+
+    def launch(value: int) -> int:
+        args = KernelArgs().push_buffer(buffer).push_u32(n).push_u32(value)
+        return session.launch(module, "fill_u32", grid_for(n), BLOCK, args)
+
+    yield launch
+    session.module_unload(module)

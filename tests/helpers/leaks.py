@@ -1,0 +1,44 @@
+"""Comparing what a process holds before and after: descriptors, threads, children."""
+
+import gc
+import os
+from dataclasses import dataclass, field
+
+from helpers.processes import descendants, open_files, own_threads
+from helpers.waiting import wait_until
+
+SETTLE_S = 3.0
+"""For threads that were told to end, and for children that were killed, to be gone."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds now."""
+
+    files: dict[int, str] = field(default_factory=open_files)
+    threads: dict[int, str] = field(default_factory=own_threads)
+    children: frozenset[int] = field(default_factory=lambda: frozenset(info.pid for info in descendants(os.getpid())))
+
+    def excess_over(self, before: "Holdings") -> str:
+        """What is held now and was not held before, in words; "" if nothing is."""
+        files = {fd: to for fd, to in self.files.items() if before.files.get(fd) != to}
+        threads = {number: name for number, name in self.threads.items() if number not in before.threads}
+        children = self.children - before.children
+        parts = [("descriptors", files), ("threads", threads), ("children", children)]
+        return "; ".join(f"{what} left: {left}" for what, left in parts if left)
+
+
+def check_for_leaks(before: Holdings) -> None:
+    """Fails if this process holds more than before, once it has had a moment to let go."""
+    gc.collect()
+    left = ""
+
+    def is_clean() -> bool:
+        nonlocal left
+        left = Holdings().excess_over(before)
+        return not left
+
+    try:
+        wait_until(is_clean, "back to what was held before the test", SETTLE_S)
+    except AssertionError:
+        raise AssertionError(f"the test leaks: {left}") from None

@@ -1,0 +1,38 @@
+"""What NVML says of the cards; for tests that run where there are some."""
+
+from typing import Final
+
+import pynvml
+
+from helpers.waiting import wait_until
+
+SLACK_BYTES: Final = 128 << 20
+"""How far a card's used bytes move by themselves; less than any context, or any lease a test takes, holds."""
+
+
+class Cards:
+    """All cards; NVML is initialised."""
+
+    def __init__(self) -> None:
+        count = int(pynvml.nvmlDeviceGetCount())
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def uuids(self) -> list[str]:
+        """By index."""
+        return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
+
+    def total_bytes(self) -> list[int]:
+        """What each card has."""
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
+
+    def used_bytes(self) -> list[int]:
+        """What is used on each card."""
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
+
+    def check_back_to(self, before: list[int]) -> None:
+        """Fails unless no card has more used than before, but for the slack."""
+
+        def is_back() -> bool:
+            return all(now <= then + SLACK_BYTES for now, then in zip(self.used_bytes(), before, strict=True))
+
+        wait_until(is_back, f"NVML shows the memory back to {before}", seen=self.used_bytes)

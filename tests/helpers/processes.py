@@ -1,0 +1,88 @@
+"""What /proc says of processes: who is whose child, what they are called, what they hold open."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One process, as it was a moment ago."""
+
+    pid: int
+    parent: int
+    state: str
+    name: str
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether it has ended and nobody has waited for it."""
+        return self.state == "Z"
+
+
+def processes() -> list[ProcessInfo]:
+    """All processes that can be seen."""
+    found = (process_info(int(entry)) for entry in os.listdir(_PROC) if entry.isdigit())
+    return [info for info in found if info is not None]
+
+
+def process_info(pid: int) -> ProcessInfo | None:
+    """One process, None if it is gone."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    state, parent = rest.split()[:2]
+    return ProcessInfo(pid, int(parent), state, name)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie."""
+    info = process_info(pid)
+    return info is not None and not info.is_zombie
+
+
+def descendants(pid: int) -> list[ProcessInfo]:
+    """Children, their children and so on, zombies too."""
+    everybody = processes()
+    found: list[ProcessInfo] = []
+    parents = {pid}
+    while children := [info for info in everybody if info.parent in parents]:
+        found += children
+        parents = {info.pid for info in children}
+    return found
+
+
+def marked(mark: str) -> list[ProcessInfo]:
+    """The running processes that were started with `mark` in their environment, or come from one that was."""
+    wanted = mark.encode()
+    return [info for info in processes() if wanted in _environment(info.pid)]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def open_files(pid: int | str = "self") -> dict[int, str]:
+    """The file descriptors of a process, each with what it leads to."""
+    files = {}
+    folder = _PROC / str(pid) / "fd"
+    for entry in os.listdir(folder):
+        try:
+            files[int(entry)] = os.readlink(folder / entry)
+        except FileNotFoundError:
+            continue  # the one the folder itself was read by
+    return files
+
+
+def own_threads() -> dict[int, str]:
+    """The threads of this process by their kernel id, those that native code started too."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return {int(entry): names.get(int(entry), "not Python's") for entry in os.listdir("/proc/self/task")}
