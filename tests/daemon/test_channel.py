@@ -128,9 +128,9 @@ def test_malformed_messages_close_the_descriptors_beside_them(pair: Pair, pipe: 
 
 def test_more_descriptors_than_there_is_room_for(pair: Pair, pipe: tuple[int, int]) -> None:
     ours, theirs = pair
+    # The leak check of every test notices that those which got through are closed.
     socket.send_fds(ours, [msgpack.packb({"op": "take"})], [pipe[0]] * (MAX_FDS + 60))
-    with pytest.raises(ChannelClosed, match="malformed"):
-        receive_message(theirs)
+    assert receive_message(theirs) == ({"op": "take"}, [])
 
 
 def test_an_empty_datagram_with_descriptors(pair: Pair, pipe: tuple[int, int]) -> None:

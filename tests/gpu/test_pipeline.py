@@ -33,7 +33,6 @@ from helpers.kernels import (
     start_stray_store,
 )
 from helpers.nvml import Cards
-from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 

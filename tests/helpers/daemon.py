@@ -224,8 +224,8 @@ class Daemon:
         # Errors a test caught keep their frames, and so sessions and connections, in cycles.
         gc.collect()
         wait_until(lambda: not self.leases(), "no lease is left", seen=self.leases)
-        for entry in self.inventory().entries:
-            assert entry.available_bytes == entry.capacity_bytes
+        for card in self.inventory().details:
+            assert card["held_bytes"] == 0, card
             assert entry.flags == 0
         wait_until(
             lambda: [info.name for info in descendants(self.process.pid)] == ["gpul-zygote"],
