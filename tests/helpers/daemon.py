@@ -226,7 +226,7 @@ class Daemon:
         wait_until(lambda: not self.leases(), "no lease is left", seen=self.leases)
         for card in self.inventory().details:
             assert card["held_bytes"] == 0, card
-            assert entry.flags == 0
+            assert card["fenced_bytes"] == 0, card
         wait_until(
             lambda: [info.name for info in descendants(self.process.pid)] == ["gpul-zygote"],
             "the zygote is the daemon's only child",
