@@ -80,12 +80,15 @@ def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("abs{.ftz}.f32", 2)
 @FAMILY.form("abs.f64", 2)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The sign bit turned over or cleared; that of a NaN too."""
+    """The sign bit turned over or cleared. The ISA leaves a NaN's open: as on an H100, f64's stays, f32's is canonical."""
     scalar = _last_scalar(i)
-    bits = t.to_bits(read_float(t, i, 1, scalar, m), scalar)
+    value = read_float(t, i, 1, scalar, m)
+    bits = t.to_bits(value, scalar)
     sign_bit = 1 << (scalar.bits - 1)
     result = t.ir.binary("xor", bits, sign_bit) if i.opcode == "neg" else t.ir.binary("and", bits, sign_bit - 1)
-    t.write(i.operands[0], scalar, result)
+    nan = bits if scalar.bits == 64 else constant("i32", _CANONICAL_NAN)
+    is_nan = t.ir.compare("fcmp uno", value, value)
+    t.write(i.operands[0], scalar, t.ir.select(is_nan, nan, result))
 
 
 @FAMILY.form("min{.ftz}.f32", 3)

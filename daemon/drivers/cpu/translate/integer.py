@@ -68,7 +68,7 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("div.type", 3, type=INTEGERS)
 @FAMILY.form("rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """By zero the ISA leaves the result open: here all ones, and the dividend as remainder, with no trap.
+    """By zero the ISA leaves the result open: here, as on an H100, all ones for both, with no trap.
 
     The smallest signed number by -1 wraps around, with remainder 0.
     """
@@ -85,9 +85,7 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         if scalar.is_signed:
             by_minus_one = ir.compare("icmp eq", right, -1)
             result = ir.select(by_minus_one, ir.binary("sub", constant(left.type, 0), left), result)
-        result = ir.select(is_zero, constant(left.type, -1), result)
-    else:
-        result = ir.select(is_zero, left, result)
+    result = ir.select(is_zero, constant(left.type, -1), result)
     t.write(i.operands[0], scalar, result)
 
 
@@ -210,8 +208,13 @@ def _whole_product(t: OperandTranslator, scalar: Scalar, left: Value, right: Val
 
 
 def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str) -> Value:
-    """A field's start or length: the low 8 bits of a .u32 (sections 9.7.1.18 and 9.7.1.19)."""
-    number = t.ir.binary("and", t.read(i.operands[position], _LENGTH), 255)
+    """A field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
+
+    Past 255 the ISA leaves it open: an H100 takes the low 8 bits for a 32-bit field, and all of them for a 64-bit one.
+    """
+    number = t.read(i.operands[position], _LENGTH)
+    if kind == "i32":
+        return t.ir.binary("and", number, 255)
     return t.ir.resize(number, kind, signed=False)
 
 

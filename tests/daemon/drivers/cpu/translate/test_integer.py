@@ -24,13 +24,14 @@ def quotient(a: int, b: int) -> int:
 
 
 def remainder(a: int, b: int) -> int:
-    return a if b == 0 else a - b * quotient(a, b)
+    return -1 if b == 0 else a - b * quotient(a, b)
 
 
 def field(value: int, kind: str, start: int, length: int) -> int:
-    """bfe, as section 9.7.1.18 spells it out."""
+    """bfe, as section 9.7.1.18 spells it out, and past 255 as an H100 has it."""
     bits = int(kind[1:])
-    start, length = start & 255, length & 255
+    if bits == 32:
+        start, length = start & 255, length & 255
     sign = 0
     if kind[0] == "s" and length:
         sign = value >> min(start + length - 1, bits - 1) & 1
@@ -38,9 +39,10 @@ def field(value: int, kind: str, start: int, length: int) -> int:
 
 
 def inserted(a: int, b: int, bits: int, start: int, length: int) -> int:
-    """bfi, as section 9.7.1.19 spells it out."""
-    start, length = start & 255, length & 255
-    for k in range(length):
+    """bfi, as section 9.7.1.19 spells it out, and past 255 as an H100 has it."""
+    if bits == 32:
+        start, length = start & 255, length & 255
+    for k in range(min(length, bits)):
         if start + k < bits:
             b = b & ~(1 << (start + k)) | (a >> k & 1) << (start + k)
     return b
