@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease.client.awaiting import drive, undisturbed
+from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
 from gpulease.client.core.renewal import RenewalSchedule, keep
@@ -188,7 +188,7 @@ class AsyncKeepAlive:
     ) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
-        self._task = asyncio.get_running_loop().create_task(self._keep(weakref.ref(lease), schedule))
+        self._task = asyncio.get_running_loop().create_task(forgetting(self._keep(weakref.ref(lease), schedule)))
 
     async def stop(self) -> None:
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""

@@ -33,10 +33,25 @@ async def drive(procedure: Procedure[T]) -> T:
 
 async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
     """Run something in a task of its own, which goes on to its end if the caller is cancelled."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(forgetting(work))
     _undisturbed.add(task)
     task.add_done_callback(_undisturbed.discard)
-    return await asyncio.shield(task)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
+
+
+async def forgetting(work: Coroutine[Any, Any, T]) -> T:
+    """Run something that is a task's own; cancelled, the task keeps nothing of it.
+
+    From 3.12 on a cancelled task keeps its CancelledError, and that its traceback: frames of the operation, with the
+    lease, and frames of the loop that cancels its tasks as it ends, with the task. The cycle would keep the lease.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, with the frames from here on
 
 
 async def _wait(step: Wait) -> bool:

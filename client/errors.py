@@ -6,7 +6,7 @@
     ├── Fenced              the card's memory could not be proved free: an operator must clear it
     ├── CapacityExceeded    no card has that much room
     │   └── Busy            the daemon serves as many peers as it can
-    ├── Disconnected        no daemon at the other end, or it went away
+    ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
     ├── InvalidRequest      the request makes no sense
@@ -120,7 +120,7 @@ class Busy(CapacityExceeded):
 
 @answers(Status.DISCONNECTED)
 class Disconnected(GpuLeaseError):
-    """No daemon answers, or the connection ended and nothing says why."""
+    """No daemon answers, or the connection ended and nothing says why; or the daemon stops, which ends its leases."""
 
     host_code = -1
     default_hint = "Is gpuleased running?"

@@ -85,7 +85,7 @@ def _loop_factory() -> Any:
 
 
 def _fail(message: str, hint: str, status: int) -> int:
-    click.echo(f"gpuleased: {message}.{' ' + hint if hint else ''}", err=True)
+    click.echo(f"gpuleased: {message.rstrip('.')}.{' ' + hint if hint else ''}", err=True)
     return status
 
 

@@ -61,9 +61,11 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
     settings: dict[str, Any] = {} if path is None else _from_file(path)
     settings |= {key: value for key, value in overrides.items() if value}
-    config = Config()
-    for key, value in settings.items():
-        config = replace(config, **{_field(key): _convert(key, value)})
+    values = {_field(key): _convert(key, value) for key, value in settings.items()}
+    config = replace(Config(), **values)
+    if "max_connections_per_tenant" not in values:
+        fitting = min(config.max_connections, config.max_connections_per_tenant)
+        config = replace(config, max_connections_per_tenant=fitting)
     _check(config)
     return config
 
@@ -74,7 +76,8 @@ def _from_file(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
+        # TOMLDecodeError, or bytes that are not UTF-8.
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
@@ -93,7 +96,7 @@ def _convert(key: str, value: Any) -> Any:
         if key == "vram":
             return tuple(parse_size(text) for text in _texts(value))
         if key == "socket_mode":
-            return int(value, 8) if isinstance(value, str) else _whole(key, value)
+            return _mode(value)
         if key == "limits":
             return _limits(value)
         if key == "driver":
@@ -129,7 +132,16 @@ def _whole(name: str, value: Any) -> int:
     return value
 
 
+def _mode(value: Any) -> int:
+    mode = int(value, 8) if isinstance(value, str) else _whole("socket_mode", value)
+    if not 0 <= mode <= 0o777:
+        raise ValueError(f'{value!r} is not a file mode: write it as "0660" or 0o660')
+    return mode
+
+
 def _texts(value: Any) -> list[str]:
+    if not isinstance(value, str | list):
+        raise ValueError("it must be a string or a list of strings")
     texts = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("it must be a string or a list of strings")
@@ -143,5 +155,5 @@ def _check(config: Config) -> None:
         raise ConfigError("nothing to listen on")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
-    if not 0 < config.max_connections_per_tenant <= config.max_connections:
+    if not 1 <= config.max_connections_per_tenant <= config.max_connections:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")

@@ -24,11 +24,7 @@ ONE: Final[Dim3] = (1, 1, 1)
 
 def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[str, float]:
     """Microseconds and GB/s of the driver's own calls."""
-    source = choose_cards(driver_name, ())
-    card = source.discover()[0]
-    driver = driver_named(source.driver)
-    driver.preload()
-    context = driver.open_context(card.uuid, SLICE_BYTES)
+    driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
     address = context.mem_alloc(THREADS * 4)
@@ -58,12 +54,19 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
     figures |= _copies(context, samples)
-    if source.driver == "cuda":
+    if driver_name == "cuda":
         from gpulease.daemon.drivers.cuda.baseline import call_us
 
         figures["pycuda_call_us"] = call_us(module, address, THREADS, launches)
     context.close()
     return figures
+
+
+def _open(wanted: str) -> tuple[str, Context]:
+    source = choose_cards(wanted, ())
+    driver = driver_named(source.driver)
+    driver.preload()
+    return source.driver, driver.open_context(source.discover()[0].uuid, SLICE_BYTES)
 
 
 def _copies(context: Context, samples: int) -> dict[str, float]:

@@ -35,7 +35,9 @@ AGAIN:
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int) -> dict[str, float]:
     """Launches, syncs, copies and allocations of one session."""
-    with GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(600).acquire() as lease, GpuSession(lease) as session:
+    # Card 0, because that is the one the direct calls are made on.
+    wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
+    with wanted.acquire() as lease, GpuSession(lease) as session:
         module = session.module_load(ptx)
         buffer = session.mem_alloc(THREADS * 4)
         args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)

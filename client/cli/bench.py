@@ -44,19 +44,30 @@ _LEASE_ROWS: Final = (
 )
 
 Figures = dict[str, float]
+_POSITIVE: Final = click.IntRange(min=1)
 
 
 @click.command()
 @click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Of a private daemon.")
-@click.option("--rounds", default=3, show_default=True, help="Leased and direct in turn; medians are shown.")
-@click.option("--launches", default=20_000, show_default=True, help="Launches pipelined in a round.")
-@click.option("--leases", default=20, show_default=True, help="Leases acquired and freed, and as many left to expire.")
+@click.option(
+    "--rounds", type=_POSITIVE, default=3, show_default=True, help="Leased and direct in turn; medians are shown."
+)
+@click.option("--launches", type=_POSITIVE, default=20_000, show_default=True, help="Launches pipelined in a round.")
+@click.option(
+    "--leases",
+    type=_POSITIVE,
+    default=20,
+    show_default=True,
+    help="Leases acquired and freed, and as many left to expire.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon(driver))
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        if driver not in ("auto", card["driver"]):
+            raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, direct = _rounds(address, card["driver"], rounds, launches)
         lease_figures = acquisition(address, leases) | expiry(address, leases)
     report = {
@@ -65,6 +76,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         "leased": leased,
         "direct": direct,
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
+        "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
     }
     if "pycuda_call_us" in direct:
@@ -114,5 +126,10 @@ def _tables(report: dict[str, object]) -> str:
             f"{report['launch_to_pycuda_call']}"
         )
     if isinstance(leases, dict):
-        parts.append(table(["", "ms"], [[text, f"{leases[name]:.2f}"] for name, text in _LEASE_ROWS]))
+        parts.append(
+            table(
+                [f"over {report['lease_samples']} leases", "ms"],
+                [[text, f"{leases[name]:.2f}"] for name, text in _LEASE_ROWS],
+            )
+        )
     return "\n\n".join(parts)

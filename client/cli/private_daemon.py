@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, UnixAddress, parse_address
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
 """For a daemon to listen: on a GPU host it makes a first context on every card."""
 
 STOP_TIMEOUT_S: Final = 15.0
 """For it to let everything go, before it is killed."""
+
+SOCKET_NAME_BYTES: Final = 40
+"""Room kept for `/gpulease-xxxxxxxx/daemon.sock` behind the folder of temporary files."""
 
 _LOOK_S: Final = 0.01
 
@@ -39,7 +42,7 @@ def running_address() -> str | None:
 @contextlib.contextmanager
 def private_daemon(driver: str, vram: tuple[str, ...] = ()) -> Iterator[str]:
     """The address of a daemon of this process's own; it ends with the block. Raises CannotStart."""
-    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
         path = str(Path(folder) / "daemon.sock")
         log_path = Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
@@ -52,6 +55,12 @@ def private_daemon(driver: str, vram: tuple[str, ...] = ()) -> Iterator[str]:
             yield f"unix:{path}"
         finally:
             _stop(process)
+
+
+def _short_folder() -> str | None:
+    """Where a socket's path stays short enough: the usual place for temporary files, else /tmp."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(os.fsencode(usual)) > MAX_UNIX_PATH_BYTES - SOCKET_NAME_BYTES else usual
 
 
 def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: Path) -> None:

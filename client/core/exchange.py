@@ -93,11 +93,16 @@ def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
         yield from limit.over()
 
 
-def ask(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
-    """The body of the reply to a request. Raises the error of a refusal, LinkEnded, or what the limit raises."""
+def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
+    """What the daemon replies to a request: a body, or the Failure it refuses with. Raises what `receive` raises."""
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), limit)
-    result = yield from receive(channel, request_id, limit)
+    return (yield from receive(channel, request_id, limit))
+
+
+def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
+    """The body of the reply to a request. Raises the error of a refusal, LinkEnded, or what the limit raises."""
+    result = yield from answer_to(channel, op, body, limit)
     if isinstance(result, Failure):
         raise error_of(result, doing_of(op))
     return result

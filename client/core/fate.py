@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from gpulease.client.core.lease import LeaseState
+from gpulease.client.core.lease import DAEMON_STOPS_HINT, LeaseState
 from gpulease.client.core.steps import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.protocol import Failure, Status
@@ -48,7 +48,8 @@ def fate_of(report: dict[str, Any]) -> Failure | None:
     words = _WORDS.get(str(cause), f"the lease ended ({cause})")
     if state == "fenced" and status in _FENCE_MATTERS:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
-    return Failure(status, f"{words}: {reason}" if reason else words)
+    hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
+    return Failure(status, f"{words}: {reason}" if reason else words, hint)
 
 
 def find_fate(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
@@ -61,7 +62,7 @@ def find_fate(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
                 break
             yield Sleep(FATE_POLL_S)
     except Disconnected as error:
-        return Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
+        return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:
         return _unknown_lease(lease, error.failure)
     return lease.over or Failure(

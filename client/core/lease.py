@@ -4,7 +4,9 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Container
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.core.channel import Channel
@@ -13,6 +15,7 @@ from gpulease.client.core.exchange import (
     CONTROL_REPLY_LIMIT_S,
     Clock,
     TimeLimit,
+    answer_to,
     ask,
     dial,
     disconnected,
@@ -26,8 +29,16 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Statu
 from gpulease.protocol.address import Address
 from gpulease.protocol.messages import Body, LeaseAlloc, LeaseGrant, LeaseRef, LeaseRenew, LeaseRenewed
 
-LEASE_OVER: Final = frozenset({Status.LEASE_EXPIRED, Status.REVOKED, Status.LEASE_FREED, Status.NOT_FOUND})
-"""Statuses that say for good that a lease is no more."""
+LEASE_OVER: Final = frozenset(
+    {Status.LEASE_EXPIRED, Status.REVOKED, Status.FENCED, Status.LEASE_FREED, Status.NOT_FOUND, Status.DISCONNECTED}
+)
+"""Statuses by which the daemon says for good that a lease is no more; DISCONNECTED is the word of one that stops. Not
+to be used on what was found out here, where DISCONNECTED means that nothing is known of the lease."""
+
+LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
+"""The same as the answer to a request about the lease. A session says SESSION_FAILED of a single operation too."""
+
+DAEMON_STOPS_HINT: Final = "Acquire a new lease once the daemon is back, or on another node"
 
 
 class LeaseState:
@@ -63,6 +74,17 @@ class LeaseState:
         """Seconds until the lease ends; 0 when it has."""
         return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
 
+    def heed(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+        """Take in what the daemon said, which may be that the lease is over; the result also says what to do then.
+
+        How it ended stays if that is known already.
+        """
+        if said.status is Status.DISCONNECTED and not said.hint:
+            said = replace(said, hint=DAEMON_STOPS_HINT)
+        if said.status in over and self.over is None:
+            self.over = said
+        return said
+
     # --- procedures ---
 
     def renew(self, seconds: float) -> Procedure[None]:
@@ -83,7 +105,7 @@ class LeaseState:
             if self.over is None:
                 yield from self.free()
         except GpuLeaseError as error:
-            if error.status not in LEASE_OVER:
+            if self.over is None or error.status is Status.FENCED:
                 raise
         finally:
             self.channel.close()
@@ -99,15 +121,13 @@ class LeaseState:
         doing = doing_of(op)
         if self.over is not None and op is not Opcode.LEASE_QUERY:
             raise error_of(self.over, doing)
-        try:
-            return (yield Locked(self.lock, self._ask_again_if_stale(op, body, doing)))
-        except GpuLeaseError as error:
-            if error.status in LEASE_OVER:
-                self.over = error.failure
-            raise
+        answer = yield Locked(self.lock, self._ask_again_if_stale(op, body, doing))
+        if isinstance(answer, Failure):
+            raise error_of(self.heed(answer, LEASE_OVER_FOR_BROKER), doing)
+        return answer
 
     def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str) -> Procedure[Any]:
-        """Ask on the connection the lease came on; if that is dead, once more on a new one.
+        """What is answered on the connection the lease came on; if that is dead, on a new one, asking once more.
 
         All three requests may be asked twice: a second LEASE_FREE finds the lease freed, which is what was wanted.
         """
@@ -119,16 +139,19 @@ class LeaseState:
             self.channel.link.forget()
             try:
                 limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
-                return (yield from ask(self.channel, op, body, limit))
+                answer = yield from answer_to(self.channel, op, body, limit)
             except LinkEnded as ended:
                 self.channel.close()
+                if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
+                    return ended.failure
                 if fresh or is_second:
                     raise disconnected(ended, self.channel, doing) from None
                 is_second = True
-            except GpuLeaseError as error:
-                if is_second and op is Opcode.LEASE_FREE and error.status is Status.LEASE_FREED:
-                    return None
-                raise
+                continue
+            is_refused = isinstance(answer, Failure)
+            if is_refused and is_second and op is Opcode.LEASE_FREE and answer.status is Status.LEASE_FREED:
+                return None
+            return answer
 
 
 class LeaseView:

@@ -38,12 +38,14 @@ class Link:
         end: How the stream ended; None while it lives.
         is_end_explained: Whether `end` is the reason, and not only that the stream is over: the peer said goodbye, or
             it was ended here.
+        said_goodbye: Whether `end` is what the peer said itself.
     """
 
     def __init__(self) -> None:
         self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
         self.end: Failure | None = None
         self.is_end_explained = False
+        self.said_goodbye = False
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._targets: dict[int, memoryview] = {}
@@ -132,7 +134,7 @@ class Link:
                         self._awaited.discard(request_id)
                         self._results[request_id] = result
                 case Goodbye(failure=failure):
-                    self.is_end_explained = True
+                    self.is_end_explained = self.said_goodbye = True
                     self.end = failure
                 case StreamBroken(failure=failure):
                     self._distrust(failure)

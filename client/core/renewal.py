@@ -66,8 +66,8 @@ def keep(
         return None
     state = view._state
     ttl_s = state.ttl_s
-    delay_s: float | None = schedule.after_grant(state.remaining_s)
-    while delay_s is not None:
+    delay_s = schedule.after_grant(state.remaining_s)
+    while True:
         del view
         yield Sleep(delay_s, stopped)
         view = lease()
@@ -77,6 +77,8 @@ def keep(
             yield from state.renew(ttl_s)
             delay_s = schedule.after_grant(state.remaining_s)
         except GpuLeaseError as error:
-            delay_s = schedule.after_failure(error, state.remaining_s)
-            loss = error
-    return None if loss.status is Status.LEASE_FREED else loss
+            pause_s = schedule.after_failure(error, state.remaining_s)
+            if pause_s is None:
+                del view  # the error's traceback has this frame, and must not keep the lease
+                return None if error.status is Status.LEASE_FREED else error
+            delay_s = pause_s

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.core import copies
 from gpulease.client.core.channel import Channel
-from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, ask, dial, receive, send
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
 from gpulease.client.core.fate import find_fate
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
@@ -121,13 +121,17 @@ class SessionState:
         )
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
-            self.attached = yield from ask(self.channel, Opcode.ATTACH, Attach(()), limit, self.session_id)
+            answer = yield from answer_to(self.channel, Opcode.ATTACH, Attach(()), limit, self.session_id)
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:
             self.channel.close()
             raise
         else:
+            if isinstance(answer, Failure):
+                self.channel.close()
+                raise error_of(lease.heed(answer), "attach")
+            self.attached = answer
             self.end = None
             self._send = self.channel.sock.send
             return
@@ -148,8 +152,6 @@ class SessionState:
         """Nothing more can be done here, and why. A reason known already stays."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
-        if self.end.status in LEASE_OVER and self.lease.over is None:
-            self.lease.over = self.end
         self.channel.close()
 
     # --- operations ---
@@ -270,7 +272,8 @@ class SessionState:
         failed_at = result.failed_request_id
         if failed_at is not None:
             self.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
-        if result.status in LEASE_OVER or result.status is Status.FENCED:
+        result = self.lease.heed(result)
+        if result.status in LEASE_OVER:
             self.finish(result)
         raise error_of(result, doing, own_requests)
 
@@ -308,6 +311,8 @@ class SessionState:
             failure = self.lease.over
         elif not self.channel.link.is_end_explained:
             failure = yield from find_fate(self.lease, failure)
+        elif self.channel.link.said_goodbye:
+            failure = self.lease.heed(failure)
         self.finish(failure)
         return error_of(failure, doing)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Final, cast
 
+from gpulease.daemon.broker.deadlines import Deadlines, Wait
 from gpulease.daemon.broker.peers import Peer, identify
 from gpulease.daemon.broker.requests import Desk, Refusal
 from gpulease.daemon.broker.runtime import Runtime
@@ -40,7 +41,10 @@ STALL_TIMEOUT_S: Final = 10.0
 takes a second packet."""
 
 HAND_OVER_POLL_S: Final = 0.001
-"""How often a hand-over looks whether what was written before it is out; it nearly always is at once."""
+"""Until a hand-over looks again whether what was written before it is out; it nearly always is at once."""
+
+MAX_HAND_OVER_POLL_S: Final = 0.1
+"""Longest pause between two such looks, each twice the one before: peers that do not read must cost nothing."""
 
 EVENTS_PER_TURN: Final = 16
 """Requests of one connection served before the others get a turn: a buffer full of small ones takes 100 ms."""
@@ -77,8 +81,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._desk: Desk | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_stalled = False
+        self._deadlines = Deadlines()
         self._is_reader_slow = False
 
     # --- transport ---
@@ -95,7 +98,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             self.say_goodbye(refusal)
             return
         failure = Failure(Status.INVALID_REQUEST, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
-        self._set_timer(HELLO_TIMEOUT_S, self.say_goodbye, failure)
+        self._deadlines.start(Wait.HELLO, HELLO_TIMEOUT_S, self.say_goodbye, failure)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: no more is ever held for a peer than this buffer."""
@@ -115,7 +118,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The transport is gone."""
         self._transport = None
-        self._set_timer(None)
+        self._deadlines.stop_all()
         if self._desk is not None:
             self._desk.leave()
         self._release(self)
@@ -125,12 +128,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._is_reader_slow = True
             self._transport.pause_reading()
-            self._set_timer(STALL_TIMEOUT_S, self._transport.abort)
+            self._deadlines.start(Wait.READING, STALL_TIMEOUT_S, self._transport.abort)
 
     def resume_writing(self) -> None:
         """The peer reads again."""
         if self._transport is not None:
-            self._set_timer(None)
+            self._deadlines.stop(Wait.READING)
             self._is_reader_slow = False
             self._resume_reading()
 
@@ -163,7 +166,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         if self._transport is not None:
-            self._set_timer(LINGER_S, self._transport.abort)
+            self._deadlines.start(Wait.CLOSE, LINGER_S, self._transport.abort)
             self._transport.close()
 
     # --- events ---
@@ -202,7 +205,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._desk is None:
             return
         if request.op is Opcode.HELLO:
-            self._set_timer(None)
+            self._deadlines.stop(Wait.HELLO)
             self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, ()))
         elif request.op is Opcode.ATTACH:
             self._attach(request, self._desk)
@@ -210,34 +213,29 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._desk.take(request)
 
     def _watch_for_stall(self) -> None:
-        is_stalled = self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL
-        if is_stalled != self._is_stalled:
-            self._is_stalled = is_stalled
+        if self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL:
             failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
-            self._set_timer(STALL_TIMEOUT_S if is_stalled else None, self.say_goodbye, failure)
+            self._deadlines.start(Wait.FRAME, STALL_TIMEOUT_S, self.say_goodbye, failure)
+        else:
+            self._deadlines.stop(Wait.FRAME)
 
     def _resume_reading(self) -> None:
         if self._transport is not None and not self._is_reader_slow and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _set_timer(self, delay_s: float | None, action: Callable[..., None] | None = None, *arguments: Failure) -> None:
-        """One timer a connection: what it is waiting for now replaces what it waited for before."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if delay_s is not None and action is not None:
-            self._timer = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
-
     # --- hand-over ---
 
-    def _attach(self, request: Request, desk: Desk) -> None:
-        if self._transport is None:
+    def _attach(self, request: Request, desk: Desk, look_again_s: float = HAND_OVER_POLL_S) -> None:
+        if self._transport is None or self._transport.is_closing():
             return
         # What the peer sent behind its ATTACH is the worker's to read, in the kernel or in our buffer.
         self._transport.pause_reading()
         if self._transport.get_write_buffer_size():
-            asyncio.get_running_loop().call_later(HAND_OVER_POLL_S, self._attach, request, desk)
+            self._deadlines.start(Wait.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
+            loop = asyncio.get_running_loop()
+            loop.call_later(look_again_s, self._attach, request, desk, min(2 * look_again_s, MAX_HAND_OVER_POLL_S))
             return
+        self._deadlines.stop(Wait.ATTACH)
         try:
             desk.check_attach(request.session_id)
         except Refusal as refusal:

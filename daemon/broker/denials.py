@@ -17,14 +17,14 @@ _STATUS: Final = {
     DenialReason.LIMIT: Status.DENIED,
     DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
     DenialReason.FREED: Status.LEASE_FREED,
-    DenialReason.SHUTTING_DOWN: Status.BUSY,
+    DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
 }
 
 _REVOCATION_WORD: Final = {
     Cause.EXPIRED: Status.LEASE_EXPIRED,
     Cause.REVOKED: Status.REVOKED,
     Cause.FREED: Status.LEASE_FREED,
-    Cause.SHUTDOWN: Status.BUSY,
+    Cause.SHUTDOWN: Status.DISCONNECTED,
 }
 
 

@@ -14,8 +14,8 @@ NS_PER_MS: Final = 1_000_000
 
 
 def remaining_ms(lease: LeaseSnapshot, now_ns: int) -> int:
-    """Time left to a lease, 0 if it has none."""
-    return 0 if lease.deadline_ns is None else max(0, lease.deadline_ns - now_ns) // NS_PER_MS
+    """Time left to a lease, rounded up, so that nobody takes it for over while it lives; 0 if it has none."""
+    return 0 if lease.deadline_ns is None else -(-max(0, lease.deadline_ns - now_ns) // NS_PER_MS)
 
 
 def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int) -> int:

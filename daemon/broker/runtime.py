@@ -15,6 +15,7 @@ from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
+    ArmHoldTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
@@ -23,6 +24,7 @@ from gpulease.daemon.core import (
     FenceCleared,
     Freed,
     Granted,
+    HoldTimerFired,
     KillWorker,
     LeaseEnded,
     LeaseSnapshot,
@@ -63,6 +65,7 @@ class Runtime:
         self._waiting: dict[int, OnOutcome] = {}
         self._timers: dict[tuple[int, TimerKind], asyncio.TimerHandle] = {}
         self._wait_timers: dict[int, asyncio.TimerHandle] = {}
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._lease_ended = asyncio.Event()
 
     async def drained(self) -> None:
@@ -73,8 +76,9 @@ class Runtime:
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
-        for handle in (*self._timers.values(), *self._wait_timers.values()):
-            handle.cancel()
+        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer):
+            if handle is not None:
+                handle.cancel()
         await self._reclaimer.stop()
 
     # --- requests ---
@@ -88,10 +92,6 @@ class Runtime:
     def forget(self, request: int) -> None:
         """Nobody waits for this outcome any more."""
         self._waiting.pop(request, None)
-
-    def is_expected(self, request: int) -> bool:
-        """Whether somebody waits for this outcome."""
-        return request in self._waiting
 
     # --- events in ---
 
@@ -134,6 +134,8 @@ class Runtime:
                 self._arm(effect)
             case ArmWaitTimer(request, due_ns):
                 self._wait_timers[request] = self._at(due_ns, WaitTimerFired(request))
+            case ArmHoldTimer(due_ns):
+                self._arm_hold(due_ns)
             case LeaseEnded(lease):
                 self._end(lease)
             case _:
@@ -149,6 +151,11 @@ class Runtime:
         if (armed := self._timers.get(key)) is not None:
             armed.cancel()
         self._timers[key] = self._at(effect.due_ns, TimerFired(effect.lease_id, effect.generation, effect.kind))
+
+    def _arm_hold(self, due_ns: int) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+        self._hold_timer = self._at(due_ns, HoldTimerFired())
 
     def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
         delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S

@@ -54,7 +54,9 @@ class Service:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self.runtime.drained()
-        self._doorkeeper.say_goodbye(Failure(Status.BUSY, "the daemon is stopping", hint="Try again once it is back."))
+        self._doorkeeper.say_goodbye(
+            Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it is back.")
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self._doorkeeper.emptied()

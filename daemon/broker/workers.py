@@ -20,6 +20,9 @@ from gpulease.protocol.opcodes import Status
 ZYGOTE_RESTART_DELAY_S: Final = 1.0
 """Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
 
+MAX_HAND_OVERS: Final = 16
+"""Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
+
 _log = logging.getLogger("gpulease.workers")
 
 
@@ -33,6 +36,7 @@ class Worker:
     pid: int = 0
     pidfd: int = -1
     is_killed: bool = False
+    hand_overs: int = 0
 
 
 class Workers:
@@ -134,12 +138,13 @@ class Workers:
     def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes) -> bool:
         """Hand a tenant's socket to its worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
-        if worker is None:
+        if worker is None or worker.hand_overs >= MAX_HAND_OVERS:
             return False
         try:
             send_message(worker.channel, {"op": "attach", "request_id": request_id, "rest": rest}, (sock_fd,))
         except (ChannelClosed, BlockingIOError):
             return False
+        worker.hand_overs += 1
         return True
 
     # --- what the zygote and the workers say ---
@@ -169,6 +174,9 @@ class Workers:
         close_all(fds)
         lease_id = worker.spec.lease_id
         match message:
+            case {"op": "attached"}:
+                # Never below zero, whatever a worker says.
+                worker.hand_overs = max(0, worker.hand_overs - 1)
             case {"op": "ready"}:
                 self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:

@@ -1,6 +1,7 @@
 """The zygote as the broker sees it: start it, ask it for workers, notice when it dies."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -51,7 +52,10 @@ class Zygote:
     async def start(self) -> None:
         """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
         loop = asyncio.get_running_loop()
-        self._channel = self._launch()
+        try:
+            self._channel = self._launch()
+        except OSError as error:
+            raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
         self._preloaded = loop.create_future()
         loop.add_reader(self._channel, self._read)
         try:
@@ -68,7 +72,8 @@ class Zygote:
         arguments = [self._driver, str(theirs.fileno()), str(os.getpid())]
         # A BLAS that starts threads when it is imported would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        with theirs:
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
             self._process = subprocess.Popen(
                 command + arguments,
@@ -77,6 +82,7 @@ class Zygote:
                 start_new_session=True,
                 env=environment,
             )
+            undo.pop_all()
         return ours
 
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fd: int) -> None:

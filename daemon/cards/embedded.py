@@ -2,10 +2,15 @@
 
 import uuid
 from collections.abc import Sequence
+from typing import Final
 
-from gpulease.daemon.cards.source import CardFacts
+from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
+
+
+MAX_CARD_BYTES: Final = 512 << 30
+"""More than a worker can reserve address space for in one slice is a typing mistake."""
 
 
 class EmbeddedCards:
@@ -13,11 +18,20 @@ class EmbeddedCards:
 
     Args:
         sizes_bytes: One card for each, in order.
+
+    Raises:
+        CardsUnavailable: One is larger than can be pretended.
     """
 
     driver = "cpu"
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
+        for size_bytes in sizes_bytes:
+            if size_bytes > MAX_CARD_BYTES:
+                raise CardsUnavailable(
+                    f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be pretended",
+                    hint="Give a smaller --vram.",
+                )
         self._sizes_bytes = tuple(sizes_bytes)
 
     def discover(self) -> list[CardFacts]:

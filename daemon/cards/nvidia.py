@@ -41,8 +41,17 @@ class NvidiaCards:
             raise CardsUnavailable(f"NVML can't list the cards: {error}", hint=_hint(error)) from None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
-        """What NVML says the process holds."""
-        return self._processes(card_uuid).get(pid, 0)
+        """What NVML says the process holds. Raises CardsUnavailable if it does not say.
+
+        Without that figure neither admission nor the proof of a reclaim would mean anything.
+        """
+        held = self._processes(card_uuid).get(pid, 0)
+        if held == 0:
+            raise CardsUnavailable(
+                f"NVML does not show what process {pid} holds on {card_uuid}",
+                hint="Run the daemon in the host's PID namespace: NVML numbers processes as the host does.",
+            )
+        return held
 
     def missing_proof(self, card_uuid: str, pid: int) -> str:
         """See the module's text."""
@@ -64,6 +73,11 @@ class NvidiaCards:
 
     def _facts(self, index: int) -> CardFacts:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if _is_partitioned(handle):
+            raise CardsUnavailable(
+                f"card {index} is in MIG mode, and leases on partitions are not supported",
+                hint="Turn MIG off on it, or hide it from the daemon.",
+            )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
         used = self._used(uuid)
@@ -77,8 +91,20 @@ class NvidiaCards:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
 
     def _processes(self, card_uuid: str) -> dict[int, int]:
-        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card_uuid])
+        handle = self._handles[card_uuid]
+        listed = [
+            *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
+            *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+        ]
         return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
+
+
+def _is_partitioned(handle: Any) -> bool:
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError_NotSupported:
+        return False
+    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def _hint(error: Any) -> str:

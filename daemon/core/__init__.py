@@ -6,6 +6,7 @@
 from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial, DenialReason
 from gpulease.daemon.core.effects import (
+    ArmHoldTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
@@ -27,6 +28,7 @@ from gpulease.daemon.core.events import (
     Event,
     FenceClearRequested,
     FreeRequested,
+    HoldTimerFired,
     ReclaimFailed,
     ReclaimProved,
     RenewRequested,
@@ -58,6 +60,7 @@ from gpulease.daemon.core.waiting import WaiterSnapshot
 __all__ = [
     "TRANSITIONS",
     "AcquireRequested",
+    "ArmHoldTimer",
     "ArmTimer",
     "ArmWaitTimer",
     "Card",
@@ -74,6 +77,7 @@ __all__ = [
     "FreeRequested",
     "Freed",
     "Granted",
+    "HoldTimerFired",
     "InvalidTransition",
     "InvariantBroken",
     "KillWorker",

@@ -4,7 +4,7 @@ from gpulease.daemon.core import denials, placement
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.denials import Denial
-from gpulease.daemon.core.effects import ArmTimer, ArmWaitTimer, Denied, Effect, SpawnWorker
+from gpulease.daemon.core.effects import ArmHoldTimer, ArmTimer, ArmWaitTimer, Denied, Effect, SpawnWorker
 from gpulease.daemon.core.events import AcquireRequested, TimerKind
 from gpulease.daemon.core.leases import Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
@@ -47,7 +47,11 @@ class Admission:
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        allowed = [account for account in candidates if not account.waiters]
+        if self._book.line.end_holds(now_ns):
+            # The timer is late: those in line come first all the same.
+            self.serve_line(now_ns, out)
+        held = self._book.line.held_cards()
+        allowed = [account for account in candidates if account.card.uuid not in held]
         account = placement.choose(allowed, event.size_bytes, event.exclusivity)
         if account is not None:
             self._place(event, account, now_ns, out)
@@ -57,7 +61,8 @@ class Admission:
             self._enqueue(event, candidates, now_ns, out)
 
     def serve_line(self, now_ns: int, out: list[Effect]) -> None:
-        """Place every waiter that can be placed without passing another. Those past their time are sent away."""
+        """Place every waiter that nobody holds back and that fits. Those past their time are sent away."""
+        self._book.line.end_holds(now_ns)
         while (found := self._book.line.next_placeable()) is not None:
             waiter, account = found
             self._book.line.leave(waiter)
@@ -77,6 +82,14 @@ class Admission:
             return
         self.drop(waiter)
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
+
+    def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
+        """Let those go on who were held back for long enough."""
+        if self._book.line.end_holds(now_ns):
+            self.serve_line(now_ns, out)
+        due_ns = self._book.line.next_hold_end_ns()
+        if due_ns is not None:
+            out.append(ArmHoldTimer(due_ns))
 
     def drop(self, waiter: Waiter) -> None:
         """Take a waiter out of the line; those behind it may go on."""
@@ -114,9 +127,16 @@ class Admission:
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS)
-        self._book.line.join(waiter)
+        line = self._book.line
+        armed_ns = line.next_hold_end_ns()
+        holds_until_ns = line.terms.end_for(event.tenant, now_ns)
+        waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
+        line.join(waiter)
         out.append(ArmWaitTimer(event.request, waiter.due_ns))
+        # There is one timer for all, due when the first of them must stop, or earlier.
+        hold_end_ns = line.next_hold_end_ns()
+        if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
+            out.append(ArmHoldTimer(hold_end_ns))
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
         if self._book.is_shutting_down:

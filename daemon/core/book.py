@@ -32,7 +32,7 @@ class Book:
         self.live_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
-        self.line = WaitingLine()
+        self.line = WaitingLine(limits)
         self.has_freed_room = False
         self.is_shutting_down = False
         selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}

@@ -1,5 +1,6 @@
 """The cards of the node, and what is held on each."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,7 +72,7 @@ class CardSnapshot:
 class CardAccount:
     """The running sums of one card. Bytes are taken at placement and come back only when proved reclaimed."""
 
-    __slots__ = ("card", "exclusive_leases", "fenced_bytes", "held_bytes", "leases", "waiters")
+    __slots__ = ("card", "exclusive_leases", "fenced_bytes", "held_bytes", "leases", "leases_by_tenant")
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -79,8 +80,8 @@ class CardAccount:
         self.fenced_bytes = 0
         self.leases = 0
         self.exclusive_leases = 0
-        # Waiting acquires that this card could serve: while there are any, nobody may pass them.
-        self.waiters = 0
+        # Tenants without a live lease here are absent.
+        self.leases_by_tenant: Counter[str] = Counter()
 
     @property
     def free_bytes(self) -> int:
@@ -102,12 +103,16 @@ class CardAccount:
         """Hold a lease's bytes."""
         self.held_bytes += lease.charge_bytes
         self.leases += 1
+        self.leases_by_tenant[lease.tenant] += 1
         self.exclusive_leases += lease.exclusivity in ALONE
 
     def give_back(self, lease: Lease) -> None:
         """Let go of a lease's bytes; they are proved free, or an operator vouched for them."""
         self.held_bytes -= lease.charge_bytes
         self.leases -= 1
+        self.leases_by_tenant[lease.tenant] -= 1
+        if not self.leases_by_tenant[lease.tenant]:
+            del self.leases_by_tenant[lease.tenant]
         self.exclusive_leases -= lease.exclusivity in ALONE
 
     def snapshot(self) -> CardSnapshot:

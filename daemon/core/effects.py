@@ -73,6 +73,13 @@ class ArmWaitTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmHoldTimer:
+    """Send `HoldTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
+
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """Reply to an acquire: the lease is active and its clock runs."""
 
@@ -138,6 +145,7 @@ Effect = (
     | ProveReclaimed
     | ArmTimer
     | ArmWaitTimer
+    | ArmHoldTimer
     | Granted
     | Renewed
     | Freed

@@ -126,6 +126,11 @@ class WaitTimerFired:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldTimerFired:
+    """The timer armed by `ArmHoldTimer` ran out. Late, early and repeated ones do no harm."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReclaimProved:
     """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
 
@@ -165,6 +170,7 @@ Event = (
     | SessionFaulted
     | TimerFired
     | WaitTimerFired
+    | HoldTimerFired
     | ReclaimProved
     | ReclaimFailed
     | FenceClearRequested

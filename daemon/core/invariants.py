@@ -80,6 +80,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
     _require(0 <= held <= card.capacity_bytes, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
+    by_tenant = Counter(lease.tenant for lease in leases)
+    _require(account.leases_by_tenant == by_tenant, f"{name} counts leases per tenant that are not there.")
     _require(account.exclusive_leases == alone, f"{name} counts {account.exclusive_leases} lone leases.")
     _require(not alone or len(leases) == 1, f"{name} has a lease that must be alone, and {len(leases)} in all.")
     for lease in leases:
@@ -110,10 +112,6 @@ def _validate_line(book: Book) -> None:
     by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
     most = max(by_tenant.values(), default=0)
     _require(most <= limits.max_waiting_per_tenant, f"{most} acquires of one tenant wait.")
-    by_card = Counter(account.card.uuid for waiter in waiters for account in waiter.candidates)
-    for account in book.accounts:
-        counted = by_card[account.card.uuid]
-        _require(account.waiters == counted, f"Card {account.card.uuid} counts {account.waiters}, not {counted}.")
     for waiter in waiters:
         lease_id = waiter.acquire.lease_id
         _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
@@ -121,3 +119,18 @@ def _validate_line(book: Book) -> None:
         _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
     _require(not (book.is_shutting_down and waiters), "Somebody waits for a daemon that is shutting down.")
     _require(book.line.next_placeable() is None, "Somebody waits who could be placed.")
+    _validate_holds(book)
+
+
+def _validate_holds(book: Book) -> None:
+    line, terms = book.line, book.line.terms
+    begun = list(terms.begun_ns.values())
+    _require(len(begun) <= book.limits.max_waiting, f"{len(begun)} terms are remembered.")
+    _require(begun == sorted(begun), "The terms are not in the order they began.")
+    for request, waiter in line.holders.items():
+        name, tenant = f"Request {request}", waiter.acquire.tenant
+        _require(line.get(request) is waiter, f"{name} holds others back and is not in line.")
+        lasts_ns = waiter.holds_until_ns - waiter.since_ns
+        _require(0 < lasts_ns <= terms.length_ns, f"{name} may hold others back for {lasts_ns} ns.")
+        end_ns = terms.begun_ns.get(tenant, 0) + terms.length_ns
+        _require(waiter.holds_until_ns == end_ns, f"{name} may hold others back outside the term of {tenant!r}.")

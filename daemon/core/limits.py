@@ -33,8 +33,11 @@ class CoreLimits:
     max_leases_per_tenant: int = 256
     # Each return of bytes walks the queue once: this bounds that walk, and the memory of those who wait.
     max_waiting: int = 256
-    # One tenant must not fill the queue, or hold its cards for ever against newcomers.
+    # One tenant must not fill the queue for all the others.
     max_waiting_per_tenant: int = 64
+    # A tenant that waits for a whole card, and queues again whenever it is sent away, would keep others off bytes
+    # that are free. Its waiters together hold others back for no longer than this, in any window ten times as long.
+    max_hold_back_s: int = 10
     # A wait without an end keeps a connection and a place in the queue for a client that may have forgotten it.
     max_wait_s: int = 3600
     # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.

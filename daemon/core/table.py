@@ -1,8 +1,8 @@
 """The lease table: one event and the time in, effects out, in the order they are to be executed.
 
 All state changes go through `LeaseTable.handle`. It does no I/O, reads no clock and draws no random numbers, so the
-same events always give the same effects. Work per event does not grow with the number of leases; when room comes
-back it grows with the length of the line, which is bounded.
+same events always give the same effects. Work per event does not grow with the number of leases; at an acquire, and
+when room comes back, it grows with the length of the line, which is bounded.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,6 +52,7 @@ class LeaseTable:
             events.AcquireRequested: self._on_acquire_requested,
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.FreeRequested: self._on_free_requested,
+            events.HoldTimerFired: self._on_hold_timer_fired,
             events.ReclaimFailed: self._on_reclaim_failed,
             events.ReclaimProved: self._on_reclaim_proved,
             events.RenewRequested: self._on_renew_requested,
@@ -296,6 +297,10 @@ class LeaseTable:
 
     def _on_wait_timer_fired(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
         self._admission.on_wait_timer(event.request, now_ns, out)
+
+    def _on_hold_timer_fired(self, event: events.HoldTimerFired, now_ns: int, out: list[Effect]) -> None:
+        del event  # It says all by being there.
+        self._admission.on_hold_timer(now_ns, out)
 
     # --- Shared steps. --------------------------------------------------------
 

@@ -16,12 +16,23 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import FrameReader, build_frame
-from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
 MAX_CONNECTIONS: Final = 16
 """Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
+
+BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
+"""What a session's connections may hold together of frames that have not ended: one of the largest, and many small
+ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
+
+FRAME_TIMEOUT_S: Final = 60.0
+"""From the last byte that came of a frame to the next. Stops a peer that keeps half a frame in the worker's memory;
+one that is only slow never pauses for so long."""
+
+STALL_LOOK_MS: Final = 5000
+"""How often connections with half a frame are looked at for that; without any the worker sleeps undisturbed."""
 
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
@@ -50,6 +61,7 @@ class _Connection:
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
         self.spins_left = SPINS_PER_REPLY
+        self.heard_at_s = time.monotonic()
 
 
 class Server:
@@ -69,12 +81,20 @@ class Server:
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in self._poll.poll(self._look_after_ms()):
                 if fd == self._channel.fileno():
                     if not self._serve_broker():
                         return
                 elif fd in self._connections:
                     self._serve(self._connections[fd])
+
+    def _look_after_ms(self) -> int | None:
+        """How long to sleep at most; drops connections that have kept half a frame here for too long."""
+        waiting = [connection for connection in self._connections.values() if connection.reader.is_mid_frame]
+        for connection in waiting:
+            if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
+                self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
+        return STALL_LOOK_MS if waiting else None
 
     # --- the broker ---
 
@@ -89,6 +109,7 @@ class Server:
             match message:
                 case {"op": "attach", "request_id": int(request_id), "rest": bytes(rest)} if len(fds) == 1:
                     self._attach(socket.socket(fileno=fds[0]), request_id, rest)
+                    report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
                     self._say_goodbye()
@@ -159,7 +180,19 @@ class Server:
         if count == 0:
             raise _ConnectionLost("the peer closed the connection")
         connection.reader.buffer_updated(count)
+        connection.heard_at_s = time.monotonic()
+        if len(connection.reader.buffer) > RETAINED_BUFFER_BYTES:
+            self._check_buffers()
         return True
+
+    def _check_buffers(self) -> None:
+        held = sum(len(connection.reader.buffer) for connection in self._connections.values())
+        if held > BUFFERS_BYTES:
+            raise FramingError(
+                f"the session's connections hold {held} bytes of frames that have not ended; at most {BUFFERS_BYTES} "
+                "are allowed together",
+                Status.BUSY,
+            )
 
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session = connection.reader, self._session

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
-from gpulease.daemon.worker.launching import Planner
+from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.protocol.codec import build_body, parse_body
-from gpulease.protocol.errors import BodyError, FramingError
+from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import (
     HANDLE,
@@ -30,7 +30,7 @@ from gpulease.protocol.fastpath import (
     parse_mem_write,
 )
 from gpulease.protocol.framing import Frame, FrameReader, build_frame
-from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_KERNELS
+from gpulease.protocol.limits import MAX_DATA_BYTES
 from gpulease.protocol.messages import (
     Body,
     Handle,
@@ -47,6 +47,8 @@ _REFUSAL_TEXT: Final = {
     Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
     Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
     Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
+    Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
+    Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
 }
 
 
@@ -145,6 +147,9 @@ class Session:
         except DriverError as error:
             self._keep(error, _LAUNCH, request_id)
         reader.start = start
+        self._took(latest, count)
+
+    def _took(self, latest: Plan | None, count: int) -> None:
         if latest is not None:
             self._planner.resume(latest)
         self._counters[_OPS] += count
@@ -285,14 +290,18 @@ class Session:
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
         module = self._context.module_load(image)
-        if len(module.kernels) > MAX_KERNELS:
-            self._context.module_unload(module)
-            raise ImageRejected(f"the module has {len(module.kernels)} kernels; at most {MAX_KERNELS} are allowed")
         kernels = tuple(
             KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
             for name, kernel in module.kernels.items()
         )
-        return _done(frame, ModuleLoaded(self._ledger.add_module(module, len(image)), kernels))
+        number = self._ledger.add_module(module, len(image))
+        try:
+            return _done(frame, ModuleLoaded(number, kernels))
+        except LocalProtocolError as error:
+            # Too many kernels, or names too long to be told.
+            self._ledger.remove_module(number)
+            self._context.module_unload(module, self._check_lease)
+            raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
     def _module_unload(self, frame: Frame) -> bytes:
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))

@@ -1,7 +1,11 @@
 """What only the asyncio face has: cancellation, tasks that share a session, the keep-alive task."""
 
 import asyncio
+import gc
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -139,6 +143,16 @@ def test_a_dropped_lease_is_freed(peer: ScriptedPeer) -> None:
     asyncio.run(heard(peer, "LEASE_FREE", 2))
 
 
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What is dropped goes by its reference count, or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
 def test_a_loop_that_ends_in_the_middle_of_everything(peer: ScriptedPeer) -> None:
     peer.on(Opcode.SYNC, Silence())
 
@@ -151,6 +165,51 @@ def test_a_loop_that_ends_in_the_middle_of_everything(peer: ScriptedPeer) -> Non
 
     asyncio.run(scenario())
     asyncio.run(heard(peer, "LEASE_FREE"))
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_loop_that_ends_in_the_middle_of_a_renewal(peer: ScriptedPeer) -> None:
+    peer.on(Opcode.LEASE_RENEW, Silence())
+
+    async def scenario() -> "weakref.ref[AsyncGpuLease]":
+        lease = await builder(peer, 0.1).acquire()
+        lease.keep_alive()
+        await heard(peer, "LEASE_RENEW")
+        return weakref.ref(lease)
+
+    assert asyncio.run(scenario())() is None
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_an_error_does_not_keep_the_lease(peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.SYNC, Status.SYNC_FAILED, "illegal address")
+
+    async def scenario() -> None:
+        lease = await builder(peer).acquire()
+        session = await AsyncGpuSession(lease).open()
+        with suppress(GpuLeaseError):
+            await session.sync()
+        del session, lease
+        await heard(peer, "LEASE_FREE")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_loss_does_not_keep_the_lease(peer: ScriptedPeer) -> None:
+    peer.fail(Opcode.LEASE_RENEW, Status.REVOKED, "mine now")
+
+    async def scenario() -> None:
+        lost = asyncio.Event()
+        lease = await builder(peer, 0.1).acquire()
+        keeper = lease.keep_alive(lambda _: lost.set())
+        await asyncio.wait_for(lost.wait(), 5)
+        dropped = weakref.ref(lease)
+        del lease
+        assert dropped() is None
+        assert isinstance(keeper.loss, Revoked)
+
+    asyncio.run(scenario())
 
 
 def test_keep_alive(peer: ScriptedPeer) -> None:

@@ -74,7 +74,10 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
     [
         ({"driver": "metal"}, "unknown driver 'metal'; there are auto, cuda, cpu"),
         ({"vram": ["1GiB"] * (MAX_EMBEDDED_CARDS + 1)}, "65 cards; at most 64"),
-        ({"max_connections": 3}, "max_connections_per_tenant must be between"),
+        ({"max_connections": 3, "max_connections_per_tenant": 4}, "max_connections_per_tenant must be between"),
+        ({"socket_mode": 660}, "is not a file mode"),
+        ({"socket_mode": -1}, "is not a file mode"),
+        ({"listen": 5}, "setting listen: it must be a string or a list of strings"),
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
         ({"colour": "red"}, "unknown setting 'colour'"),

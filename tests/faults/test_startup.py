@@ -100,7 +100,10 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
         ('listen = ["ftp:there"]', "'ftp:there' is not an address"),
         ("listen = 5", "setting listen"),
         ('max_connections = "many"', "setting max_connections"),
-        ("max_connections = 1", "max_connections_per_tenant must be between 1 and max_connections"),
+        (
+            "max_connections = 1\nmax_connections_per_tenant = 2",
+            "max_connections_per_tenant must be between 1 and max_connections",
+        ),
         ("[limits]\nmax_ttl_s = 0", "max_ttl_s is 0"),
         ("[limits]\nmax_tl_s = 5", "max_tl_s"),
         ("limits = 3", "setting limits"),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pycuda.driver as cuda
 
-from gpulease.daemon.drivers.cuda.images import CudaKernel, CudaModule, load_image
+from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
 from gpulease.daemon.drivers.interface import (
     Dim3,
     DriverError,
@@ -25,8 +25,6 @@ SPIN_S: Final = 200e-6
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
-
-_PER_LAUNCH_ERRORS: Final = ("invalid argument", "too many resources", "invalid resource handle")
 
 
 class CudaContext:
@@ -59,7 +57,7 @@ class CudaContext:
                 f"the card can't give {size_bytes} bytes in one piece now", hint="Free something or ask for less."
             ) from None
         except cuda.Error as error:
-            raise self._lost(error) from None
+            raise self._error(error) from None
         self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._stream)
         address = int(allocation)
         self._allocations[address] = allocation
@@ -97,7 +95,11 @@ class CudaContext:
         try:
             kernel.function._launch_kernel(grid, block, params, shared_bytes, self._stream)
         except cuda.Error as error:
-            raise self._launch_error(kernel, error) from None
+            if not self._is_usable():
+                raise self._lost(error) from None
+            raise LaunchRejected(
+                f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
+            ) from None
         self._launches += 1
         self._last_tag = tag
         self._last_kernel = kernel.name
@@ -124,15 +126,19 @@ class CudaContext:
         try:
             return function(*arguments)
         except cuda.Error as error:
-            raise self._lost(error) from None
+            raise self._error(error) from None
 
-    def _launch_error(self, kernel: CudaKernel, error: Exception) -> DriverError:
-        text = str(error)
-        if any(reason in text for reason in _PER_LAUNCH_ERRORS):
-            return LaunchRejected(
-                f"{kernel.name}: {text}", hint="Check grid, block and shared memory against what the kernel can take."
-            )
-        return self._lost(error)
+    def _error(self, error: Exception) -> DriverError:
+        """What a failed call was: of that call alone, or the context's end."""
+        return DriverError(str(error)) if self._is_usable() else self._lost(error)
+
+    def _is_usable(self) -> bool:
+        """A sticky error is given again by every call; any other was the failed call's own."""
+        try:
+            self._stream.is_done()
+        except cuda.Error:
+            return False
+        return True
 
     def _lost(self, error: Exception) -> KernelFault:
         """The context's sticky fault, told as well as CUDA lets us."""

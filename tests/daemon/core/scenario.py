@@ -12,10 +12,12 @@ from gpulease.daemon.core import (
     Denied,
     Effect,
     Event,
+    FreeRequested,
     Granted,
     LeaseSnapshot,
     LeaseTable,
     ReclaimProved,
+    SpawnWorker,
     TimerFired,
     TimerKind,
     WorkerExited,
@@ -97,6 +99,17 @@ def one(effects: list[Effect], kind: type[AnyEffect]) -> AnyEffect:
     found = [effect for effect in effects if isinstance(effect, kind)]
     assert len(found) == 1, effects
     return found[0]
+
+
+def placed(effects: list[Effect]) -> list[tuple[int, str]]:
+    """Which leases were placed, and on which cards."""
+    return [(effect.lease_id, effect.card_uuid) for effect in effects if isinstance(effect, SpawnWorker)]
+
+
+def end(s: Scenario, lease_id: int) -> list[Effect]:
+    """Its tenant frees the lease and its bytes are proved back."""
+    s.do(FreeRequested(50, lease_id, s.lease(lease_id).tenant))
+    return s.gone(lease_id)
 
 
 def kinds(effects: list[Effect]) -> list[type]:

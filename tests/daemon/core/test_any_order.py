@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gpulease.daemon.core import (
     AcquireRequested,
+    ArmHoldTimer,
     ArmTimer,
     ArmWaitTimer,
     Card,
@@ -25,6 +26,7 @@ from gpulease.daemon.core import (
     Freed,
     FreeRequested,
     Granted,
+    HoldTimerFired,
     KillWorker,
     LeaseEnded,
     LeaseState,
@@ -63,6 +65,7 @@ LIMITS = CoreLimits(
     max_leases_per_tenant=6,
     max_waiting=5,
     max_waiting_per_tenant=3,
+    max_hold_back_s=1,
     max_wait_s=6,
     max_tombstones=5,
     max_story_entries=8,
@@ -73,6 +76,8 @@ ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
 ANY = st.integers(min_value=0, max_value=1 << 16)
 
+AnyTimer = TimerFired | WaitTimerFired | HoldTimerFired
+
 
 class Shell:
     """What the node looks like from outside, and what is still to be done in it."""
@@ -81,8 +86,8 @@ class Shell:
         self.table = LeaseTable(CARDS, LIMITS)
         self.now_ns = 5_000 * MS
         self.open_requests: set[int] = set()
-        self.timers: list[tuple[int, TimerFired | WaitTimerFired]] = []
-        self.lost_timers: list[tuple[int, TimerFired | WaitTimerFired]] = []
+        self.timers: list[tuple[int, AnyTimer]] = []
+        self.lost_timers: list[tuple[int, AnyTimer]] = []
         self.jobs: list[SpawnWorker | KillWorker | ProveReclaimed] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
@@ -145,6 +150,10 @@ class Shell:
             self.timers.append((effect.due_ns, fired))
         elif isinstance(effect, ArmWaitTimer):
             self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
+        elif isinstance(effect, ArmHoldTimer):
+            assert effect.due_ns > self.now_ns, "a hold that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
+            self.timers.append((effect.due_ns, HoldTimerFired()))
 
     def only_once(self, kind: type, lease_id: int) -> None:
         assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
@@ -175,7 +184,7 @@ class Shell:
         elif job.lease_id in self.alive:
             self.send(WorkerReady(job.lease_id))
 
-    def fire(self, event: TimerFired | WaitTimerFired) -> None:
+    def fire(self, event: AnyTimer) -> None:
         effects = self.send(event)
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)

@@ -4,13 +4,13 @@ import pytest
 
 from gpulease.daemon.core import (
     AcquireRequested,
+    ArmHoldTimer,
     ArmWaitTimer,
     Card,
     Cause,
     CoreLimits,
     DenialReason,
     Denied,
-    Effect,
     FreeRequested,
     LeaseTable,
     ReclaimFailed,
@@ -21,16 +21,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.protocol.opcodes import Exclusivity
 
-from .scenario import S, Scenario, card, denied, kinds, one
-
-
-def placed(effects: list[Effect]) -> list[tuple[int, str]]:
-    return [(e.lease_id, e.card_uuid) for e in effects if isinstance(e, SpawnWorker)]
-
-
-def end(s: Scenario, lease_id: int) -> list[Effect]:
-    s.do(FreeRequested(50, lease_id, s.lease(lease_id).tenant))
-    return s.gone(lease_id)
+from .scenario import S, Scenario, card, denied, end, kinds, one, placed
 
 
 def test_the_card_with_the_most_free_bytes_is_chosen_and_the_lowest_index_at_a_tie() -> None:
@@ -141,7 +132,8 @@ def test_session_exclusive_is_placed_like_shared() -> None:
 def test_a_waiter_is_placed_as_soon_as_the_bytes_are_proved_back() -> None:
     s = Scenario()
     s.active(1, 100)
-    assert s.acquire(2, 50, wait_ms=5000) == [ArmWaitTimer(1002, s.now_ns + 5 * S)]
+    armed = [ArmWaitTimer(1002, s.now_ns + 5 * S), ArmHoldTimer(s.now_ns + 10 * S)]
+    assert s.acquire(2, 50, wait_ms=5000) == armed
     assert [(w.request, w.lease_id, w.size_bytes) for w in s.table.waiting()] == [(1002, 2, 50)]
     s.do(FreeRequested(50, 1, "ann"))
     assert placed(s.reaped(1)) == []
@@ -173,7 +165,7 @@ def test_a_waiter_past_its_time_is_not_placed_though_its_timer_is_late() -> None
 def test_nobody_overtakes_on_the_same_card() -> None:
     s = Scenario()
     s.active(1, 50)
-    s.acquire(2, 90, wait_ms=5000)
+    s.acquire(2, 90, tenant="bob", wait_ms=5000)
     assert placed(s.acquire(3, 10, wait_ms=5000)) == [], "it would fit, but 2 was first"
     assert "first in line" in denied(s.acquire(4, 10)).message
     assert placed(end(s, 1)) == [(2, "GPU-a")]
@@ -185,7 +177,7 @@ def test_nobody_overtakes_on_the_same_card() -> None:
 def test_who_wants_another_card_may_pass() -> None:
     s = Scenario(card(0), card(1))
     s.active(1, 50, selector="0")
-    s.acquire(2, 80, selector="0", wait_ms=5000)
+    s.acquire(2, 80, tenant="bob", selector="0", wait_ms=5000)
     assert placed(s.acquire(3, 10)) == [(3, "GPU-b")], "any card will do, and 1 is not awaited"
     assert placed(s.acquire(4, 10, selector="1")) == [(4, "GPU-b")]
     assert Denied in kinds(s.acquire(5, 10, selector="0"))
@@ -194,17 +186,17 @@ def test_who_wants_another_card_may_pass() -> None:
 def test_a_waiter_blocks_only_cards_that_could_serve_it() -> None:
     s = Scenario(card(0), card(1, 60))
     s.active(1, 50, selector="0")
-    s.acquire(2, 80, wait_ms=5000)
+    s.acquire(2, 80, tenant="bob", wait_ms=5000)
     assert placed(s.acquire(3, 10)) == [(3, "GPU-b")]
 
 
 def test_a_waiter_that_leaves_unblocks_those_behind_it() -> None:
     s = Scenario()
     s.active(1, 50)
-    s.acquire(2, 80, wait_ms=5000)
+    s.acquire(2, 80, tenant="bob", wait_ms=5000)
     s.acquire(3, 10, wait_ms=5000)
     assert placed(s.do(RequesterGone(1002))) == [(3, "GPU-a")]
-    s.acquire(4, 80, wait_ms=5000)
+    s.acquire(4, 80, tenant="bob", wait_ms=5000)
     s.acquire(5, 5, wait_ms=9000)
     effects = s.at(5).do(WaitTimerFired(1004))
     assert placed(effects) == [(5, "GPU-a")]

@@ -80,7 +80,7 @@ def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("abs{.ftz}.f32", 2)
 @FAMILY.form("abs.f64", 2)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The sign bit turned over or cleared. The ISA leaves a NaN's open: as on an H100, f64's stays, f32's is canonical."""
+    """The sign bit turned over or cleared. The ISA leaves NaNs open: as on an H100, f64's stay, f32's are canonical."""
     scalar = _last_scalar(i)
     value = read_float(t, i, 1, scalar, m)
     bits = t.to_bits(value, scalar)

@@ -81,10 +81,9 @@ def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     safe = ir.select(unsafe, constant(right.type, 1), right)
     operation = f"{'s' if scalar.is_signed else 'u'}{i.opcode}"
     result = ir.binary(operation, left, safe)
-    if i.opcode == "div":
-        if scalar.is_signed:
-            by_minus_one = ir.compare("icmp eq", right, -1)
-            result = ir.select(by_minus_one, ir.binary("sub", constant(left.type, 0), left), result)
+    if i.opcode == "div" and scalar.is_signed:
+        by_minus_one = ir.compare("icmp eq", right, -1)
+        result = ir.select(by_minus_one, ir.binary("sub", constant(left.type, 0), left), result)
     result = ir.select(is_zero, constant(left.type, -1), result)
     t.write(i.operands[0], scalar, result)
 

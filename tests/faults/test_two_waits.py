@@ -1,0 +1,102 @@
+"""Peers that owe two things at a time, or keep what is not theirs: each has a bound of its own."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+
+from gpulease.client import GpuExclusivityClass, GpuSession, KernelArgs, LoadFailed
+from gpulease.protocol import Failure, Opcode, Reply, Status
+from gpulease.protocol.framing import HEADER_BYTES
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Attach, Empty
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import FAULTS, TRANSFORM, Neighbour, check_main_job
+from helpers.raw_peer import RawPeer, frame_of
+from helpers.waiting import wait_until
+
+STALL_S = 1.0
+UNREAD = 2000
+IMPATIENT = {"gpulease.daemon.broker.control:STALL_TIMEOUT_S": STALL_S}
+
+
+def ask_and_do_not_read(peer: RawPeer, last: bytes) -> None:
+    """So many requests that their replies fill every buffer, and one thing more."""
+    requests = b"".join(frame_of(Opcode.GET_INVENTORY, Empty(), number + 2) for number in range(UNREAD))
+    peer.sock.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        peer.sock.sendall(requests + last)
+
+
+def wait_until_closed(peer: RawPeer) -> None:
+    """Read whatever comes, to the end of the stream."""
+    peer.sock.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):
+        while peer.sock.recv(1 << 20):
+            pass
+
+
+def test_half_a_frame_behind_unread_replies(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(faults=Faults(IMPATIENT))
+    for unread in (10, 1700, UNREAD):
+        with RawPeer(daemon.address).hello() as peer:
+            requests = b"".join(frame_of(Opcode.GET_INVENTORY, Empty(), number + 2) for number in range(unread))
+            peer.sock.sendall(requests + frame_of(Opcode.GET_INVENTORY, Empty(), 99_999)[:20])
+            wait_until_closed(peer)
+
+
+def test_an_attach_behind_unread_replies(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(faults=Faults(IMPATIENT))
+    files = len(daemon.open_files())
+    with RawPeer(daemon.address).hello() as peer:
+        ask_and_do_not_read(peer, frame_of(Opcode.ATTACH, Attach(()), 99_999, 1))
+        wait_until(lambda: len(daemon.open_files()) <= files, "the broker lets go of it, unread", 15)
+
+
+def test_half_sent_frames_have_one_budget(daemon: Daemon) -> None:
+    lease = daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire()
+    header = frame_of(Opcode.MODULE_LOAD, Empty(), 1, lease.lease_id)
+    announced = header[:12] + MAX_PAYLOAD_BYTES.to_bytes(4, "big") + header[16:HEADER_BYTES]
+    with lease, GpuSession(lease) as session, contextlib.ExitStack() as stack:
+        greedy = [stack.enter_context(RawPeer(daemon.address).hello()) for _ in range(3)]
+        ends = []
+        for peer in greedy:
+            assert not isinstance(peer.attach(lease.lease_id), Failure)
+            try:
+                peer.sock.sendall(announced + bytes(MAX_PAYLOAD_BYTES - 1))
+                ends.append("held")
+            except ConnectionError:
+                ends.append("cut")
+        assert ends[0] == "held"
+        assert "cut" in ends
+        check_main_job(session)
+
+
+def test_sockets_on_their_way_to_a_busy_worker_are_counted(daemon: Daemon) -> None:
+    lease = daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire()
+    with lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as busy, contextlib.ExitStack() as stack:
+        module, flag = session.module_load(FAULTS), session.mem_alloc(4)
+        assert not isinstance(busy.attach(lease.lease_id), Failure)
+        session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+        _, sync = busy.connection.send_request(Opcode.SYNC, Empty(), session_id=lease.lease_id)
+        busy.sock.sendall(sync)
+        answers = []
+        for _ in range(40):
+            peer = stack.enter_context(RawPeer(daemon.address).hello())
+            _, frame = peer.connection.send_request(Opcode.ATTACH, Attach(()), session_id=lease.lease_id)
+            peer.sock.sendall(frame)
+            peer.sock.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                answers.append(peer.next_event())
+        refused = [answer.result for answer in answers if isinstance(answer, Reply)]
+        assert all(isinstance(result, Failure) and result.status is Status.BUSY for result in refused)
+        assert len(refused) >= 20
+        lease.free()
+
+
+def test_a_kernel_whose_name_can_not_be_told(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        with pytest.raises(LoadFailed, match="can't be listed"):
+            session.module_load(TRANSFORM.replace(b"scale", b"s" * 5000))
+        neighbour.check()
