@@ -63,6 +63,9 @@ class Zygote:
         except TimeoutError:
             self.stop()
             raise ZygoteBroken(f"the zygote was not ready after {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            self.stop()
+            raise
 
     def _launch(self) -> socket.socket:
         """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
