@@ -65,6 +65,10 @@ class IrWriter:
         right = constant(left.type, right) if isinstance(right, int) else right
         return self.value(left.type, f"{operation} {left}, {right.text}")
 
+    def unary(self, operation: str, value: Value) -> Value:
+        """`operation` of one value."""
+        return self.value(value.type, f"{operation} {value}")
+
     def compare(self, condition: str, left: Value, right: Value | int) -> Value:
         """`icmp` or `fcmp`, as the condition says in full: "icmp ult", "fcmp oeq"."""
         right = constant(left.type, right) if isinstance(right, int) else right
