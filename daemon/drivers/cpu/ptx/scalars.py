@@ -51,6 +51,10 @@ def _scalars() -> dict[str, Scalar]:
             table[f"{kind.value}{bits}"] = Scalar(f"{kind.value}{bits}", bits, kind)
     for bits in (32, 64):
         table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
+    # Section 5.2.3: held in .b16 and .b32 registers as well. No host type is theirs, so what they mean is up to the
+    # instruction.
+    for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
+        table[name] = Scalar(name, bits, Kind.BITS)
     return table
 
 

@@ -12,9 +12,10 @@ from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 
-FAMILIES = (INTEGER, FLOATING, APPROXIMATE, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL)
+FAMILIES = (INTEGER, FLOATING, APPROXIMATE, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, NARROWING, CONTROL)
 
 
 def _by_opcode() -> dict[str, list[Form]]:

@@ -1,7 +1,7 @@
 """Conversions between types (PTX ISA section 9.7.9.21).
 
-Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes; others are
-refused. A float that is too large for an integer type becomes its nearest number; NaN becomes 0.
+Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes; narrowing.py
+has the others. A float that is too large for an integer type becomes its nearest number; NaN becomes 0.
 """
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import Kind, Scalar
@@ -14,7 +14,7 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator, ir
 FAMILY = Family("Conversion", "9.7.9.21")
 
 _ALL_INTEGERS = ("u8", "s8", *INTEGERS)
-_TO_INTEGER = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+TO_INTEGER = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
 @FAMILY.form("cvt{.sat}.into.source", 2, into=_ALL_INTEGERS, source=_ALL_INTEGERS)
@@ -36,27 +36,27 @@ def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
     t.write(i.operands[0], into, t.ir.cast(operation, value, ir_type(into)))
 
 
-@FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=tuple(_TO_INTEGER), into=INTEGERS, source=("f32",))
-@FAMILY.form("cvt.round{.sat}.into.source", 2, round=tuple(_TO_INTEGER), into=INTEGERS, source=("f64",))
+@FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f32",))
+@FAMILY.form("cvt.round{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f64",))
 def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Rounded as told, then the nearest number the type has."""
     into, source = m.scalar("into"), m.scalar("source")
     value = t.read(i.operands[1], source)
     if "ftz" in m:
         value = flush(t, value)
-    value = t.ir.intrinsic(f"llvm.{_TO_INTEGER[m['round']]}.f{source.bits}", value.type, value)
+    value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f{source.bits}", value.type, value)
     sign = "s" if into.is_signed else "u"
     name = f"llvm.fpto{sign}i.sat.i{into.bits}.f{source.bits}"
     t.write_wide(i.operands[0], into, t.ir.intrinsic(name, ir_type(into), value))
 
 
-@FAMILY.form("cvt{.round}{.ftz}{.sat}.f32.f32", 2, round=tuple(_TO_INTEGER))
+@FAMILY.form("cvt{.round}{.ftz}{.sat}.f32.f32", 2, round=tuple(TO_INTEGER))
 def f32_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Rounded to an integer that stays a float, flushed, or clamped."""
     _float_to_same(t, i, m, "f32")
 
 
-@FAMILY.form("cvt{.round}{.sat}.f64.f64", 2, round=tuple(_TO_INTEGER))
+@FAMILY.form("cvt{.round}{.sat}.f64.f64", 2, round=tuple(TO_INTEGER))
 def f64_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Rounded to an integer that stays a float, or clamped."""
     _float_to_same(t, i, m, "f64")
@@ -86,7 +86,7 @@ def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str
     if "ftz" in m:
         value = flush(t, value)
     if "round" in m:
-        value = t.ir.intrinsic(f"llvm.{_TO_INTEGER[m['round']]}.f{scalar.bits}", value.type, value)
+        value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f{scalar.bits}", value.type, value)
     t.write(i.operands[0], scalar, finish(t, scalar, m, value))
 
 

@@ -1,0 +1,200 @@
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
+
+Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
+
+SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
+MODES = ("rn", "rz", "rm", "rp")
+WHOLE: dict[str, Callable[[Fraction], int]] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+TF32 = Kind(19, 10, 127)
+
+
+def halfway(into: Kind, source: Kind) -> st.SearchStrategy[int]:
+    """Numbers of the source at, just above and just below what two neighbours of the target have in the middle."""
+
+    def build(bits: int, nudge: int) -> int:
+        exact = decode(bits & ~into.sign, into)
+        if isinstance(exact, float):
+            return bits & ((1 << source.bits) - 1)
+        above = decode((bits & ~into.sign) + 1, into)
+        middle = (exact + above) / 2 if isinstance(above, Fraction) else exact
+        found = max(0, encode(abs(middle), source) + nudge)
+        return (found | source.sign) if bits & into.sign else found
+
+    return st.builds(build, st.integers(0, (1 << into.bits) - 1), st.integers(-1, 1))
+
+
+def patterns(source: Kind, into: Kind | None = None) -> st.SearchStrategy[int]:
+    drawn = st.sampled_from(source.edges) | st.integers(0, (1 << source.bits) - 1)
+    return drawn | halfway(into, source) if into else drawn
+
+
+def stored(kind: str) -> str:
+    return {"f16": "b16", "bf16": "b16"}.get(kind, kind)
+
+
+def integers(kind: str) -> st.SearchStrategy[int]:
+    bits = int(kind[1:])
+    most = (1 << bits) - 1
+    powers = st.builds(lambda e, d, s: ((1 << e) + d) * s & most, st.integers(0, bits - 1), st.integers(-1, 1), sign)
+    halves = st.builds(
+        lambda m, e, d: ((m << e) + d) & most, st.integers(0, 2**25), st.integers(0, 44), st.integers(-1, 1)
+    )
+    return st.sampled_from([0, 1, most, most // 2, most // 2 + 1]) | powers | halves | st.integers(0, most)
+
+
+sign = st.sampled_from([1, -1])
+
+
+def number(pattern: int, kind: str) -> int:
+    bits = int(kind[1:])
+    return pattern - (1 << bits) if kind[0] == "s" and pattern >> (bits - 1) else pattern
+
+
+def limits(kind: str) -> tuple[int, int]:
+    bits = int(kind[1:])
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+
+
+NARROW = [
+    *((f"{mode}{extra}", "f16", "f32") for mode in MODES for extra in ("", ".ftz", ".sat")),
+    *((f"{mode}{extra}", "bf16", "f32") for mode in MODES for extra in ("", ".ftz")),
+    *((f"{mode}.relu", into, "f32") for mode in ("rn", "rz") for into in ("f16", "bf16")),
+    *((mode, into, "f64") for mode in MODES for into in ("f16", "bf16")),
+    *((f"{mode}{extra}", "f32", "f64") for mode in MODES for extra in ("", ".ftz", ".sat")),
+    *((mode, "f16", "bf16") for mode in MODES),
+    *((mode, "bf16", "f16") for mode in MODES),
+    *((extra, "f32", "f16") for extra in ("", "ftz", "sat")),
+    *((extra, "f64", "f16") for extra in ("", "sat")),
+    ("", "f32", "bf16"),
+    ("", "f64", "bf16"),
+]
+
+
+def finished(value: Number, into: Kind, mode: str) -> int:
+    if ".sat" in f".{mode}":
+        # The clamp is of what has been rounded.
+        value = clamped(decode(encode(value, into, mode[:2]), into))
+    if "relu" in mode and value <= 0:
+        value = 0.0
+    bits = encode(value, into, mode[:2] if mode[:2] in MODES else "rn")
+    return flushed(bits, into) if "ftz" in mode and into.bits == 32 else bits
+
+
+@pytest.mark.parametrize(("mode", "into", "source"), NARROW)
+@SETTINGS
+@given(data=st.data())
+def test_floats_are_rounded_once(compute: Compute, data: st.DataObject, mode: str, into: str, source: str) -> None:
+    drawn = patterns(KINDS[source], KINDS[into])
+    rows = data.draw(st.lists(st.tuples(drawn), min_size=16, max_size=64))
+    spelling = ".".join(part for part in ("cvt", mode, into, source) if part)
+    results = compute(f"{spelling} %d, %a;", [stored(source)], stored(into), rows)
+    for (row,), result in zip(rows, results, strict=True):
+        read = flushed(row, KINDS[source]) if "ftz" in mode and source == "f32" else row
+        expected = finished(decode(read, KINDS[source]), KINDS[into], mode)
+        if into == "f64" and expected == KINDS["f64"].nan:
+            assert math.isnan(float(decode(result, KINDS["f64"])))
+        else:
+            assert result == expected, (hex(row), hex(result), hex(expected))
+
+
+@pytest.mark.parametrize("mode", ["rna", "rn", "rz", "rn.relu"])
+@SETTINGS
+@given(data=st.data())
+def test_tf32_has_ten_digits(compute: Compute, data: st.DataObject, mode: str) -> None:
+    rows = data.draw(st.lists(st.tuples(patterns(KINDS["f32"], TF32)), min_size=16, max_size=64))
+    results = compute(f"cvt.{mode}.tf32.f32 %d, %a;", ["f32"], "b32", rows)
+    for (row,), result in zip(rows, results, strict=True):
+        value = decode(row, KINDS["f32"])
+        if "relu" in mode and value <= 0:
+            value = 0.0
+        expected = 0x7FFFFFFF if value != value else encode(value, TF32, mode.removesuffix(".relu")) << 13
+        assert result == expected, (hex(row), hex(result))
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rn.relu", "rz.relu"])
+@pytest.mark.parametrize("into", ["f16", "bf16"])
+@SETTINGS
+@given(data=st.data())
+def test_a_pair_has_the_first_on_top(compute: Compute, data: st.DataObject, mode: str, into: str) -> None:
+    drawn = patterns(KINDS["f32"], KINDS[into])
+    rows = data.draw(st.lists(st.tuples(drawn, drawn), min_size=8, max_size=48))
+    results = compute(f"cvt.{mode}.{into}x2.f32 %d, %a, %b;", ["f32", "f32"], "b32", rows)
+    for row, result in zip(rows, results, strict=True):
+        upper, lower = (finished(decode(v, KINDS["f32"]), KINDS[into], mode) for v in row)
+        assert result == upper << 16 | lower
+
+
+@pytest.mark.parametrize("into", ["f16", "bf16", "f32", "f64"])
+@pytest.mark.parametrize("mode", MODES)
+@settings(SETTINGS, max_examples=24)
+@given(data=st.data(), source=st.sampled_from(INTEGERS), sat=st.sampled_from(["", ".sat"]))
+def test_integers_are_rounded_once(
+    compute: Compute, data: st.DataObject, mode: str, into: str, source: str, sat: str
+) -> None:
+    sat = "" if into == "bf16" else sat
+    rows = data.draw(st.lists(st.tuples(integers(source)), min_size=8, max_size=64))
+    results = compute(f"cvt.{mode}{sat}.{into}.{source} %d, %a;", [source], stored(into), rows)
+    expected = [finished(Fraction(number(row, source)), KINDS[into], mode + sat) for (row,) in rows]
+    assert results == expected
+
+
+@pytest.mark.parametrize("source", ["f16", "bf16", "f32", "f64"])
+@pytest.mark.parametrize("mode", [*WHOLE])
+@settings(SETTINGS, max_examples=16)
+@given(data=st.data())
+def test_floats_become_the_nearest_integer(compute: Compute, data: st.DataObject, mode: str, source: str) -> None:
+    into = data.draw(st.sampled_from(INTEGERS if source in ("f16", "bf16") else INTEGERS[:2]))
+    rows = data.draw(st.lists(st.tuples(patterns(KINDS[source], KINDS["f16"])), min_size=8, max_size=64))
+    low, high = limits(into)
+    expected = []
+    for (row,) in rows:
+        value = decode(row, KINDS[source])
+        result = 0 if value != value else high if value == math.inf else low if value == -math.inf else None
+        result = max(low, min(high, WHOLE[mode](Fraction(value)))) if result is None else result
+        expected.append(result & ((1 << int(into[1:])) - 1))
+    assert compute(f"cvt.{mode}.{into}.{source} %d, %a;", [stored(source)], into, rows) == expected
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("mode", [*WHOLE])
+@SETTINGS
+@given(data=st.data())
+def test_rounding_to_a_whole_number_keeps_the_sign(compute: Compute, data: st.DataObject, mode: str, kind: str) -> None:
+    rows = data.draw(st.lists(st.tuples(patterns(KINDS[kind])), min_size=8, max_size=64))
+    results = compute(f"cvt.{mode}.{kind}.{kind} %d, %a;", ["b16"], "b16", rows)
+    for (row,), result in zip(rows, results, strict=True):
+        value = decode(row, KINDS[kind])
+        if isinstance(value, Fraction):
+            whole = WHOLE[mode](value)
+            value = Fraction(whole) if whole else math.copysign(0.0, value)
+        assert result == encode(value, KINDS[kind])
+
+
+@SETTINGS
+@given(rows=st.lists(st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 300)] * 3), min_size=8, max_size=48))
+def test_packing_clamps_each(compute: Compute, rows: list[tuple[int, int, int]]) -> None:
+    for kind in ("u16", "s16"):
+        low, high = limits(kind)
+        pairs = [(a, b) for a, b, _ in rows]
+        expected = []
+        for row in pairs:
+            upper, lower = (max(low, min(high, number(v, "s32"))) & 0xFFFF for v in row)
+            expected.append(upper << 16 | lower)
+        assert compute(f"cvt.pack.sat.{kind}.s32 %d, %a, %b;", ["s32", "s32"], "b32", pairs) == expected
+    for kind in ("u8", "s8"):
+        low, high = limits(kind)
+        expected = []
+        for a, b, c in rows:
+            upper, lower = (max(low, min(high, number(v, "s32"))) & 0xFF for v in (a, b))
+            expected.append((c << 16 | upper << 8 | lower) & 0xFFFFFFFF)
+        spelling = f"cvt.pack.sat.{kind}.s32.b32 %d, %a, %b, %c;"
+        assert compute(spelling, ["s32", "s32", "b32"], "b32", rows) == expected
