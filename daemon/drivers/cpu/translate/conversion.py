@@ -1,7 +1,8 @@
 """Conversions between types (PTX ISA section 9.7.9.21).
 
 Rounding is to nearest even where a number becomes a shorter float, and any of the four to-integer modes; narrowing.py
-has the others. A float that is too large for an integer type becomes its nearest number; NaN becomes 0.
+has the others. A float that is too large for an integer type becomes its nearest number. NaN becomes 0, or the top bit
+alone where the float or the integer has 64 bits; of an f64 to 8 bits, where the ISA says the same, an H100 gives 0.
 """
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import Kind, Scalar
@@ -14,6 +15,9 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator, ir
 FAMILY = Family("Conversion", "9.7.9.21")
 
 _ALL_INTEGERS = ("u8", "s8", *INTEGERS)
+# 0x7fffffff as a double.
+_FLUSHED_NAN = 0x7FFFFFFFE0000000
+
 TO_INTEGER = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 
@@ -45,9 +49,7 @@ def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
     if "ftz" in m:
         value = flush(t, value)
     value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f{source.bits}", value.type, value)
-    sign = "s" if into.is_signed else "u"
-    name = f"llvm.fpto{sign}i.sat.i{into.bits}.f{source.bits}"
-    t.write_wide(i.operands[0], into, t.ir.intrinsic(name, ir_type(into), value))
+    t.write_wide(i.operands[0], into, nearest_integer(t, into, source, value))
 
 
 @FAMILY.form("cvt{.round}{.ftz}{.sat}.f32.f32", 2, round=tuple(TO_INTEGER))
@@ -66,23 +68,53 @@ def f64_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def f64_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """The nearest float, ties to even."""
     into, source = m.scalar("f32"), m.scalar("f64")
-    value = t.ir.cast("fptrunc", t.read(i.operands[1], source), "float")
-    t.write(i.operands[0], into, finish(t, into, m, value))
+    value = t.read(i.operands[1], source)
+    result = finish(t, into, m, t.ir.cast("fptrunc", value, "float"))
+    t.write(i.operands[0], into, result if "sat" in m else keep_nan(t, value, t.to_bits(result, into)))
 
 
 @FAMILY.form("cvt{.ftz}{.sat}.f64.f32", 2)
 def f32_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Exact."""
+    """Exact; with .ftz a NaN becomes that of an f32 instruction first, as on an H100."""
     into, source = m.scalar("f64"), m.scalar("f32")
     value = t.read(i.operands[1], source)
     if "ftz" in m:
         value = flush(t, value)
-    t.write(i.operands[0], into, finish(t, into, m, t.ir.cast("fpext", value, "double")))
+    result = finish(t, into, m, t.ir.cast("fpext", value, "double"))
+    if "ftz" in m and "sat" not in m:
+        is_nan = t.ir.compare("fcmp uno", value, value)
+        result = t.ir.select(is_nan, constant("i64", _FLUSHED_NAN), t.to_bits(result, into))
+    t.write(i.operands[0], into, result)
+
+
+def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: Value) -> Value:
+    """The integer nearest to a float without a fraction; `source` is the type the number came from."""
+    sign = "s" if into.is_signed else "u"
+    kind = f"i{into.bits}"
+    width = 64 if value.type == "double" else 32
+    number = t.ir.intrinsic(f"llvm.fpto{sign}i.sat.{kind}.f{width}", kind, value)
+    if into.bits == 8 or 64 not in (into.bits, source.bits):
+        return number
+    is_nan = t.ir.compare("fcmp uno", value, value)
+    return t.ir.select(is_nan, constant(kind, 1 << (into.bits - 1)), number)
+
+
+def keep_nan(t: OperandTranslator, value: Value, result: Value) -> Value:
+    """The bits of an f32 made from a double, where that is NaN its sign and the upper part of its payload."""
+    ir = t.ir
+    bits = ir.cast("bitcast", value, "i64")
+    sign = ir.binary("and", ir.binary("lshr", bits, 32), 1 << 31)
+    payload = ir.binary("and", ir.binary("lshr", bits, 29), 0x7FFFFF)
+    nan = ir.cast("trunc", ir.binary("or", ir.binary("or", sign, payload), 0x7FC00000), "i32")
+    return ir.select(ir.compare("fcmp uno", value, value), nan, result)
 
 
 def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str) -> None:
     scalar = m.scalar(name)
     value = t.read(i.operands[1], scalar)
+    if not m.found.keys() - {name}:
+        t.write(i.operands[0], scalar, value)
+        return
     if "ftz" in m:
         value = flush(t, value)
     if "round" in m:

@@ -1,12 +1,13 @@
 """Conversions that involve .f16, .bf16 and .tf32 or round otherwise than to nearest even (PTX ISA section 9.7.9.21).
 
 The source becomes a double, exactly or rounded to odd, which is then rounded once. NaN becomes the target's own NaN,
-with .sat 0; an overflow is an infinity, or the largest number where the mode points away from it.
+with .sat 0, of an f64 as f32 what cvt.rn makes of it; an overflow is an infinity, or the largest number where the mode
+points away from it.
 """
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
-from gpulease.daemon.drivers.cpu.translate.conversion import TO_INTEGER
+from gpulease.daemon.drivers.cpu.translate.conversion import TO_INTEGER, keep_nan, nearest_integer
 from gpulease.daemon.drivers.cpu.translate.floating import flush, saturate
 from gpulease.daemon.drivers.cpu.translate.formats import (
     F32,
@@ -82,12 +83,11 @@ def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f32",))
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f64",))
 def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded as told, then the nearest number the type has; NaN becomes 0."""
+    """Rounded as told, then the nearest number the type has."""
     into = m.scalar("into")
     value = read_double(t, i, 1, m, m["source"])
     value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f64", "double", value)
-    name = f"llvm.fpto{'s' if into.is_signed else 'u'}i.sat.i{into.bits}.f64"
-    t.write_wide(i.operands[0], into, t.ir.intrinsic(name, f"i{into.bits}", value))
+    t.write_wide(i.operands[0], into, nearest_integer(t, into, m.scalar("source"), value))
 
 
 @FAMILY.form("cvt{.whole}{.sat}.into.source", 2, whole=_IRND, into=("f16",), source=("f16",))
@@ -137,7 +137,10 @@ def write_double(t: OperandTranslator, i: Instruction, m: Modifiers, kind: str, 
         return
     into = FORMATS[kind]
     scalar = _WORD if into == TF32 else SCALARS[kind]
-    t.write(i.operands[0], scalar, encode(t, _narrowed(t, m, into, value), into))
+    bits = encode(t, _narrowed(t, m, into, value), into)
+    if m.get("source") == "f64" and into == F32 and "sat" not in m:
+        bits = keep_nan(t, value, bits)
+    t.write(i.operands[0], scalar, bits)
 
 
 def _narrowed(t: OperandTranslator, m: Modifiers, into: Format, value: Value) -> Value:

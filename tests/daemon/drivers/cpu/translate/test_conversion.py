@@ -84,7 +84,8 @@ def test_floats_become_the_nearest_integer_there_is(
     for (pattern,) in rows:
         value = decoded(pattern, source)
         if math.isnan(value):
-            result = 0
+            # Section 9.7.9.21: where 64 bits are involved, the top bit alone.
+            result = 1 << int(into[1:]) - 1 if "64" in into + source else 0
         elif math.isinf(value):
             result = high if value > 0 else low
         else:
@@ -111,7 +112,14 @@ def test_doubles_become_the_nearest_single(compute: Compute, data: st.DataObject
     results = compute("cvt.rn.f32.f64 %d, %a;", ["f64"], "f32", rows)
     for (pattern,), result in zip(rows, results, strict=True):
         value = decoded(pattern, "f64")
-        assert result == (0x7FFFFFFF if math.isnan(value) else encoded(value, "f32"))
+        kept = pattern >> 32 & 1 << 31 | pattern >> 29 & 0x7FFFFF | 0x7FC00000
+        assert result == (kept if math.isnan(value) else encoded(value, "f32"))
+
+
+def test_a_nan_is_kept_or_made_anew_as_a_card_does(compute: Compute) -> None:
+    assert compute("cvt.f32.f32 %d, %a;", ["f32"], "f32", [(0xFFC00001,)]) == [0xFFC00001]
+    assert compute("cvt.rni.f32.f32 %d, %a;", ["f32"], "f32", [(0xFFC00001,)]) == [0x7FFFFFFF]
+    assert compute("cvt.ftz.f64.f32 %d, %a;", ["f32"], "f64", [(0xFFC00001,)]) == [0x7FFFFFFFE0000000]
 
 
 @pytest.mark.parametrize("mode", [*ROUND])

@@ -100,7 +100,9 @@ def test_floats_are_rounded_once(compute: Compute, data: st.DataObject, mode: st
     for (row,), result in zip(rows, results, strict=True):
         read = flushed(row, KINDS[source]) if "ftz" in mode and source == "f32" else row
         expected = finished(decode(read, KINDS[source]), KINDS[into], mode)
-        if into == "f64" and expected == KINDS["f64"].nan:
+        if (into, source) == ("f32", "f64") and ".sat" not in mode and expected == KINDS["f32"].nan:
+            assert result == row >> 32 & 1 << 31 | row >> 29 & 0x7FFFFF | 0x7FC00000
+        elif into == "f64" and expected == KINDS["f64"].nan:
             assert math.isnan(float(decode(result, KINDS["f64"])))
         else:
             assert result == expected, (hex(row), hex(result), hex(expected))
@@ -158,7 +160,8 @@ def test_floats_become_the_nearest_integer(compute: Compute, data: st.DataObject
     expected = []
     for (row,) in rows:
         value = decode(row, KINDS[source])
-        result = 0 if value != value else high if value == math.inf else low if value == -math.inf else None
+        nan = 1 << 63 if "64" in into else 0
+        result = nan if value != value else high if value == math.inf else low if value == -math.inf else None
         result = max(low, min(high, WHOLE[mode](Fraction(value)))) if result is None else result
         expected.append(result & ((1 << int(into[1:])) - 1))
     assert compute(f"cvt.{mode}.{into}.{source} %d, %a;", [stored(source)], into, rows) == expected
