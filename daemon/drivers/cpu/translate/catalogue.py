@@ -8,14 +8,29 @@ from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
 from gpulease.daemon.drivers.cpu.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
+from gpulease.daemon.drivers.cpu.translate.half import FAMILY as HALF
 from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
+from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 
-FAMILIES = (INTEGER, FLOATING, APPROXIMATE, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, NARROWING, CONTROL)
+FAMILIES = (
+    INTEGER,
+    FLOATING,
+    APPROXIMATE,
+    HALF,
+    COMPARISON,
+    RELATION,
+    LOGIC,
+    MOVEMENT,
+    MEMORY,
+    CONVERSION,
+    NARROWING,
+    CONTROL,
+)
 
 
 def _by_opcode() -> dict[str, list[Form]]:

@@ -10,7 +10,7 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 FAMILY = Family("Comparison and selection", "9.7.6")
 
 # Section 9.3.1: those ending in u are true if either operand is NaN.
-_FLOAT_CONDITIONS = {
+FLOAT_CONDITIONS = {
     **{name: f"fcmp o{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"{name}u": f"fcmp u{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "num": "fcmp ord",
@@ -19,35 +19,35 @@ _FLOAT_CONDITIONS = {
 
 # lo, ls, hi and hs spell unsigned comparisons.
 _UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
-_INTEGER_CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_UNSIGNED_CONDITIONS = (*_INTEGER_CONDITIONS, *_UNSIGNED_NAMES)
-_COMBINE = ("and", "or", "xor")
+INTEGER_CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge")
+UNSIGNED_CONDITIONS = (*INTEGER_CONDITIONS, *_UNSIGNED_NAMES)
+COMBINE = ("and", "or", "xor")
 _UNSIGNED = tuple(name for name in INTEGERS if name[0] == "u")
 _SIGNED = tuple(name for name in INTEGERS if name[0] == "s")
 
 
 @FAMILY.form("setp.cmp.type", 3, cmp=("eq", "ne"), type=BITS)
-@FAMILY.form("setp.cmp.bool.type", 4, cmp=("eq", "ne"), bool=_COMBINE, type=BITS)
-@FAMILY.form("setp.cmp.type", 3, cmp=_INTEGER_CONDITIONS, type=_SIGNED)
-@FAMILY.form("setp.cmp.bool.type", 4, cmp=_INTEGER_CONDITIONS, bool=_COMBINE, type=_SIGNED)
-@FAMILY.form("setp.cmp.type", 3, cmp=_UNSIGNED_CONDITIONS, type=_UNSIGNED)
-@FAMILY.form("setp.cmp.bool.type", 4, cmp=_UNSIGNED_CONDITIONS, bool=_COMBINE, type=_UNSIGNED)
-@FAMILY.form("setp.cmp{.ftz}.type", 3, cmp=tuple(_FLOAT_CONDITIONS), type=("f32",))
-@FAMILY.form("setp.cmp.bool{.ftz}.type", 4, cmp=tuple(_FLOAT_CONDITIONS), bool=_COMBINE, type=("f32",))
-@FAMILY.form("setp.cmp.type", 3, cmp=tuple(_FLOAT_CONDITIONS), type=("f64",))
-@FAMILY.form("setp.cmp.bool.type", 4, cmp=tuple(_FLOAT_CONDITIONS), bool=_COMBINE, type=("f64",))
+@FAMILY.form("setp.cmp.bool.type", 4, cmp=("eq", "ne"), bool=COMBINE, type=BITS)
+@FAMILY.form("setp.cmp.type", 3, cmp=INTEGER_CONDITIONS, type=_SIGNED)
+@FAMILY.form("setp.cmp.bool.type", 4, cmp=INTEGER_CONDITIONS, bool=COMBINE, type=_SIGNED)
+@FAMILY.form("setp.cmp.type", 3, cmp=UNSIGNED_CONDITIONS, type=_UNSIGNED)
+@FAMILY.form("setp.cmp.bool.type", 4, cmp=UNSIGNED_CONDITIONS, bool=COMBINE, type=_UNSIGNED)
+@FAMILY.form("setp.cmp{.ftz}.type", 3, cmp=tuple(FLOAT_CONDITIONS), type=("f32",))
+@FAMILY.form("setp.cmp.bool{.ftz}.type", 4, cmp=tuple(FLOAT_CONDITIONS), bool=COMBINE, type=("f32",))
+@FAMILY.form("setp.cmp.type", 3, cmp=tuple(FLOAT_CONDITIONS), type=("f64",))
+@FAMILY.form("setp.cmp.bool.type", 4, cmp=tuple(FLOAT_CONDITIONS), bool=COMBINE, type=("f64",))
 def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """p|q = (a cmp b) op c, (not (a cmp b)) op c (section 9.7.6.2)."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     if "ftz" in m:
         left, right = flush(t, left), flush(t, right)
-    result = t.ir.compare(_condition(m["cmp"], scalar), left, right)
+    result = t.ir.compare(condition_of(m["cmp"], scalar), left, right)
     other = t.ir.invert(result)
     if "bool" in m:
         with_this = t.read(i.operands[3], PREDICATE)
         result, other = (t.ir.binary(m["bool"], value, with_this) for value in (result, other))
-    _write_pair(t, i.operands[0], result, other)
+    write_pair(t, i.operands[0], result, other)
 
 
 @FAMILY.form("selp.type", 4, type=(*BITS, *INTEGERS, *FLOATS))
@@ -58,16 +58,18 @@ def select(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.select(t.read(i.operands[3], PREDICATE), left, right))
 
 
-def _condition(name: str, scalar: Scalar) -> str:
+def condition_of(name: str, scalar: Scalar) -> str:
+    """A comparison as LLVM spells it."""
     if scalar.is_float:
-        return _FLOAT_CONDITIONS[name]
+        return FLOAT_CONDITIONS[name]
     name = _UNSIGNED_NAMES.get(name, name)
     if name in ("eq", "ne"):
         return f"icmp {name}"
     return f"icmp {'s' if scalar.is_signed else 'u'}{name}"
 
 
-def _write_pair(t: OperandTranslator, destination: Operand, result: Value, other: Value) -> None:
+def write_pair(t: OperandTranslator, destination: Operand, result: Value, other: Value) -> None:
+    """Both results of setp, or the first if one is asked for."""
     if isinstance(destination, Pair):
         t.write(destination.first, PREDICATE, result)
         t.write(destination.second, PREDICATE, other)

@@ -36,6 +36,16 @@ class Format:
     nan: int
 
     @property
+    def sign(self) -> int:
+        """The sign's bit."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def infinity(self) -> int:
+        """Infinity's bits; magnitudes above are NaN."""
+        return (2 * self.bias + 1) << self.digits
+
+    @property
     def largest(self) -> float:
         """The largest finite number."""
         return (2.0 - 2.0**-self.digits) * 2.0**self.bias
