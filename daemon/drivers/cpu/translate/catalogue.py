@@ -6,6 +6,7 @@ from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIM
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
+from gpulease.daemon.drivers.cpu.translate.directed import FAMILY as DIRECTED
 from gpulease.daemon.drivers.cpu.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.half import FAMILY as HALF
@@ -20,6 +21,7 @@ from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 FAMILIES = (
     INTEGER,
     FLOATING,
+    DIRECTED,
     APPROXIMATE,
     HALF,
     COMPARISON,

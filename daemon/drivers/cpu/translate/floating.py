@@ -1,7 +1,7 @@
 """Floating-point arithmetic (PTX ISA section 9.7.3).
 
 Everything here is correctly rounded to nearest even, as a GPU does it, and never contracted: a PTX `mul` and `add` stay
-two roundings. Other rounding modes and the approximate instructions are refused.
+two roundings. Other rounding modes are in directed.py, approximations in approximate.py.
 """
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar

@@ -99,6 +99,14 @@ class IrWriter:
         self._declarations.add(f"declare {type_name} @{name}({types})")
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
+    def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
+        """Call a function of ours, defined once in the module by this use of it; what it declares comes with it."""
+        for line in definition.splitlines():
+            if line.startswith("declare"):
+                self._declarations.add(line)
+        self._declarations.add(definition[definition.index("define") :])
+        return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
+
     def offset(self, pointer: Value, distance: Value | int) -> Value:
         """A pointer so many bytes on."""
         distance = constant("i64", distance) if isinstance(distance, int) else distance

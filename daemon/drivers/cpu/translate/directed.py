@@ -1,0 +1,77 @@
+"""Arithmetic rounded towards zero, down or up (PTX ISA sections 9.7.3.3 to 9.7.3.13 and 9.7.3.19).
+
+The host's own arithmetic does it, with its rounding mode changed around one instruction. That happens in functions of
+their own, which LLVM neither inlines nor reorders: they are `strictfp`, so every operation depends on the mode.
+The mode is nearest even again when they return, so nothing else in the process sees it.
+"""
+
+from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS
+from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
+from gpulease.daemon.drivers.cpu.translate.floating import read_float, write_float
+from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
+from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator, ir_type
+from gpulease.daemon.drivers.cpu.translate.power import real
+
+FAMILY = Family("Floating point, rounded otherwise", "9.7.3")
+
+_ROUND = ("rz", "rm", "rp")
+
+# As LLVM's llvm.set.rounding numbers the modes.
+_NUMBERS = {"rz": 0, "rp": 2, "rm": 3}
+_NEAREST = 1
+
+_OPERATIONS = {
+    "add": "fadd",
+    "sub": "fsub",
+    "mul": "fmul",
+    "div": "fdiv",
+    "rcp": "fdiv",
+    "fma": "fma",
+    "mad": "fma",
+    "sqrt": "sqrt",
+}
+
+
+@FAMILY.form("add.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("sub.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("mul.round{.ftz}{.sat}.f32", 3, round=_ROUND)
+@FAMILY.form("div.round{.ftz}.f32", 3, round=_ROUND)
+@FAMILY.form("fma.round{.ftz}{.sat}.f32", 4, round=_ROUND)
+@FAMILY.form("mad.round{.ftz}{.sat}.f32", 4, round=_ROUND)
+@FAMILY.form("sqrt.round{.ftz}.f32", 2, round=_ROUND)
+@FAMILY.form("rcp.round{.ftz}.f32", 2, round=_ROUND)
+@FAMILY.form("add.round.f64", 3, round=_ROUND)
+@FAMILY.form("sub.round.f64", 3, round=_ROUND)
+@FAMILY.form("mul.round.f64", 3, round=_ROUND)
+@FAMILY.form("div.round.f64", 3, round=_ROUND)
+@FAMILY.form("fma.round.f64", 4, round=_ROUND)
+@FAMILY.form("mad.round.f64", 4, round=_ROUND)
+@FAMILY.form("sqrt.round.f64", 2, round=_ROUND)
+@FAMILY.form("rcp.round.f64", 2, round=_ROUND)
+def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """One rounding in the mode named."""
+    scalar = SCALARS[i.modifiers[-1]]
+    kind = ir_type(scalar)
+    operands = [read_float(t, i, n, scalar, m) for n in range(1, len(i.operands))]
+    if i.opcode == "rcp":
+        operands.insert(0, real(kind, 1.0))
+    operation, mode = _OPERATIONS[i.opcode], m["round"]
+    name = f"{operation}_{mode}_f{scalar.bits}"
+    result = t.ir.function(name, kind, _definition(name, operation, kind, len(operands), mode), *operands)
+    write_float(t, i, scalar, m, result)
+
+
+def _definition(name: str, operation: str, kind: str, arity: int, mode: str) -> str:
+    """The function that does one operation in one mode."""
+    suffix = {"float": "f32", "double": "f64"}[kind]
+    intrinsic = f"@llvm.experimental.constrained.{operation}.{suffix}"
+    types = ", ".join([kind] * arity)
+    parameters = ", ".join(f"{kind} %p{n}" for n in range(arity))
+    return f"""declare {kind} {intrinsic}({types}, metadata, metadata)
+declare void @llvm.set.rounding(i32)
+define internal {kind} @{name}({parameters}) noinline strictfp {{
+  call void @llvm.set.rounding(i32 {_NUMBERS[mode]}) strictfp
+  %result = call {kind} {intrinsic}({parameters}, metadata !"round.dynamic", metadata !"fpexcept.strict") strictfp
+  call void @llvm.set.rounding(i32 {_NEAREST}) strictfp
+  ret {kind} %result
+}}"""
