@@ -3,6 +3,7 @@
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIMATE
+from gpulease.daemon.drivers.cpu.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
@@ -14,12 +15,15 @@ from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 
 FAMILIES = (
     INTEGER,
+    CARRY,
+    MULTIMEDIA,
     FLOATING,
     DIRECTED,
     APPROXIMATE,

@@ -40,7 +40,7 @@ def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """One half of the product."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
-    t.write(i.operands[0], scalar, _product(t, m["half"], scalar, left, right))
+    t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
 
 
 @FAMILY.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
@@ -48,8 +48,8 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """One half of the product, plus c."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
-    product = _product(t, m["half"], scalar, left, right)
-    t.write(i.operands[0], scalar, t.ir.binary("add", product, t.read(i.operands[3], scalar)))
+    part = product(t, m["half"], scalar, left, right)
+    t.write(i.operands[0], scalar, t.ir.binary("add", part, t.read(i.operands[3], scalar)))
 
 
 @FAMILY.form("mul.wide.type", 3, type=_NARROW)
@@ -162,14 +162,14 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     last = constant(kind, scalar.bits - 1)
     is_past = ir.compare("icmp ugt", start, last)
     shifted = ir.binary("lshr", value, ir.intrinsic(f"llvm.umin.{kind}", kind, start, last))
-    field = ir.binary("and", ir.select(is_past, constant(kind, 0), shifted), _ones(t, length))
+    field = ir.binary("and", ir.select(is_past, constant(kind, 0), shifted), ones(t, length))
     if scalar.is_signed:
         end = ir.binary("sub", ir.binary("add", start, length), 1)
         top = ir.intrinsic(f"llvm.umin.{kind}", kind, end, last)
         sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
         is_negative = ir.binary("and", sign, ir.compare("icmp ne", length, 0))
         held = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
-        filled = ir.binary("xor", _ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, held, length)), -1)
+        filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, held, length)), -1)
         field = ir.binary("or", field, ir.select(is_negative, filled, constant(kind, 0)))
     t.write(i.operands[0], scalar, field)
 
@@ -184,7 +184,7 @@ def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     last = constant(kind, scalar.bits - 1)
     shift = ir.intrinsic(f"llvm.umin.{kind}", kind, start, last)
     is_past = ir.compare("icmp ugt", start, last)
-    mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", _ones(t, length), shift))
+    mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", ones(t, length), shift))
     kept = ir.binary("and", into, ir.binary("xor", mask, -1))
     t.write(i.operands[0], scalar, ir.binary("or", kept, ir.binary("and", ir.binary("shl", field, shift), mask)))
 
@@ -193,7 +193,8 @@ def _pair(t: OperandTranslator, i: Instruction, scalar: Scalar) -> tuple[Value, 
     return t.read(i.operands[1], scalar), t.read(i.operands[2], scalar)
 
 
-def _product(t: OperandTranslator, half: str, scalar: Scalar, left: Value, right: Value) -> Value:
+def product(t: OperandTranslator, half: str, scalar: Scalar, left: Value, right: Value) -> Value:
+    """One half of a product."""
     if half == "lo":
         return t.ir.binary("mul", left, right)
     high = t.ir.binary("lshr", _whole_product(t, scalar, left, right), scalar.bits)
@@ -217,7 +218,7 @@ def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str
     return t.ir.resize(number, kind, signed=False)
 
 
-def _ones(t: OperandTranslator, length: Value) -> Value:
+def ones(t: OperandTranslator, length: Value) -> Value:
     """So many low bits set; all of them if it is more than there are."""
     bits = int(length.type[1:])
     is_all = t.ir.compare("icmp uge", length, bits)

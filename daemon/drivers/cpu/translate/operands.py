@@ -40,6 +40,8 @@ class OperandTranslator:
         self.function = function
         self.ir = ir
         self.instruction: Instruction | None = None
+        # The carry flag and which operation made it, as long as the code that did surely runs before what comes.
+        self.carry: tuple[str, Value] | None = None
         self._variable_places = variable_places
 
     def problem(self, reason: str) -> ImageRejected:

@@ -58,6 +58,7 @@ class ThreadTranslator(OperandTranslator):
         for index, (instruction, (form, modifiers)) in enumerate(zip(body, found, strict=True)):
             if index in starts:
                 self.ir.block(f"at{index}")
+                self.carry = None
             self._index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
         self._end()
@@ -86,6 +87,7 @@ class ThreadTranslator(OperandTranslator):
 
     def suspend(self, status: Status) -> None:
         """Return to the block's loop, and go on behind this when called again."""
+        self.carry = None
         kept = self._kept_registers()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
