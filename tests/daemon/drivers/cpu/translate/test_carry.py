@@ -77,7 +77,7 @@ def test_the_upper_half_is_signed_if_the_type_is(compute: Compute, rows: list[tu
     ("body", "reason"),
     [
         ("addc.u32 %d, %a, %a;", "no .cc instruction"),
-        ("add.cc.u32 %d, %a, %a; L: addc.u32 %d, %a, %a;", "no .cc instruction"),
+        ("setp.eq.u32 %x, %a, 0; @%x bra L; add.cc.u32 %d, %a, %a; L: addc.u32 %d, %a, %a;", "no .cc instruction"),
         ("add.cc.u32 %d, %a, %a; bar.sync 0; addc.u32 %d, %a, %a;", "no .cc instruction"),
         ("setp.eq.u32 %x, %a, 0; @%x add.cc.u32 %d, %a, %a;", "predicate"),
         ("sub.cc.u32 %d, %a, %a; addc.u32 %d, %a, %a;", "borrow"),
