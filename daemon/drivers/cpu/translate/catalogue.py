@@ -18,6 +18,7 @@ from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
+from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 
 FAMILIES = (
@@ -30,6 +31,7 @@ FAMILIES = (
     HALF,
     COMPARISON,
     RELATION,
+    SELECTION,
     LOGIC,
     MOVEMENT,
     MEMORY,
