@@ -10,7 +10,7 @@ from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
-SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MODES = ("rz", "rm", "rp")
 ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "fma": 3, "mad": 3, "sqrt": 1, "rcp": 1}
 
@@ -101,7 +101,7 @@ def test_is_what_the_mode_picks(
     compute: Compute, data: st.DataObject, name: str, mode: str, extra: str, kind: str
 ) -> None:
     arity, layout = ARITY[name], KINDS[kind]
-    rows = data.draw(st.lists(st.tuples(*[patterns(layout)] * arity), min_size=16, max_size=64))
+    rows = data.draw(st.lists(st.tuples(*[patterns(layout)] * arity), min_size=16, max_size=48))
     operands = ", ".join(f"%{letter}" for letter in "abc"[:arity])
     results = compute(f"{name}.{mode}{extra}.{kind} %d, {operands};", [kind] * arity, kind, rows)
     for row, result in zip(rows, results, strict=True):

@@ -10,7 +10,7 @@ from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
-SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def exact(value: Number) -> bool:
@@ -103,7 +103,7 @@ def signs(kind: Kind) -> st.SearchStrategy[int]:
 def test_is_rounded_once(compute: Compute, data: st.DataObject, spelling: str, kind: str) -> None:
     arity = OPERATIONS[spelling.partition(".")[0]][0]
     operands = ", ".join(f"%{letter}" for letter in "abc"[:arity])
-    rows = data.draw(st.lists(st.tuples(*[patterns(KINDS[kind])] * arity), min_size=16, max_size=64))
+    rows = data.draw(st.lists(st.tuples(*[patterns(KINDS[kind])] * arity), min_size=16, max_size=48))
     expected = [result_of(spelling, KINDS[kind], row) for row in rows]
     assert compute(f"{spelling}.{kind} %d, {operands};", ["b16"] * arity, "b16", rows) == expected
 

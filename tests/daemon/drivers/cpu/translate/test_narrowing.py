@@ -10,7 +10,7 @@ from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
-SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 MODES = ("rn", "rz", "rm", "rp")
 WHOLE: dict[str, Callable[[Fraction], int]] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
@@ -137,7 +137,7 @@ def test_a_pair_has_the_first_on_top(compute: Compute, data: st.DataObject, mode
 
 @pytest.mark.parametrize("into", ["f16", "bf16", "f32", "f64"])
 @pytest.mark.parametrize("mode", MODES)
-@settings(SETTINGS, max_examples=24)
+@settings(SETTINGS, max_examples=14)
 @given(data=st.data(), source=st.sampled_from(INTEGERS), sat=st.sampled_from(["", ".sat"]))
 def test_integers_are_rounded_once(
     compute: Compute, data: st.DataObject, mode: str, into: str, source: str, sat: str
@@ -151,7 +151,7 @@ def test_integers_are_rounded_once(
 
 @pytest.mark.parametrize("source", ["f16", "bf16", "f32", "f64"])
 @pytest.mark.parametrize("mode", [*WHOLE])
-@settings(SETTINGS, max_examples=16)
+@settings(SETTINGS, max_examples=10)
 @given(data=st.data())
 def test_floats_become_the_nearest_integer(compute: Compute, data: st.DataObject, mode: str, source: str) -> None:
     into = data.draw(st.sampled_from(INTEGERS if source in ("f16", "bf16") else INTEGERS[:2]))

@@ -9,7 +9,7 @@ from helpers.exact import KINDS, decode, flushed
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
-SETTINGS = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ORDER: dict[str, Callable[[object, object], bool]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
