@@ -5,6 +5,13 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Space
 from gpulease.daemon.drivers.interface import KernelFault
 
 _SPACES = tuple(Space)
+_EVENTS = {
+    int(Access.TRAP): "trap executed",
+    int(Access.BREAKPOINT): "breakpoint without a debugger executed",
+    int(Access.STACK_OVERFLOW): "stack overflow",
+    int(Access.NO_FUNCTION): "call through {:#x}, which is no function with these parameters,",
+    int(Access.NO_TARGET): "branch by the index {}, which is past its targets,",
+}
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
@@ -12,8 +19,8 @@ def describe(fault: Fault, *, kernel: str, tag: int) -> KernelFault:
     """The error for a fault record."""
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
-    if fault.access == Access.TRAP:
-        return KernelFault(f"trap executed {where}", tag=tag, kernel=kernel)
+    if fault.access in _EVENTS:
+        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
     space = _SPACES[fault.space]
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"

@@ -44,6 +44,24 @@ MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
 
+# The .param variables of one function's calls, each of which is in its frame before optimisation.
+MAX_CALL_BYTES = 1 << 18
+
+# Labels of one .branchtargets or functions of one .calltargets.
+MAX_LISTED = 1 << 12
+
+# --- Calls -----------------------------------------------------------------------------------------------------
+
+# The native stack that a thread's calls may take, and that of the host thread which runs them: a function checks that
+# its frame fits the first, and the second has room for one more of the largest.
+MAX_CALL_STACK_BYTES = 16 << 20
+STREAM_STACK_BYTES = 32 << 20
+
+# What a function's frame takes at most, per line of IR: spilled values; optimised ones can be vectors, interleaved.
+FRAME_BYTES_PER_LINE = 16
+OPTIMISED_FRAME_BYTES_PER_LINE = 256
+MAX_FRAME_BYTES = 8 << 20
+
 # --- A kernel's resources --------------------------------------------------------------------------------------
 
 # PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.

@@ -11,6 +11,9 @@ class Status(IntEnum):
     DONE = 0
     AT_BARRIER = 1
     FAULT = 2
+    # A function's only: the thread has ended in there; what is called through a pointer is no function.
+    EXITED = 20
+    NO_FUNCTION = 21
 
 
 class Access(IntEnum):
@@ -19,6 +22,11 @@ class Access(IntEnum):
     LOAD = 1
     STORE = 2
     TRAP = 3
+    BREAKPOINT = 20
+    STACK_OVERFLOW = 21
+    NO_FUNCTION = 22
+    NO_TARGET = 23
+    ASSERTION = 24
 
 
 class Fault(ctypes.Structure):
@@ -32,6 +40,8 @@ class Fault(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("thread", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
+        # Of a failed assertion: addresses of its texts, and its line.
+        ("assertion", ctypes.c_uint64 * 4),
     )
 
 

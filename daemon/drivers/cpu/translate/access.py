@@ -10,6 +10,7 @@ valid as a global one, or lies in the host memory of the block's shared or the t
 
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Access, Environment, Launch, Status
 from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Integer, Operand, Register, Space, Variable
+from gpulease.daemon.drivers.cpu.translate.callees import PASSED, RETURNED
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
 
@@ -21,6 +22,9 @@ GRANULE_BYTES = 1 << GRANULE_SHIFT
 MAX_ACCESS_BYTES = 16
 
 LOCAL = Value("ptr", "%local")
+
+# The .param variables of a function's calls.
+CALLS = Value("ptr", "%calls")
 
 # Numbers for the fault record.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
@@ -87,6 +91,12 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
             return t.ir.load("ptr", t.ir.offset(ENVIRONMENT, Environment.shared.offset), extra=INVARIANT)
         case Space.LOCAL:
             return LOCAL
+        case Space.CALL:
+            return CALLS
+        case Space.RESULT:
+            return RETURNED
+        case Space.PARAM if not t.function.is_kernel:
+            return PASSED
         case Space.PARAM:
             return t.ir.offset(LAUNCH, PARAMETERS_OFFSET)
     raise t.problem(f".{space.value} has no window")
@@ -105,12 +115,20 @@ def _static_limit(t: OperandTranslator, space: Space) -> int:
         case Space.SHARED:
             return t.function.shared_bytes
         case Space.LOCAL:
-            return t.function.local_bytes
+            return t.local_limit
+        case Space.CALL:
+            return t.function.call_bytes
+        case Space.RESULT:
+            return t.function.result_bytes
     return t.function.parameter_bytes
 
 
 def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
     """The space of an access that names a variable: its own, whether or not the instruction repeats it."""
+    if variable.space is Space.CODE:
+        raise t.problem(f"{variable.name[:60]} is a function")
+    if space is Space.PARAM and variable.space in (Space.CALL, Space.RESULT):
+        return variable.space
     if space not in (Space.GENERIC, variable.space):
         raise t.problem(f"{variable.name[:60]} lies in .{variable.space.value}, not in .{space.value}")
     return variable.space

@@ -10,7 +10,10 @@ from gpulease.daemon.drivers.cpu.limits import (
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
+from gpulease.daemon.drivers.cpu.translate.callees import Callees
+from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
+from gpulease.daemon.drivers.cpu.translate.linking import link, reachable
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
@@ -23,10 +26,12 @@ class Part:
     """Kernels that are compiled together, in the same way.
 
     Attributes:
+        callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
     """
 
     is_optimised: bool
+    callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
@@ -34,34 +39,54 @@ class Part:
     @property
     def text(self) -> str:
         """The IR."""
-        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, METADATA])
+        dispatchers = self.callees.dispatchers(self._declarations)
+        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, *dispatchers, METADATA])
 
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
-        thread = ThreadTranslator(function, places, self._declarations)
+        thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
         runner = RunnerWriter(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
-            local_bytes=round_up(function.local_bytes, _LOCAL_STEP),
+            local_bytes=round_up(thread.local_limit, _LOCAL_STEP),
             suspends=thread.suspends,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
+        while self.callees.pending:
+            self._add_callee(self.callees.pending.pop(), places)
+
+    def _add_callee(self, name: str, places: dict[str, int]) -> None:
+        translator = FunctionTranslator(
+            self.callees.functions[name], places, self._declarations, self.callees, is_optimised=self.is_optimised
+        )
+        self._definitions.append(translator.translate(self.callees.name(name) or ""))
 
 
 def translate(image: Image) -> list[Part]:
     """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
-    places = {variable.name: number for number, variable in enumerate(image.variables)}
-    optimised, plain = Part(is_optimised=True), Part(is_optimised=False)
+    image = link(image)
+    addressed = image.addressed or ()
+    places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
+    functions = {function.name: function for function in image.subroutines}
+    optimised, plain = (
+        Part(is_optimised, Callees(functions, addressed, len(image.variables))) for is_optimised in (True, False)
+    )
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
-        accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+        bodies = [function, *(functions[name] for name in reachable(function, functions, addressed))]
+        accesses = max(map(_accesses, bodies))
         is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
-        if is_small and len(function.instructions) <= MAX_OPTIMISED_INSTRUCTIONS:
+        accesses = sum(map(_accesses, bodies))
+        if is_small and max(len(body.instructions) for body in bodies) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
             optimised.add(function, places)
         else:
             plain.add(function, places)
     return [part for part in (optimised, plain) if part.runners]
+
+
+def _accesses(function: Function) -> int:
+    return sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)

@@ -40,6 +40,8 @@ class OperandTranslator:
         self.function = function
         self.ir = ir
         self.instruction: Instruction | None = None
+        # Bytes of the thread's local window.
+        self.local_limit = function.local_bytes
         self._variable_places = variable_places
 
     def problem(self, reason: str) -> ImageRejected:
@@ -96,6 +98,8 @@ class OperandTranslator:
         return value
 
     def _read_symbol(self, variable: Variable, offset: int, scalar: Scalar) -> Value:
+        if variable.space in (Space.CALL, Space.RESULT):
+            raise self.problem(f"the address of {variable.name[:60]} can't be taken")
         windowed = variable.space in (Space.SHARED, Space.LOCAL, Space.PARAM)
         if scalar.is_float or not (scalar.bits == 64 or (scalar.bits == 32 and windowed)):
             raise self.problem(f"the address of {variable.name[:60]} can't be read as .{scalar.name}")
@@ -103,7 +107,9 @@ class OperandTranslator:
 
     def address_of(self, variable: Variable, offset: int) -> Value:
         """A variable's address in its own space, as i64."""
-        if variable.space in (Space.GLOBAL, Space.CONST):
+        if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
+            if variable.name not in self._variable_places:
+                raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
             table = self.ir.load("ptr", self.ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
