@@ -81,6 +81,20 @@ MAX_LOCAL_BYTES = 64 * 1024
 # Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
 MAX_LIVE_REGISTERS = 2048
 
+# --- Printing --------------------------------------------------------------------------------------------------
+
+# What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
+MAX_PRINT_BYTES = 1 << 20
+
+# One format or one string.
+MAX_PRINT_TEXT = 4096
+
+# Each text of a failed assertion.
+MAX_ASSERTION_TEXT = 512
+
+# A field's width or precision: `%2000000000d` would be 2 GB.
+MAX_PRINT_WIDTH = 1024
+
 # --- The stream ------------------------------------------------------------------------------------------------
 
 # Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.

@@ -56,7 +56,37 @@ class Environment(ctypes.Structure):
         ("local", ctypes.c_uint64),
         ("frames", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
+        ("prints", ctypes.c_uint64),
     )
+
+
+class PrintHead(ctypes.Structure):
+    """What kernels print: this, then `capacity` bytes, of which `used` are records; `dropped` ones did not fit."""
+
+    _fields_ = (
+        ("used", ctypes.c_uint64),
+        ("dropped", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("lock", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class PrintRecord(ctypes.Structure):
+    """The head of one call's record; `size` counts it too."""
+
+    _fields_ = (("size", ctypes.c_uint32), ("kernel", ctypes.c_uint32))
+
+
+class Mark(IntEnum):
+    """What a byte means within a conversion of a format; any other ends it."""
+
+    FLAG = 1
+    LONG = 2
+    STAR = 3
+    INTEGER = 4
+    WIDE = 5
+    STRING = 6
 
 
 class Launch(ctypes.Structure):

@@ -59,14 +59,14 @@ def checked_pointer(t: OperandTranslator, operand: Operand, space: Space, size: 
         space = _space_of(t, operand.base, space)
     address = _address(t, operand)
     if space in (Space.GENERIC, Space.GLOBAL, Space.CONST):
-        valid = _global_is_valid(t.ir, address, size)
+        valid = global_is_valid(t.ir, address, size)
         if space is Space.GENERIC:
             valid = _generic_is_valid(t, address, size, valid)
         fail_unless(t, valid, access, space, address, size)
         return t.ir.cast("inttoptr", address, "ptr")
     limit = window_limit(t, space)
     if not _is_surely_inside(address, size, _static_limit(t, space)):
-        fail_unless(t, _window_is_valid(t.ir, address, size, limit), access, space, address, size)
+        fail_unless(t, window_is_valid(t.ir, address, size, limit), access, space, address, size)
     return t.ir.offset(window_base(t, space), address)
 
 
@@ -148,7 +148,8 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
             return t.ir.binary("add", base, operand.offset) if operand.offset else base
 
 
-def _global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
+def global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
+    """Whether an address may be accessed as a global one."""
     arena = ir.load("i64", ir.offset(ENVIRONMENT, Environment.arena.offset), extra=INVARIANT)
     shadow = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.shadow.offset), extra=INVARIANT)
     last = ir.load("i64", ir.offset(ENVIRONMENT, Environment.last_granule.offset), extra=INVARIANT)
@@ -160,7 +161,8 @@ def _global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
     return ir.binary("and", ir.compare("icmp ule", end, allowed), _is_aligned(ir, address, size))
 
 
-def _window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
+def window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
+    """Whether an offset may be accessed in a window of so many bytes."""
     inside = ir.compare("icmp ult", offset, limit)
     room = ir.compare("icmp uge", ir.binary("sub", limit, offset), size)
     return ir.binary("and", ir.binary("and", inside, room), _is_aligned(ir, offset, size))
@@ -170,7 +172,7 @@ def _generic_is_valid(t: OperandTranslator, address: Value, size: int, valid: Va
     for space in (Space.SHARED, Space.LOCAL):
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
         offset = t.ir.binary("sub", address, base)
-        found = _window_is_valid(t.ir, offset, size, window_limit(t, space))
+        found = window_is_valid(t.ir, offset, size, window_limit(t, space))
         valid = t.ir.binary("or", valid, found)
     return valid
 

@@ -38,12 +38,14 @@ class Callees:
 
     Attributes:
         addressed: Functions whose addresses are named; `first_place` is the first one's place in the table.
+        prints: Whether any of what was translated prints.
         pending: Functions that have a name and no body yet.
     """
 
     functions: Mapping[str, Function] = field(default_factory=dict)
     addressed: Sequence[str] = ()
     first_place: int = 0
+    prints: bool = False
     pending: list[str] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
     _dispatchers: dict[Layout, str] = field(default_factory=dict)

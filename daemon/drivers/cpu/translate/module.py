@@ -14,6 +14,7 @@ from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
 from gpulease.daemon.drivers.cpu.translate.linking import link, reachable
+from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
@@ -40,6 +41,8 @@ class Part:
     def text(self) -> str:
         """The IR."""
         dispatchers = self.callees.dispatchers(self._declarations)
+        if self.callees.prints:
+            dispatchers.append(print_ir(self._declarations))
         return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, *dispatchers, METADATA])
 
     def add(self, function: Function, places: dict[str, int]) -> None:

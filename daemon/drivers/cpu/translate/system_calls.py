@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.drivers.cpu.native.layout import Access, Environment, Fault
 from gpulease.daemon.drivers.cpu.ptx.syntax import CallSite, Space
 from gpulease.daemon.drivers.cpu.translate.access import fail_unless, window_base
+from gpulease.daemon.drivers.cpu.translate.callees import GIVEN
 from gpulease.daemon.drivers.cpu.translate.ir import FALSE, INVARIANT, Value, constant
+from gpulease.daemon.drivers.cpu.translate.printing import PRINT
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
@@ -24,6 +26,22 @@ def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
     fail_unless(t, FALSE, Access.ASSERTION, Space.GENERIC, constant("i64", 0), 0)
 
 
+def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
+    """vprintf(format, arguments): the number of values printed."""
+    form, values = _arguments(t, site, (8, 8))
+    ir = t.ir
+    t.callees.prints = True
+    bad, local = Value("ptr", "%bad"), constant("i64", t.local_limit)
+    given = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
+    count = ir.value("i32", f"call i32 @{PRINT}({given})")
+    is_read = ir.compare("icmp sge", count, 0)
+    fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)
+    if [variable.size for variable in site.results] != [4]:
+        raise t.problem(f"{site.name} is declared with another result than CUDA's")
+    result = ir.offset(window_base(t, Space.CALL), site.results[0].offset)
+    ir.emit(f"store {count}, {result}, align 1")
+
+
 def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) -> list[Value]:
     if tuple(variable.size for variable in site.arguments) != sizes:
         raise t.problem(f"{site.name} is declared with other parameters than CUDA's")
@@ -34,4 +52,4 @@ def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) ->
     ]
 
 
-SYSTEM_CALLS: dict[str, SystemCall] = {"__assertfail": fail_assertion}
+SYSTEM_CALLS: dict[str, SystemCall] = {"__assertfail": fail_assertion, "vprintf": print_formatted}

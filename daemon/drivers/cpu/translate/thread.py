@@ -192,6 +192,8 @@ class ThreadTranslator(OperandTranslator):
             opening.emit(f"%calls = getelementptr i8, ptr %local, i64 {self._calls_at}")
         elif self.function.call_bytes:
             opening.room("%calls", self.function.call_bytes)
+        if self.function.call_bytes:
+            opening.room("%bad", 8)
         if self._calls:
             opening.room("%passed", self.passed_bytes)
             opening.room("%returned", self.returned_bytes)
