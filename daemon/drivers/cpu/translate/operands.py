@@ -60,6 +60,9 @@ class OperandTranslator:
                 return self.from_bits(self._load(operand), scalar)
             case Negated(register) if scalar == PREDICATE:
                 return self.ir.invert(self.read(register, scalar))
+            case Integer(value) if scalar == PREDICATE:
+                # A predicate constant is an integer: not 0 is true (PTX ISA section 4.5.3).
+                return constant("i1", int(value != 0))
             case Integer(value) if not scalar.is_float and scalar != PREDICATE:
                 return constant(ir_type(scalar), value & (2**scalar.bits - 1))
             case Real():
