@@ -91,6 +91,10 @@ class IrWriter:
         have, want = int(value.type[1:]), int(type_name[1:])
         return self.cast("trunc" if have > want else "sext" if signed else "zext", value, type_name)
 
+    def require(self, definition: str) -> None:
+        """Have a definition or declaration in the module, once."""
+        self._declarations.add(definition)
+
     def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
         """Call an LLVM intrinsic, declared by this use of it."""
         types = ", ".join(argument.type for argument in arguments)
