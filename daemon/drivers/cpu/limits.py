@@ -44,6 +44,12 @@ MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
 
+# Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
+MAX_OPTIMISED_FUNCTIONS = 128
+
+# Looks at calls to find out what each kernel reaches: hostile images could make it kernels times functions.
+MAX_CALL_GRAPH_STEPS = 1 << 19
+
 # The .param variables of one function's calls, each of which is in its frame before optimisation.
 MAX_CALL_BYTES = 1 << 18
 

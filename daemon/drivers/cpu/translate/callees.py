@@ -48,7 +48,12 @@ class Callees:
     prints: bool = False
     pending: list[str] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)
+    _by_layout: dict[Layout, list[tuple[int, str]]] = field(default_factory=dict)
     _dispatchers: dict[Layout, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for place, name in enumerate(self.addressed):
+            self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
 
     def calls(self, instruction: Instruction) -> bool:
         """Whether an instruction calls a function that has a body, or may."""
@@ -66,11 +71,12 @@ class Callees:
 
     def dispatcher(self, signature: Signature) -> str:
         """The name of what calls the function behind a pointer."""
-        name = self._dispatchers.setdefault(signature.layout, f"dispatch{len(self._dispatchers)}")
-        for function in self.addressed:
-            if self.functions[function].signature.layout == signature.layout:
+        layout = signature.layout
+        if layout not in self._dispatchers:
+            self._dispatchers[layout] = f"dispatch{len(self._dispatchers)}"
+            for _, function in self._by_layout.get(layout, ()):
                 self.name(function)
-        return name
+        return self._dispatchers[layout]
 
     def dispatchers(self, declarations: set[str]) -> list[str]:
         """The dispatchers' IR."""
@@ -84,11 +90,7 @@ class Callees:
         distance = ir.binary("sub", _HANDLE, first)
         step = constant("i64", HANDLE_STEP.bit_length() - 1)
         number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)
-        fitting = [
-            (place, function)
-            for place, function in enumerate(self.addressed)
-            if self.functions[function].signature.layout == layout
-        ]
+        fitting = self._by_layout.get(layout, [])
         ir.switch(number, "none", [(place, f"to{place}") for place, _ in fitting])
         for place, function in fitting:
             ir.block(f"to{place}")

@@ -4,10 +4,10 @@ Which functions a kernel can reach; where shared variables lie that functions na
 every kernel; which functions are inlined.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from gpulease.daemon.drivers.cpu.limits import MAX_SHARED_BYTES
+from gpulease.daemon.drivers.cpu.limits import MAX_CALL_GRAPH_STEPS, MAX_SHARED_BYTES
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import (
     Address,
@@ -29,8 +29,7 @@ def link(image: Image) -> Image:
     if image.addressed is not None:
         return image
     image = replace(image, addressed=_addressed(image))
-    functions = {function.name: function for function in image.subroutines}
-    image = _place_shared(image, functions)
+    image = _place_shared(image)
     functions = {function.name: function for function in image.subroutines}
     callers: dict[str, set[str]] = {}
     for function in image.subroutines:
@@ -47,18 +46,30 @@ def callees_of(function: Function) -> set[str]:
     return {site.name for site in sites if isinstance(site, CallSite)}
 
 
-def reachable(start: Function, functions: dict[str, Function], addressed: Iterable[str] | None) -> set[str]:
-    """The functions that may run when one does; behind a pointer may be any whose address is named."""
-    found: set[str] = set()
-    pending = [start]
-    while pending:
-        names = callees_of(pending.pop())
-        if "" in names:
-            names.update(addressed or ())
-        for name in names & functions.keys() - found:
-            found.add(name)
-            pending.append(functions[name])
-    return found
+class CallGraph:
+    """Who calls whom in an image."""
+
+    def __init__(self, image: Image) -> None:
+        self._addressed = image.addressed or ()
+        self._calls = {function.name: callees_of(function) for function in image.subroutines}
+        self._steps = 0
+
+    def reached(self, kernel: Function) -> set[str]:
+        """The functions that may run when a kernel does; behind a pointer may be any whose address is named."""
+        found: set[str] = set()
+        pending = [callees_of(kernel)]
+        while pending:
+            names = pending.pop()
+            self._steps += len(names)
+            if self._steps > MAX_CALL_GRAPH_STEPS:
+                raise rejected("too many kernels call too many functions", line=kernel.line, kernel=kernel.name)
+            if "" in names and not found.issuperset(self._addressed):
+                names = names.union(self._addressed)
+            for name in names:
+                if name in self._calls and name not in found:
+                    found.add(name)
+                    pending.append(self._calls[name])
+        return found
 
 
 def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
@@ -92,16 +103,22 @@ def _addressed(image: Image) -> tuple[str, ...]:
 class _Shared:
     """Places of shared variables, one after another."""
 
-    def __init__(self, size: int = 0) -> None:
-        self.size = size
-        self.places: dict[tuple[str, Variable], Variable] = {}
+    def __init__(self, before: "_Shared | None" = None) -> None:
+        self.size: int = before.size if before else 0
+        self._before = before
+        self._places: dict[tuple[str, Variable], Variable] = {}
 
     def add(self, owner: str, variable: Variable) -> None:
         """Give a variable a place unless it has one; the owner of a module's is ""."""
-        if (owner, variable) not in self.places:
+        if self.find(owner, variable) is None:
             offset = round_up(self.size, variable.alignment)
             self.size = offset + variable.size
-            self.places[owner, variable] = replace(variable, offset=offset)
+            self._places[owner, variable] = replace(variable, offset=offset)
+
+    def find(self, owner: str, variable: Variable) -> Variable | None:
+        """A variable in its place, if it has one."""
+        found = self._places.get((owner, variable))
+        return self._before.find(owner, variable) if found is None and self._before else found
 
 
 def _static(function: Function) -> dict[Variable, str]:
@@ -115,19 +132,21 @@ def _key(variable: Variable, owner: str) -> Variable:
     return variable if owner else replace(variable, offset=0)
 
 
-def _place_shared(image: Image, functions: dict[str, Function]) -> Image:
+def _place_shared(image: Image) -> Image:
     """Shared variables of functions come first, at the same place for all; a kernel's own lie behind them."""
-    shared = _Shared()
+    shared, sharing = _Shared(), set()
     for function in image.subroutines:
         for variable, owner in _static(function).items():
             shared.add(owner, _key(variable, owner))
+            sharing.add(function.name)
     dynamic = [v for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.is_dynamic]
     alignment = max([1, *(variable.alignment for variable in dynamic)])
     uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
+    graph = CallGraph(image)
     kernels, common = [], 0
     for kernel in image.functions:
-        reached = reachable(kernel, functions, image.addressed)
-        if any(_static(functions[name]) for name in reached):
+        reached = graph.reached(kernel)
+        if sharing & reached:
             kernel = _behind(kernel, shared, alignment)
         if uses_dynamic & reached:
             common = max(common, kernel.dynamic_shared_offset)
@@ -145,8 +164,7 @@ def _place_shared(image: Image, functions: dict[str, Function]) -> Image:
 
 
 def _behind(kernel: Function, shared: _Shared, alignment: int) -> Function:
-    own = _Shared(shared.size)
-    own.places.update(shared.places)
+    own = _Shared(shared)
     for variable, owner in _static(kernel).items():
         own.add(owner, _key(variable, owner))
     if own.size > MAX_SHARED_BYTES:
@@ -157,5 +175,5 @@ def _behind(kernel: Function, shared: _Shared, alignment: int) -> Function:
 
 
 def _moved(function: Function, shared: _Shared) -> Function:
-    moves = {variable: shared.places[owner, _key(variable, owner)] for variable, owner in _static(function).items()}
-    return map_variables(function, lambda variable: moves.get(variable, variable)) if moves else function
+    moves = {variable: shared.find(owner, _key(variable, owner)) for variable, owner in _static(function).items()}
+    return map_variables(function, lambda variable: moves.get(variable) or variable) if moves else function

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
+    MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
@@ -13,7 +14,7 @@ from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
-from gpulease.daemon.drivers.cpu.translate.linking import link, reachable
+from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
 from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
@@ -77,13 +78,15 @@ def translate(image: Image) -> list[Part]:
     optimised, plain = (
         Part(is_optimised, Callees(functions, addressed, len(image.variables))) for is_optimised in (True, False)
     )
+    graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
-        bodies = [function, *(functions[name] for name in reachable(function, functions, addressed))]
-        accesses = max(map(_accesses, bodies))
-        is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
-        accesses = sum(map(_accesses, bodies))
-        if is_small and max(len(body.instructions) for body in bodies) <= MAX_OPTIMISED_INSTRUCTIONS:
+        sizes = [_size(function), *(size_of[name] for name in graph.reached(function))]
+        is_small = len(sizes) <= MAX_OPTIMISED_FUNCTIONS and max(accesses for accesses, _ in sizes) <= min(
+            left, MAX_OPTIMISED_ACCESSES
+        )
+        accesses = sum(accesses for accesses, _ in sizes)
+        if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
             optimised.add(function, places)
         else:
@@ -91,5 +94,7 @@ def translate(image: Image) -> list[Part]:
     return [part for part in (optimised, plain) if part.runners]
 
 
-def _accesses(function: Function) -> int:
-    return sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+def _size(function: Function) -> tuple[int, int]:
+    """How many loads and stores a function has, and how many instructions."""
+    accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+    return accesses, len(function.instructions)

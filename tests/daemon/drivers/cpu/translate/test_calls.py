@@ -350,3 +350,13 @@ def test_addresses_in_initialisers(context: CpuContext) -> None:
     mad.lo.u32 %r1, %r1, 10, %r2; mad.lo.u32 %r1, %r1, 10, %r3; mad.lo.u32 %r1, %r1, 10, %r4;
     """
     assert run(context, module, body, threads=1) == [1243]
+
+
+def test_many_kernels_and_functions_take_little_time(context: CpuContext) -> None:
+    chain = "".join(f".func f{k}() {{ call f{k + 1}; ret; }}\n" for k in range(2000))
+    declared = "".join(f".func f{k}();\n" for k in range(2001)) + ".func f2000() { ret; }\n"
+    kernels = "".join(f".entry e{k}() {{ call f{k}; ret; }}\n" for k in range(2000))
+    started = time.monotonic()
+    with pytest.raises(ImageRejected, match="too many kernels call too many functions"):
+        context.module_load((HEAD + declared + chain + kernels).encode())
+    assert time.monotonic() - started < 20
