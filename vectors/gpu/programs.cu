@@ -2,6 +2,7 @@
 //
 // Compiled, from this folder, by
 //     for cc in 75 80 90; do nvcc -ptx -arch=compute_$cc -O3 -o programs.sm$cc.ptx programs.cu; done
+// and once with -G for compute_75 to programs.debug.sm75.ptx,
 // and kept exactly as nvcc wrote it.
 
 extern "C" {

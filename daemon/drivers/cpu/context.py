@@ -1,11 +1,13 @@
 """The one context of a worker process: its memory, its modules, its stream."""
 
 import ctypes
+from collections.abc import Callable
 
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.faults import describe
 from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule, load, release
 from gpulease.daemon.drivers.cpu.limits import (
+    MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
     MAX_GRID_DIMS,
     MAX_LIVE_REGISTERS,
@@ -15,6 +17,7 @@ from gpulease.daemon.drivers.cpu.limits import (
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, Environment, Fault
+from gpulease.daemon.drivers.cpu.printing import PrintBuffer, joined, print_to_log
 from gpulease.daemon.drivers.cpu.stream import Stream
 from gpulease.daemon.drivers.cpu.translate.thread import FRAME_HEAD_BYTES, FRAME_SLOT_BYTES
 from gpulease.daemon.drivers.interface import (
@@ -44,6 +47,9 @@ class CpuContext:
         # Shared memory, local windows and frames of the one block that runs.
         self._scratch = Mapping(MAX_SHARED_BYTES + _LOCAL_AREA_BYTES + _FRAME_AREA_BYTES)
         self._fault = Fault()
+        self._prints = PrintBuffer()
+        # Gets the name of a kernel and what it printed.
+        self.printed: Callable[[str, str], None] = print_to_log
         self._environment = Environment(
             arena=self._arena.memory.address,
             shadow=self._arena.shadow.address,
@@ -52,6 +58,7 @@ class CpuContext:
             local=self._scratch.address + MAX_SHARED_BYTES,
             frames=self._scratch.address + MAX_SHARED_BYTES + _LOCAL_AREA_BYTES,
             fault=ctypes.addressof(self._fault),
+            prints=self._prints.address,
         )
         self._environment_address = ctypes.addressof(self._environment)
         self._stream = Stream()
@@ -139,6 +146,7 @@ class CpuContext:
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""
         self._stream.wait(poll)
+        self._flush()
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
@@ -146,8 +154,9 @@ class CpuContext:
         if not self._stream.has_fault:
             return None
         self._stream.wait()
+        self._flush()
         state = self._stream.state
-        error = describe(self._fault, kernel=self._kernel_names[state.kernel], tag=state.tag)
+        error = describe(self._fault, self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag)
         self._stream.forget_fault()
         return error
 
@@ -155,6 +164,8 @@ class CpuContext:
         """See the interface. A kernel that goes on running keeps the memory, until the process ends."""
         if not self._is_closed and self._stream.close():
             self._is_closed = True
+            self._flush()
+            self._prints.close()
             self._arena.close()
             self._scratch.close()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
@@ -162,6 +173,24 @@ class CpuContext:
     def rest(self) -> bool:
         """End the stream's thread if it is idle; the next launch starts another. False if a kernel goes on."""
         return self._stream.rest()
+
+    def _text_at(self, address: int) -> str:
+        """The characters at a device address, as far as they may be read."""
+        text = bytearray()
+        while len(text) < MAX_ASSERTION_TEXT:
+            try:
+                byte = self._arena.bytes_at(address + len(text), 1)[0]
+            except DriverError:
+                break
+            if byte == 0:
+                break
+            text.append(byte)
+        return text.decode("utf-8", errors="replace")
+
+    def _flush(self) -> None:
+        """Hand on what kernels have printed; none runs meanwhile."""
+        for number, text in joined(self._prints.take()):
+            self.printed(self._kernel_names.get(number, ""), text)
 
     def _raise_fault(self) -> None:
         error = self.fault()

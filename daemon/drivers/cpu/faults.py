@@ -1,19 +1,32 @@
 """What a kernel's fault looks like to a tenant."""
 
+from collections.abc import Callable
+
 from gpulease.daemon.drivers.cpu.native.layout import Access, Fault
 from gpulease.daemon.drivers.cpu.ptx.syntax import Space
 from gpulease.daemon.drivers.interface import KernelFault
 
 _SPACES = tuple(Space)
+_EVENTS = {
+    int(Access.TRAP): "trap executed",
+    int(Access.BREAKPOINT): "breakpoint without a debugger executed",
+    int(Access.STACK_OVERFLOW): "stack overflow",
+    int(Access.NO_FUNCTION): "call through {:#x}, which is no function with these parameters,",
+    int(Access.NO_TARGET): "branch by the index {}, which is past its targets,",
+}
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
 
-def describe(fault: Fault, *, kernel: str, tag: int) -> KernelFault:
-    """The error for a fault record."""
+def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: int) -> KernelFault:
+    """The error for a fault record; `text_at` reads what an assertion's addresses mean."""
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
     where = f"{place} in kernel {kernel}, PTX line {fault.line}"
-    if fault.access == Access.TRAP:
-        return KernelFault(f"trap executed {where}", tag=tag, kernel=kernel)
+    if fault.access == Access.ASSERTION:
+        message, file, function = (text_at(fault.assertion[n]) for n in range(3))
+        failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
+        return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
+    if fault.access in _EVENTS:
+        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
     space = _SPACES[fault.space]
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"

@@ -1,6 +1,7 @@
 """An image's bytes to a loaded module (the interface's `Module` and `Kernel`)."""
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,13 @@ from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, compi
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Variable
 from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.translate.callees import FIRST_HANDLE, HANDLE_STEP
+from gpulease.daemon.drivers.cpu.translate.linking import link
 from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, OutOfMemory, Parameter
+
+# Numbers of functions in this process: a pointer to one means nothing to another module.
+_HANDLES = itertools.count()
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
@@ -55,7 +61,7 @@ class CpuModule:
 
 def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> CpuModule:
     """Parse, translate, compile and place. Raises ImageRejected; nothing is left behind then."""
-    tree = parse(_decode(image))
+    tree = link(parse(_decode(image)))
     wanted = sum(variable.size for variable in tree.variables)
     if wanted > slice_bytes:
         raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
@@ -70,7 +76,12 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
         for name, runner in part.runners.items()
     }
     addresses = _place(tree.variables, arena)
-    table = (ctypes.c_uint64 * max(1, len(addresses)))(*addresses)
+    names = [variable.name for variable in tree.variables]
+    named = dict(zip(names, addresses, strict=True))
+    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in tree.addressed or ()}
+    _relocate(tree.variables, named | handles, arena)
+    addresses_and_handles = (*addresses, *handles.values())
+    table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
     kernels = {
         function.name: _kernel(
             function,
@@ -113,6 +124,16 @@ def _place(variables: tuple[Variable, ...], arena: Arena) -> tuple[int, ...]:
         release(addresses, arena)
         raise ImageRejected(f"no memory for the module's variables: {error}") from None
     return tuple(addresses)
+
+
+def _relocate(variables: tuple[Variable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
+    """Write the addresses that initialisers name."""
+    for variable in variables:
+        for relocation in variable.relocations:
+            value = (addresses.get(relocation.symbol, 0) + relocation.addend) >> relocation.shift
+            place = addresses[variable.name] + relocation.offset
+            size = relocation.size
+            arena.bytes_at(place, size)[:] = (value & (2 ** (8 * size) - 1)).to_bytes(size, "little")
 
 
 def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:

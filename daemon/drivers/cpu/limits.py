@@ -44,6 +44,30 @@ MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
 
+# Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
+MAX_OPTIMISED_FUNCTIONS = 128
+
+# Looks at calls to find out what each kernel reaches: hostile images could make it kernels times functions.
+MAX_CALL_GRAPH_STEPS = 1 << 19
+
+# The .param variables of one function's calls, each of which is in its frame before optimisation.
+MAX_CALL_BYTES = 1 << 18
+
+# Labels of one .branchtargets or functions of one .calltargets.
+MAX_LISTED = 1 << 12
+
+# --- Calls -----------------------------------------------------------------------------------------------------
+
+# The native stack that a thread's calls may take, and that of the host thread which runs them: a function checks that
+# its frame fits the first, and the second has room for one more of the largest.
+MAX_CALL_STACK_BYTES = 16 << 20
+STREAM_STACK_BYTES = 32 << 20
+
+# What a function's frame takes at most, per line of IR: spilled values; optimised ones can be vectors, interleaved.
+FRAME_BYTES_PER_LINE = 16
+OPTIMISED_FRAME_BYTES_PER_LINE = 256
+MAX_FRAME_BYTES = 8 << 20
+
 # --- A kernel's resources --------------------------------------------------------------------------------------
 
 # PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.
@@ -62,6 +86,20 @@ MAX_LOCAL_BYTES = 64 * 1024
 
 # Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
 MAX_LIVE_REGISTERS = 2048
+
+# --- Printing --------------------------------------------------------------------------------------------------
+
+# What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
+MAX_PRINT_BYTES = 1 << 20
+
+# One format or one string.
+MAX_PRINT_TEXT = 4096
+
+# Each text of a failed assertion.
+MAX_ASSERTION_TEXT = 512
+
+# A field's width or precision: `%2000000000d` would be 2 GB.
+MAX_PRINT_WIDTH = 1024
 
 # --- The stream ------------------------------------------------------------------------------------------------
 

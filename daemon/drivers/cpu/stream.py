@@ -19,6 +19,7 @@ from gpulease.daemon.drivers.cpu.limits import (
     POLL_INTERVAL_NS,
     QUEUE_DEPTH,
     SPIN_S,
+    STREAM_STACK_BYTES,
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
 from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol, compile_ir
@@ -128,7 +129,11 @@ class Stream:
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(stream_code().address("run_stream"))
         # A daemon: a kernel that never ends must not keep the process from ending.
         thread = threading.Thread(target=run, args=(ctypes.addressof(self.state),), name="gpulease-stream", daemon=True)
-        thread.start()
+        previous = threading.stack_size(STREAM_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(previous)
         return thread
 
     def _wait_for(self, count: int, poll: Poll | None) -> None:

@@ -11,6 +11,10 @@ import llvmlite.binding as llvm
 OPTIMISATION_LEVEL = 2
 
 
+# The C library's clock, under a name that nothing else has.
+CLOCK_GETTIME = "gpulease_clock_gettime"
+
+
 class BadIr(Exception):
     """LLVM refused the IR: a mistake in the translator, never in the PTX."""
 
@@ -31,6 +35,7 @@ def initialise() -> None:
     """Make LLVM ready for this machine. Starts no thread, so a process may fork behind it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    bind_symbol(CLOCK_GETTIME, ctypes.CDLL(None).clock_gettime)
 
 
 def compile_ir(text: str, *, is_optimised: bool = True) -> NativeCode:

@@ -11,6 +11,9 @@ class Status(IntEnum):
     DONE = 0
     AT_BARRIER = 1
     FAULT = 2
+    # A function's only: the thread has ended in there; what is called through a pointer is no function.
+    EXITED = 20
+    NO_FUNCTION = 21
 
 
 class Access(IntEnum):
@@ -19,6 +22,11 @@ class Access(IntEnum):
     LOAD = 1
     STORE = 2
     TRAP = 3
+    BREAKPOINT = 20
+    STACK_OVERFLOW = 21
+    NO_FUNCTION = 22
+    NO_TARGET = 23
+    ASSERTION = 24
 
 
 class Fault(ctypes.Structure):
@@ -32,6 +40,8 @@ class Fault(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("thread", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
+        # Of a failed assertion: addresses of its texts, and its line.
+        ("assertion", ctypes.c_uint64 * 4),
     )
 
 
@@ -46,7 +56,37 @@ class Environment(ctypes.Structure):
         ("local", ctypes.c_uint64),
         ("frames", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
+        ("prints", ctypes.c_uint64),
     )
+
+
+class PrintHead(ctypes.Structure):
+    """What kernels print: this, then `capacity` bytes, of which `used` are records; `dropped` ones did not fit."""
+
+    _fields_ = (
+        ("used", ctypes.c_uint64),
+        ("dropped", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("lock", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class PrintRecord(ctypes.Structure):
+    """The head of one call's record; `size` counts it too."""
+
+    _fields_ = (("size", ctypes.c_uint32), ("kernel", ctypes.c_uint32))
+
+
+class Mark(IntEnum):
+    """What a byte means within a conversion of a format; any other ends it."""
+
+    FLAG = 1
+    LONG = 2
+    STAR = 3
+    INTEGER = 4
+    WIDE = 5
+    STRING = 6
 
 
 class Launch(ctypes.Structure):

@@ -1,22 +1,34 @@
 """A kernel's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_BLOCK_DEPTH,
+    MAX_CALL_BYTES,
     MAX_INSTRUCTIONS,
     MAX_LOCAL_BYTES,
     MAX_REGISTERS_PER_RANGE,
     MAX_SHARED_BYTES,
 )
+from gpulease.daemon.drivers.cpu.ptx.calls import LISTS, CallParser
 from gpulease.daemon.drivers.cpu.ptx.cursor import Cursor
 from gpulease.daemon.drivers.cpu.ptx.declarations import parse_scalar, parse_variable, round_up
 from gpulease.daemon.drivers.cpu.ptx.lexer import Token
-from gpulease.daemon.drivers.cpu.ptx.operands import UNRESOLVED, OperandParser
-from gpulease.daemon.drivers.cpu.ptx.scopes import NameTaken, RegisterFile, Scope, TooManyRegisters
-from gpulease.daemon.drivers.cpu.ptx.syntax import Guard, Instruction, Register, Space, Target, Variable
+from gpulease.daemon.drivers.cpu.ptx.operands import UNRESOLVED
+from gpulease.daemon.drivers.cpu.ptx.scopes import Listing, NameTaken, RegisterFile, Scope, TooManyRegisters
+from gpulease.daemon.drivers.cpu.ptx.syntax import (
+    Guard,
+    Instruction,
+    Operand,
+    Register,
+    Signature,
+    Space,
+    Target,
+    Variable,
+)
 
-_AREA_LIMITS = {Space.SHARED: MAX_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES}
+_AREA_LIMITS = {Space.SHARED: MAX_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 
 
 @dataclass(slots=True)
@@ -25,6 +37,7 @@ class Area:
 
     space: Space
     size: int = 0
+    alignment: int = 1
     # Module-wide shared variables count for the kernels that name them only.
     adopted: dict[str, Variable] = field(default_factory=dict)
 
@@ -32,22 +45,24 @@ class Area:
         """The variable at the area's end, which moves behind it."""
         offset = round_up(self.size, variable.alignment)
         self.size = offset + variable.size
+        self.alignment = max(self.alignment, variable.alignment)
         return replace(variable, offset=offset)
 
 
-class BodyParser(OperandParser):
+class BodyParser(CallParser):
     """Reads one body. Nested blocks are kept on a list, not on Python's stack."""
 
-    def __init__(self, cursor: Cursor, outer: Scope, parameters: tuple[Variable, ...]) -> None:
-        super().__init__(cursor)
+    def __init__(self, cursor: Cursor, outer: Scope, signature: Signature, signatures: Mapping[str, Signature]) -> None:
+        super().__init__(cursor, signatures)
         self.scope = Scope(outer)
         self.registers = RegisterFile()
         self.instructions: list[Instruction] = []
         self.shared = Area(Space.SHARED)
         self.local = Area(Space.LOCAL)
+        self.calls = Area(Space.CALL)
         self._pending: list[tuple[int, Scope, Token]] = []
         self._depth = 0
-        for parameter in parameters:
+        for parameter in (*signature.parameters, *signature.results):
             self.scope.declare(parameter.name, parameter)
 
     def parse(self) -> None:
@@ -117,6 +132,8 @@ class BodyParser(OperandParser):
                 self._declare(parse_variable(cursor, Space.SHARED, 0), self.shared, at)
             case "local":
                 self._declare(parse_variable(cursor, Space.LOCAL, 0), self.local, at)
+            case "param":
+                self._declare(parse_variable(cursor, Space.CALL, 0), self.calls, at)
             case "loc" | "file":
                 cursor.skip_line(at.line)
             case "pragma":
@@ -161,11 +178,14 @@ class BodyParser(OperandParser):
         opcode = cursor.expect("word")
         if guard is None and cursor.accept(":"):
             self.scope.declare_label(opcode.text, len(self.instructions))
+            if cursor.peek.text in LISTS:
+                self.scope.listings[opcode.text] = self.parse_listing()
             return
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
-        operands = self.parse_operands()
+        operands: tuple[Operand, ...]
+        operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:
             raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", first)
         if any(isinstance(operand, Target) for operand in operands):
@@ -183,11 +203,22 @@ class BodyParser(OperandParser):
         """Turn names into places: a label may stand behind the branch to it."""
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
-            operands = list(instruction.operands)
-            for position, operand in enumerate(operands):
+            operands: list[Operand] = []
+            for operand in instruction.operands:
                 if isinstance(operand, Target) and operand.index == UNRESOLVED:
-                    found = scope.find_label(operand.name)
-                    if found is None:
-                        raise self.cursor.problem(f"unknown name {operand.name[:60]}", at)
-                    operands[position] = Target(operand.name, found)
+                    names = self._listed(operand.name, scope) if instruction.opcode == "brx" else (operand.name,)
+                    operands.extend(self._place_of(name, scope, at) for name in names)
+                else:
+                    operands.append(operand)
             self.instructions[index] = replace(instruction, operands=tuple(operands))
+
+    def _listed(self, name: str, scope: Scope) -> tuple[str, ...]:
+        """The labels of a .branchtargets; the name itself if it is none."""
+        listing = scope.find_listing(name)
+        return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
+
+    def _place_of(self, name: str, scope: Scope, at: Token) -> Target:
+        found = scope.find_label(name)
+        if found is None:
+            raise self.cursor.problem(f"unknown name {name[:60]}", at)
+        return Target(name, found)

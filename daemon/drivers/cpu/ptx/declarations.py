@@ -5,8 +5,9 @@ import struct
 from gpulease.daemon.drivers.cpu.limits import MAX_INITIALISERS
 from gpulease.daemon.drivers.cpu.ptx.cursor import Cursor
 from gpulease.daemon.drivers.cpu.ptx.lexer import Token, parse_integer
+from gpulease.daemon.drivers.cpu.ptx.relocations import parse_relocation
 from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE, SCALARS, Scalar
-from gpulease.daemon.drivers.cpu.ptx.syntax import Space, Variable
+from gpulease.daemon.drivers.cpu.ptx.syntax import Relocation, Space, Variable
 
 # Device memory is handed out in steps of 256 bytes: a stricter alignment could not be kept.
 MAX_ALIGNMENT = 256
@@ -41,12 +42,12 @@ def parse_alignment(cursor: Cursor) -> int:
     return alignment
 
 
-def parse_parameter(cursor: Cursor, offset: int) -> Variable:
-    """Take one kernel parameter, to be placed at or behind `offset` (PTX ISA section 5.1.6.1)."""
+def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> Variable:
+    """Take one parameter or result, to be placed at or behind `offset` (PTX ISA section 5.1.6)."""
     at = cursor.peek
     if cursor.directive() != "param":
         raise cursor.problem("expected a .param", at)
-    return _parse_variable(cursor, Space.PARAM, offset)
+    return _parse_variable(cursor, space, offset)
 
 
 def parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> Variable:
@@ -70,8 +71,9 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
     if (None in lengths or is_extern) and not is_dynamic and cursor.peek.kind != "=":
         raise cursor.problem(f"{name.text[:60]} is declared here but defined nowhere", name)
     initial = b""
+    relocations: tuple[Relocation, ...] = ()
     if cursor.peek.kind == "=":
-        initial = _parse_initialiser(cursor, space, scalar)
+        initial, relocations = _parse_initialiser(cursor, space, scalar)
         if None in lengths:
             size = len(initial)
         if len(initial) > size:
@@ -79,7 +81,7 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
         if len(lengths) > 1:
             raise cursor.problem("initialisers of arrays of arrays are not supported", name)
     alignment = max(alignment, natural if not alignment else 1)
-    return Variable(name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic)
+    return Variable(name.text, space, size, alignment, round_up(offset, alignment), initial, is_dynamic, relocations)
 
 
 def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
@@ -115,26 +117,30 @@ def _parse_lengths(cursor: Cursor) -> list[int | None]:
     return lengths
 
 
-def _parse_initialiser(cursor: Cursor, space: Space, scalar: Scalar) -> bytes:
-    """Take `= 1` or `= {1, 2}` (PTX ISA section 5.4.4)."""
+def _parse_initialiser(cursor: Cursor, space: Space, scalar: Scalar) -> tuple[bytes, tuple[Relocation, ...]]:
+    """Take `= 1` or `= {1, x+4, generic(y)}` (PTX ISA section 5.4.4)."""
     if space not in (Space.GLOBAL, Space.CONST):
         raise cursor.problem(f"a .{space.value} variable can't be initialised")
     cursor.expect("=")
+    relocations: list[Relocation] = []
     if not cursor.accept("{"):
-        return _parse_initial(cursor, scalar)
+        return _parse_initial(cursor, scalar, 0, relocations), tuple(relocations)
     parts: list[bytes] = []
     while not cursor.accept("}"):
         if parts:
             cursor.expect(",")
         if len(parts) >= MAX_INITIALISERS:
             raise cursor.problem(f"more than {MAX_INITIALISERS} initialisers")
-        parts.append(_parse_initial(cursor, scalar))
-    return b"".join(parts)
+        parts.append(_parse_initial(cursor, scalar, len(parts) * scalar.size, relocations))
+    return b"".join(parts), tuple(relocations)
 
 
-def _parse_initial(cursor: Cursor, scalar: Scalar) -> bytes:
+def _parse_initial(cursor: Cursor, scalar: Scalar, offset: int, relocations: list[Relocation]) -> bytes:
     negative = cursor.accept("-")
     token = cursor.take()
+    if not negative and (token.kind == "word" or cursor.peek.kind == "("):
+        relocations.append(parse_relocation(cursor, token, scalar, offset))
+        return bytes(scalar.size)
     pattern = _number_pattern(token, scalar, negative)
     if pattern is None:
         raise cursor.problem(f"{token.text[:60]!r} can't initialise a .{scalar.name}", token)

@@ -6,13 +6,14 @@ Whatever the text, the only error that comes out is `ImageRejected`.
 from dataclasses import replace
 from math import prod
 
-from gpulease.daemon.drivers.cpu.limits import MAX_FUNCTIONS, MAX_INSTRUCTIONS, MAX_PARAMETER_BYTES
+from gpulease.daemon.drivers.cpu.limits import MAX_FUNCTIONS, MAX_INSTRUCTIONS
 from gpulease.daemon.drivers.cpu.ptx.bodies import BodyParser
 from gpulease.daemon.drivers.cpu.ptx.cursor import Cursor
-from gpulease.daemon.drivers.cpu.ptx.declarations import parse_parameter, parse_variable, round_up
+from gpulease.daemon.drivers.cpu.ptx.declarations import parse_variable, round_up
 from gpulease.daemon.drivers.cpu.ptx.lexer import Source, Token
 from gpulease.daemon.drivers.cpu.ptx.scopes import NameTaken, Scope
-from gpulease.daemon.drivers.cpu.ptx.syntax import Bounds, Function, Image, Space, Variable
+from gpulease.daemon.drivers.cpu.ptx.signatures import parse_parameters, skip_function_directives
+from gpulease.daemon.drivers.cpu.ptx.syntax import Bounds, Function, Image, Signature, Space, Variable
 
 _LINKAGE = ("visible", "extern", "weak", "common")
 _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
@@ -31,7 +32,10 @@ class _ImageParser:
         self.cursor = cursor
         self.scope = Scope(None)
         self.functions: dict[str, Function] = {}
+        self.subroutines: dict[str, Function] = {}
+        self.signatures: dict[str, Signature] = {}
         self.variables: list[Variable] = []
+        self._aliases: dict[str, tuple[str, Token]] = {}
         self._instructions_left = MAX_INSTRUCTIONS
         self._dynamic_alignment = 1
 
@@ -40,7 +44,15 @@ class _ImageParser:
         target = self._parse_target()
         while self.cursor.peek.kind != "end":
             self._parse_item()
-        return Image(version, target, tuple(self.functions.values()), tuple(self.variables))
+        self._resolve_aliases()
+        self._check_relocations()
+        return Image(
+            version,
+            target,
+            tuple(self.functions.values()),
+            tuple(self.variables),
+            tuple(self.subroutines.values()),
+        )
 
     def _parse_version(self) -> tuple[int, int]:
         """Take `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
@@ -81,6 +93,10 @@ class _ImageParser:
         match name:
             case "entry":
                 self._parse_entry(at)
+            case "func":
+                self._parse_func(at)
+            case "alias":
+                self._parse_alias(at)
             case "global" | "const" | "shared":
                 self._parse_variable(_SPACES[name], is_extern="extern" in linkage)
             case "address_size":
@@ -113,49 +129,95 @@ class _ImageParser:
         cursor = self.cursor
         name = cursor.expect("word").text
         cursor.kernel = name[:60]
-        if name in self.functions:
+        if name in self.functions or name in self.signatures:
             raise NameTaken(name)
-        if len(self.functions) >= MAX_FUNCTIONS:
-            raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
-        parameters, size = self._parse_parameters()
+        parameters, size = parse_parameters(cursor, Space.PARAM)
         bounds = self._parse_bounds()
-        body = BodyParser(cursor, self.scope, parameters)
+        function = self._parse_body(name, at, Signature(parameters, size))
+        self.functions[name] = replace(function, bounds=bounds)
+
+    def _parse_func(self, at: Token) -> None:
+        """Take `.func (results) name(parameters) { body }`, or a declaration (PTX ISA section 11.3.2)."""
+        cursor = self.cursor
+        results, result_bytes = parse_parameters(cursor, Space.RESULT)
+        name = cursor.expect("word").text
+        cursor.kernel = name[:60]
+        signature = Signature(*parse_parameters(cursor, Space.PARAM), results, result_bytes)
+        skip_function_directives(cursor)
+        known = self.signatures.get(name)
+        if name in self.subroutines or name in self.functions:
+            raise NameTaken(name)
+        if known is None:
+            self.scope.declare(name, Variable(name, Space.CODE, 0, 1))
+        elif known.layout != signature.layout:
+            raise cursor.problem(f"{name[:60]} is declared with other parameters before", at)
+        self.signatures[name] = signature
+        if len(self.signatures) > MAX_FUNCTIONS:
+            raise cursor.problem(f"more than {MAX_FUNCTIONS} functions", at)
+        if not cursor.accept(";"):
+            self.subroutines[name] = replace(self._parse_body(name, at, signature), is_kernel=False)
+        cursor.kernel = ""
+
+    def _parse_body(self, name: str, at: Token, signature: Signature) -> Function:
+        cursor = self.cursor
+        if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
+            raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
+        body = BodyParser(cursor, self.scope, signature, self.signatures)
         body.parse()
         self._instructions_left -= len(body.instructions)
         if self._instructions_left < 0:
             raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
         cursor.kernel = ""
-        self.functions[name] = Function(
+        return Function(
             name=name,
             line=at.line,
-            parameters=parameters,
-            parameter_bytes=size,
+            parameters=signature.parameters,
+            parameter_bytes=signature.parameter_bytes,
+            results=signature.results,
+            result_bytes=signature.result_bytes,
             instructions=tuple(body.instructions),
             registers=tuple(body.registers.registers),
             shared_bytes=body.shared.size,
+            shared_alignment=body.shared.alignment,
+            module_shared=tuple(body.shared.adopted.values()),
             dynamic_shared_offset=round_up(body.shared.size, self._dynamic_alignment),
             local_bytes=body.local.size,
-            bounds=bounds,
+            local_alignment=body.local.alignment,
+            call_bytes=body.calls.size,
+            call_alignment=body.calls.alignment,
+            bounds=Bounds(),
         )
 
-    def _parse_parameters(self) -> tuple[tuple[Variable, ...], int]:
-        """Take the parameter list; also its size in bytes."""
+    def _parse_alias(self, at: Token) -> None:
+        """Take `.alias name, function;` (PTX ISA section 11.3.3)."""
         cursor = self.cursor
-        parameters: list[Variable] = []
-        size = 0
-        if not cursor.accept("("):
-            return (), 0
-        while not cursor.accept(")"):
-            if parameters:
-                cursor.expect(",")
-            parameter = parse_parameter(cursor, size)
-            size = parameter.offset + parameter.size
-            if size > MAX_PARAMETER_BYTES:
-                raise cursor.problem(f"the parameters take more than {MAX_PARAMETER_BYTES} bytes")
-            if parameter.size == 0:
-                raise cursor.problem(f"the parameter {parameter.name[:60]} has no size")
-            parameters.append(parameter)
-        return tuple(parameters), size
+        name = cursor.expect("word").text
+        cursor.expect(",")
+        self._aliases[name] = (cursor.expect("word").text, at)
+        cursor.expect(";")
+
+    def _resolve_aliases(self) -> None:
+        """Give each alias the body of its function."""
+        defined = dict(self.subroutines)
+        for name, (meant, at) in self._aliases.items():
+            function = defined.get(meant)
+            if function is None or name not in self.signatures or name in defined:
+                raise self.cursor.problem("an alias is a declared function that stands for a defined one", at)
+            if self.signatures[name].layout != function.signature.layout:
+                raise self.cursor.problem(f"{name[:60]} is declared with other parameters", at)
+            self._instructions_left -= len(function.instructions)
+            if self._instructions_left < 0:
+                raise self.cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
+            self.subroutines[name] = replace(function, name=name)
+
+    def _check_relocations(self) -> None:
+        """Refuse initialisers that name what has no address in device memory."""
+        known = {variable.name for variable in self.variables} | self.subroutines.keys()
+        for variable in self.variables:
+            for relocation in variable.relocations:
+                if relocation.symbol not in known:
+                    name = relocation.symbol[:60]
+                    raise self.cursor.problem(f"the address of {name}, which initialises a variable, is unknown")
 
     def _parse_bounds(self) -> Bounds:
         """Take performance directives (PTX ISA section 11.4); those that bound no launch have no effect here."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.cpu.limits import MAX_REGISTERS_PER_FUNCTION
 from gpulease.daemon.drivers.cpu.ptx.scalars import Scalar
-from gpulease.daemon.drivers.cpu.ptx.syntax import Register, Variable
+from gpulease.daemon.drivers.cpu.ptx.syntax import Register, Signature, Variable
 
 # `%r<100>` declares %r0 to %r99 (PTX ISA section 5.4.6): at most this many digits, see MAX_REGISTERS_PER_RANGE.
 _RANGE_DIGITS = 7
@@ -16,6 +16,15 @@ class NameTaken(Exception):
 
 class TooManyRegisters(Exception):
     """A function names more registers than can be compiled in bounded memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a label before .branchtargets, .calltargets or .callprototype stands for."""
+
+    kind: str
+    names: tuple[str, ...] = ()
+    signature: Signature | None = None
 
 
 @dataclass(slots=True)
@@ -40,6 +49,7 @@ class Scope:
     parent: "Scope | None"
     names: dict[str, Register | Variable] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
+    listings: dict[str, Listing] = field(default_factory=dict)
     _ranges: dict[str, tuple[int, Scalar]] = field(default_factory=dict)
     _stems: set[str] = field(default_factory=set)
 
@@ -83,6 +93,15 @@ class Scope:
         while scope is not None:
             if name in scope.labels:
                 return scope.labels[name]
+            scope = scope.parent
+        return None
+
+    def find_listing(self, name: str) -> Listing | None:
+        """The list of targets or the prototype that has a label, seen from this block."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.listings:
+                return scope.listings[name]
             scope = scope.parent
         return None
 

@@ -15,6 +15,10 @@ class Space(Enum):
     SHARED = "shared"
     LOCAL = "local"
     PARAM = "param"
+    # Not spelled in PTX: the .param variables of a function's results and of calls, and what functions' names mean.
+    RESULT = "result"
+    CALL = "call"
+    CODE = "code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,17 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
+class Relocation:
+    """A part of an initialiser that is an address: `size` bytes of `symbol + addend`, from bit `shift` on."""
+
+    offset: int
+    size: int
+    symbol: str
+    addend: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Variable:
     """A declared variable of any space.
 
@@ -35,6 +50,7 @@ class Variable:
             GLOBAL and CONST, which get their place at load.
         initial: The bytes it starts with, b"" for zeros.
         is_dynamic: `.extern .shared x[]`: it begins where the static shared memory ends.
+        relocations: What of `initial` is known at load only.
     """
 
     name: str
@@ -44,6 +60,23 @@ class Variable:
     offset: int = 0
     initial: bytes = b""
     is_dynamic: bool = False
+    relocations: tuple[Relocation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters and results of a function or prototype, with their places in their buffers."""
+
+    parameters: tuple[Variable, ...] = ()
+    parameter_bytes: int = 0
+    results: tuple[Variable, ...] = ()
+    result_bytes: int = 0
+
+    @property
+    def layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """What a call through a pointer must have in common with its function."""
+        parameters = tuple((v.offset, v.size) for v in self.parameters)
+        return parameters, tuple((v.offset, v.size) for v in self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +152,17 @@ class Sink:
     """`_`: a destination that is thrown away."""
 
 
-Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vector | Pair | Negated | Sink
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """What `call` passes and takes; `name` is empty for a call through the register in the other operand."""
+
+    name: str
+    signature: Signature
+    arguments: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+
+
+Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vector | Pair | Negated | Sink | CallSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +205,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """An .entry with its body. Sizes are bytes.
+    """An .entry or .func with its body. Sizes are bytes.
 
     Attributes:
         shared_bytes: Of the shared variables whose size is declared.
         dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
+        results: What a .func returns; their sum is `result_bytes`.
+        call_bytes: Of the .param variables of its calls.
+        module_shared: The module's shared variables it names.
     """
 
     name: str
@@ -179,13 +225,33 @@ class Function:
     dynamic_shared_offset: int
     local_bytes: int
     bounds: Bounds
+    is_kernel: bool = True
+    results: tuple[Variable, ...] = ()
+    result_bytes: int = 0
+    call_bytes: int = 0
+    call_alignment: int = 1
+    local_alignment: int = 1
+    shared_alignment: int = 1
+    module_shared: tuple[Variable, ...] = ()
+
+    @property
+    def signature(self) -> Signature:
+        """How it is called."""
+        return Signature(self.parameters, self.parameter_bytes, self.results, self.result_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A whole PTX module: version, target, its kernels and the variables that live in device memory."""
+    """A whole PTX module: version, target, its kernels, the variables that live in device memory, its functions.
+
+    Attributes:
+        addressed: The functions whose addresses are named, in the order of their places behind the variables;
+            None until the image is linked (translate/linking.py).
+    """
 
     version: tuple[int, int]
     target: str
     functions: tuple[Function, ...]
     variables: tuple[Variable, ...] = field(default=())
+    subroutines: tuple[Function, ...] = field(default=())
+    addressed: tuple[str, ...] | None = None

@@ -10,6 +10,7 @@ valid as a global one, or lies in the host memory of the block's shared or the t
 
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Access, Environment, Launch, Status
 from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Integer, Operand, Register, Space, Variable
+from gpulease.daemon.drivers.cpu.translate.callees import PASSED, RETURNED
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
 
@@ -21,6 +22,9 @@ GRANULE_BYTES = 1 << GRANULE_SHIFT
 MAX_ACCESS_BYTES = 16
 
 LOCAL = Value("ptr", "%local")
+
+# The .param variables of a function's calls.
+CALLS = Value("ptr", "%calls")
 
 # Numbers for the fault record.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
@@ -55,14 +59,14 @@ def checked_pointer(t: OperandTranslator, operand: Operand, space: Space, size: 
         space = _space_of(t, operand.base, space)
     address = _address(t, operand)
     if space in (Space.GENERIC, Space.GLOBAL, Space.CONST):
-        valid = _global_is_valid(t.ir, address, size)
+        valid = global_is_valid(t.ir, address, size)
         if space is Space.GENERIC:
             valid = _generic_is_valid(t, address, size, valid)
         fail_unless(t, valid, access, space, address, size)
         return t.ir.cast("inttoptr", address, "ptr")
     limit = window_limit(t, space)
     if not _is_surely_inside(address, size, _static_limit(t, space)):
-        fail_unless(t, _window_is_valid(t.ir, address, size, limit), access, space, address, size)
+        fail_unless(t, window_is_valid(t.ir, address, size, limit), access, space, address, size)
     return t.ir.offset(window_base(t, space), address)
 
 
@@ -87,6 +91,12 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
             return t.ir.load("ptr", t.ir.offset(ENVIRONMENT, Environment.shared.offset), extra=INVARIANT)
         case Space.LOCAL:
             return LOCAL
+        case Space.CALL:
+            return CALLS
+        case Space.RESULT:
+            return RETURNED
+        case Space.PARAM if not t.function.is_kernel:
+            return PASSED
         case Space.PARAM:
             return t.ir.offset(LAUNCH, PARAMETERS_OFFSET)
     raise t.problem(f".{space.value} has no window")
@@ -105,12 +115,20 @@ def _static_limit(t: OperandTranslator, space: Space) -> int:
         case Space.SHARED:
             return t.function.shared_bytes
         case Space.LOCAL:
-            return t.function.local_bytes
+            return t.local_limit
+        case Space.CALL:
+            return t.function.call_bytes
+        case Space.RESULT:
+            return t.function.result_bytes
     return t.function.parameter_bytes
 
 
 def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
     """The space of an access that names a variable: its own, whether or not the instruction repeats it."""
+    if variable.space is Space.CODE:
+        raise t.problem(f"{variable.name[:60]} is a function")
+    if space is Space.PARAM and variable.space in (Space.CALL, Space.RESULT):
+        return variable.space
     if space not in (Space.GENERIC, variable.space):
         raise t.problem(f"{variable.name[:60]} lies in .{variable.space.value}, not in .{space.value}")
     return variable.space
@@ -130,7 +148,8 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
             return t.ir.binary("add", base, operand.offset) if operand.offset else base
 
 
-def _global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
+def global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
+    """Whether an address may be accessed as a global one."""
     arena = ir.load("i64", ir.offset(ENVIRONMENT, Environment.arena.offset), extra=INVARIANT)
     shadow = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.shadow.offset), extra=INVARIANT)
     last = ir.load("i64", ir.offset(ENVIRONMENT, Environment.last_granule.offset), extra=INVARIANT)
@@ -142,7 +161,8 @@ def _global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
     return ir.binary("and", ir.compare("icmp ule", end, allowed), _is_aligned(ir, address, size))
 
 
-def _window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
+def window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
+    """Whether an offset may be accessed in a window of so many bytes."""
     inside = ir.compare("icmp ult", offset, limit)
     room = ir.compare("icmp uge", ir.binary("sub", limit, offset), size)
     return ir.binary("and", ir.binary("and", inside, room), _is_aligned(ir, offset, size))
@@ -152,7 +172,7 @@ def _generic_is_valid(t: OperandTranslator, address: Value, size: int, valid: Va
     for space in (Space.SHARED, Space.LOCAL):
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
         offset = t.ir.binary("sub", address, base)
-        found = _window_is_valid(t.ir, offset, size, window_limit(t, space))
+        found = window_is_valid(t.ir, offset, size, window_limit(t, space))
         valid = t.ir.binary("or", valid, found)
     return valid
 

@@ -3,6 +3,7 @@
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIMATE
+from gpulease.daemon.drivers.cpu.translate.calls import FAMILY as CALLS
 from gpulease.daemon.drivers.cpu.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
@@ -38,6 +39,7 @@ FAMILIES = (
     CONVERSION,
     NARROWING,
     CONTROL,
+    CALLS,
 )
 
 

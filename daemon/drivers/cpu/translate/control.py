@@ -26,14 +26,20 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("ret{.uni}", 0, writes=False)
 @FAMILY.form("exit", 0, writes=False)
 def leave(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """End the thread; in a kernel's own body both are the same."""
-    t.ir.ret(Status.DONE)
+    """End the thread, or with `ret` the function."""
+    t.leave(is_exit=i.opcode == "exit")
 
 
 @FAMILY.form("trap", 0, writes=False)
 def trap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """End the kernel with a fault."""
     fail_unless(t, FALSE, Access.TRAP, Space.GENERIC, constant("i64", 0), 0)
+
+
+@FAMILY.form("brkpt", 0, writes=False)
+def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """End the kernel with a fault, as no debugger is there to go on."""
+    fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)
 
 
 @FAMILY.form("bar{.cta}.sync", 1, writes=False)

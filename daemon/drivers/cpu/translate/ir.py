@@ -37,16 +37,18 @@ METADATA = '!0 = !{}\n!1 = !{!"branch_weights", i32 1048576, i32 1}\n'
 class IrWriter:
     """One function's body under construction, line by line."""
 
-    def __init__(self, declarations: set[str]) -> None:
+    def __init__(self, declarations: set[str], prefix: str = "") -> None:
         self.lines: list[str] = []
         self._declarations = declarations
         self._count = 0
+        # Sets the names of two writers of one function apart.
+        self._prefix = prefix
         self._terminated = False
 
     def fresh(self, stem: str = "v") -> str:
         """A name nothing else has."""
         self._count += 1
-        return f"{stem}{self._count}"
+        return f"{self._prefix}{stem}{self._count}"
 
     def emit(self, line: str) -> None:
         """Add an instruction; behind a terminator it opens a block that nothing reaches."""
@@ -92,6 +94,10 @@ class IrWriter:
         """An integer of another width."""
         have, want = int(value.type[1:]), int(type_name[1:])
         return self.cast("trunc" if have > want else "sext" if signed else "zext", value, type_name)
+
+    def require(self, definition: str) -> None:
+        """Have a definition or declaration in the module, once."""
+        self._declarations.add(definition)
 
     def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
         """Call an LLVM intrinsic, declared by this use of it."""
@@ -143,6 +149,21 @@ class IrWriter:
     def ret(self, number: int) -> None:
         """End the function with a status."""
         self._terminate(f"ret i32 {number}")
+
+    def ret_value(self, status: Value) -> None:
+        """End the function with a status known when it runs."""
+        self._terminate(f"ret {status}")
+
+    def copy(self, into: Value, source: Value, size: int) -> None:
+        """Copy bytes from one place to another that does not overlap it."""
+        self._declarations.add("declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)")
+        self.emit(f"call void @llvm.memcpy.p0.p0.i64({into}, {source}, i64 {size}, i1 false)")
+
+    def room(self, name: str, size: int) -> None:
+        """So many zero bytes on the stack, under a name."""
+        self._declarations.add("declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)")
+        self.emit(f"{name} = alloca [{size} x i8], align 16")
+        self.emit(f"call void @llvm.memset.p0.i64(ptr {name}, i8 0, i64 {size}, i1 false)")
 
     def _terminate(self, line: str) -> None:
         self.emit(line)

@@ -19,7 +19,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
 )
 
 # Instructions behind which control does not go on, unless they are guarded.
-_ENDS = ("bra", "ret", "exit", "trap")
+_ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
 class TooComplex(Exception):

@@ -6,15 +6,15 @@ Cache hints change no result and are passed over.
 """
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
-from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Space, Vector
+from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction, Operand, Space, Variable, Vector
 from gpulease.daemon.drivers.cpu.translate.access import MAX_ACCESS_BYTES, checked_pointer
 from gpulease.daemon.drivers.cpu.translate.forms import FLOATS, Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 
 FAMILY = Family("Loads and stores", "9.7.9")
 
-_SPACES = ("global", "const", "shared", "shared::cta", "local", "param", "param::entry")
-_STORE_SPACES = ("global", "shared", "shared::cta", "local")
+_SPACES = ("global", "const", "shared", "shared::cta", "local", "param", "param::entry", "param::func")
+_STORE_SPACES = ("global", "shared", "shared::cta", "local", "param", "param::func")
 _TYPES = (*(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in "bus"), *FLOATS)
 _VECTORS = ("v2", "v4")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -91,12 +91,21 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Of a register wider than the type the low bits are stored."""
     scalar, space = m.scalar(), _space(m)
+    _refuse_constant(t, i.operands[0], space)
     values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in _elements(t, m, i.operands[1])]
     pointer = checked_pointer(t, i.operands[0], space, scalar.size * len(values), Access.STORE)
     keyword = "store volatile" if _happens_each_time(m) else "store"
     for number, value in enumerate(values):
         place = t.ir.offset(pointer, number * scalar.size)
         t.ir.emit(f"{keyword} {value}, {place}, align {scalar.size}")
+
+
+def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> None:
+    """A function's own parameters can't be written, only its results and what it passes (section 5.1.6)."""
+    base = operand.base if isinstance(operand, Address) else None
+    named = base.space if isinstance(base, Variable) else space
+    if named is Space.PARAM:
+        raise t.problem("a parameter can't be written")
 
 
 def _space(m: Modifiers) -> Space:

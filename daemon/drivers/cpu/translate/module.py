@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
+    MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
+from gpulease.daemon.drivers.cpu.translate.callees import Callees
+from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
+from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
+from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
@@ -23,10 +28,12 @@ class Part:
     """Kernels that are compiled together, in the same way.
 
     Attributes:
+        callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
     """
 
     is_optimised: bool
+    callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
@@ -34,34 +41,60 @@ class Part:
     @property
     def text(self) -> str:
         """The IR."""
-        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, METADATA])
+        dispatchers = self.callees.dispatchers(self._declarations)
+        if self.callees.prints:
+            dispatchers.append(print_ir(self._declarations))
+        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, *dispatchers, METADATA])
 
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
-        thread = ThreadTranslator(function, places, self._declarations)
+        thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
         runner = RunnerWriter(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
-            local_bytes=round_up(function.local_bytes, _LOCAL_STEP),
+            local_bytes=round_up(thread.local_limit, _LOCAL_STEP),
             suspends=thread.suspends,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
+        while self.callees.pending:
+            self._add_callee(self.callees.pending.pop(), places)
+
+    def _add_callee(self, name: str, places: dict[str, int]) -> None:
+        translator = FunctionTranslator(
+            self.callees.functions[name], places, self._declarations, self.callees, is_optimised=self.is_optimised
+        )
+        self._definitions.append(translator.translate(self.callees.name(name) or ""))
 
 
 def translate(image: Image) -> list[Part]:
     """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
-    places = {variable.name: number for number, variable in enumerate(image.variables)}
-    optimised, plain = Part(is_optimised=True), Part(is_optimised=False)
+    image = link(image)
+    addressed = image.addressed or ()
+    places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
+    functions = {function.name: function for function in image.subroutines}
+    optimised, plain = (
+        Part(is_optimised, Callees(functions, addressed, len(image.variables))) for is_optimised in (True, False)
+    )
+    graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
-        accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
-        is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
-        if is_small and len(function.instructions) <= MAX_OPTIMISED_INSTRUCTIONS:
+        sizes = [_size(function), *(size_of[name] for name in graph.reached(function))]
+        is_small = len(sizes) <= MAX_OPTIMISED_FUNCTIONS and max(accesses for accesses, _ in sizes) <= min(
+            left, MAX_OPTIMISED_ACCESSES
+        )
+        accesses = sum(accesses for accesses, _ in sizes)
+        if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
             optimised.add(function, places)
         else:
             plain.add(function, places)
     return [part for part in (optimised, plain) if part.runners]
+
+
+def _size(function: Function) -> tuple[int, int]:
+    """How many loads and stores a function has, and how many instructions."""
+    accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+    return accesses, len(function.instructions)

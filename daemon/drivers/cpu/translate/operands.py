@@ -42,6 +42,8 @@ class OperandTranslator:
         self.instruction: Instruction | None = None
         # The carry flag and which operation made it, as long as the code that did surely runs before what comes.
         self.carry: tuple[str, Value] | None = None
+        # Bytes of the thread's local window.
+        self.local_limit = function.local_bytes
         self._variable_places = variable_places
 
     def problem(self, reason: str) -> ImageRejected:
@@ -60,6 +62,9 @@ class OperandTranslator:
                 return self.from_bits(self._load(operand), scalar)
             case Negated(register) if scalar == PREDICATE:
                 return self.ir.invert(self.read(register, scalar))
+            case Integer(value) if scalar == PREDICATE:
+                # A predicate constant is an integer: not 0 is true (PTX ISA section 4.5.3).
+                return constant("i1", int(value != 0))
             case Integer(value) if not scalar.is_float and scalar != PREDICATE:
                 return constant(ir_type(scalar), value & (2**scalar.bits - 1))
             case Real():
@@ -98,6 +103,8 @@ class OperandTranslator:
         return value
 
     def _read_symbol(self, variable: Variable, offset: int, scalar: Scalar) -> Value:
+        if variable.space in (Space.CALL, Space.RESULT):
+            raise self.problem(f"the address of {variable.name[:60]} can't be taken")
         windowed = variable.space in (Space.SHARED, Space.LOCAL, Space.PARAM)
         if scalar.is_float or not (scalar.bits == 64 or (scalar.bits == 32 and windowed)):
             raise self.problem(f"the address of {variable.name[:60]} can't be read as .{scalar.name}")
@@ -105,7 +112,9 @@ class OperandTranslator:
 
     def address_of(self, variable: Variable, offset: int) -> Value:
         """A variable's address in its own space, as i64."""
-        if variable.space in (Space.GLOBAL, Space.CONST):
+        if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
+            if variable.name not in self._variable_places:
+                raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
             table = self.ir.load("ptr", self.ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)

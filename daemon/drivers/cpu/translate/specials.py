@@ -1,5 +1,6 @@
 """Special registers (PTX ISA section 10)."""
 
+from gpulease.daemon.drivers.cpu.native.compiler import CLOCK_GETTIME
 from gpulease.daemon.drivers.cpu.native.layout import Launch
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, IrWriter, Value, constant
 
@@ -16,7 +17,25 @@ _LAUNCH_FIELDS = {
     for number, axis in enumerate(_AXES)
 }
 
-NAMES = (*ARGUMENTS, *_LAUNCH_FIELDS, "laneid", "clock", "clock64")
+# What tells about the machine: one multiprocessor, which runs everything.
+MACHINE = ("clock_hi", "smid", "nsmid", "gridid", "globaltimer", "globaltimer_lo", "globaltimer_hi")
+
+# Nanoseconds since 1970: what a card's %globaltimer counts too (PTX ISA section 10.23).
+GLOBAL_TIME_IR = f"""
+declare i32 @{CLOCK_GETTIME}(i32, ptr)
+define internal i64 @global_time() noinline {{
+  %time = alloca [16 x i8], align 8
+  %failed = call i32 @{CLOCK_GETTIME}(i32 0, ptr %time)
+  %seconds = load i64, ptr %time
+  %rest.at = getelementptr i8, ptr %time, i64 8
+  %rest = load i64, ptr %rest.at
+  %whole = mul i64 %seconds, 1000000000
+  %sum = add i64 %whole, %rest
+  ret i64 %sum
+}}
+"""
+
+NAMES = (*ARGUMENTS, *_LAUNCH_FIELDS, "laneid", "clock", "clock64", *MACHINE)
 
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
@@ -33,7 +52,26 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
             return ir.intrinsic("llvm.readcyclecounter", "i64")
         case "clock":
             return ir.cast("trunc", ir.intrinsic("llvm.readcyclecounter", "i64"), "i32")
-    return None
+    return _read_machine(ir, name) if name in MACHINE else None
+
+
+def _read_machine(ir: IrWriter, name: str) -> Value | None:
+    match name:
+        case "smid":
+            return constant("i32", 0)
+        case "nsmid":
+            return constant("i32", 1)
+        case "gridid":
+            return ir.load("i64", ir.offset(Value("ptr", "%launch"), Launch.tag.offset), extra=INVARIANT)
+        case "clock_hi":
+            return _half(ir, ir.intrinsic("llvm.readcyclecounter", "i64"), 32)
+    ir.require(GLOBAL_TIME_IR)
+    time = ir.value("i64", "call i64 @global_time()")
+    return {"globaltimer": time, "globaltimer_lo": _half(ir, time, 0), "globaltimer_hi": _half(ir, time, 32)}[name]
+
+
+def _half(ir: IrWriter, value: Value, shift: int) -> Value:
+    return ir.cast("trunc", ir.binary("lshr", value, shift), "i32")
 
 
 def flat_thread(ir: IrWriter) -> Value:

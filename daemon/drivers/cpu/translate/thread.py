@@ -9,12 +9,15 @@ returns; called again, it goes on from there.
 
 from ctypes import sizeof
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS
+from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
+from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Instruction, Register
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Instruction, Register, Signature
+from gpulease.daemon.drivers.cpu.translate.callees import Callees, name_stack_end
 from gpulease.daemon.drivers.cpu.translate.catalogue import find_form
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
+from gpulease.daemon.drivers.cpu.translate.inlining import meets
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.liveness import (
     TooComplex,
@@ -38,13 +41,32 @@ _SUSPENDS = ("bar", "barrier")
 class ThreadTranslator(OperandTranslator):
     """Translates one kernel's body; the families' functions work through its methods."""
 
-    def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        variable_places: dict[str, int],
+        declarations: set[str],
+        callees: Callees | None = None,
+    ) -> None:
         super().__init__(function, variable_places, IrWriter(declarations))
+        self.declarations = declarations
         self.suspends = any(i.opcode in _SUSPENDS for i in function.instructions)
         self.frame_bytes = FRAME_HEAD_BYTES
         self._resumes: list[str] = []
         self._live: dict[int, int] = {}
         self._index = 0
+        self.callees = callees or Callees()
+        self.passed_bytes = self.returned_bytes = 0
+        self._calls = any(self.callees.calls(i) for i in function.instructions)
+        # What waits at a barrier leaves the native stack, so its calls' variables lie in its local window.
+        self._calls_at = round_up(function.local_bytes, FRAME_SLOT_BYTES * 2) if meets(function) else None
+        if self._calls or not function.is_kernel:
+            # The window of a whole stack.
+            self.local_limit = MAX_LOCAL_BYTES
+        elif self._calls_at is not None and function.call_bytes:
+            self.local_limit = self._calls_at + function.call_bytes
+        if (self._calls_at or 0) + function.call_bytes > MAX_LOCAL_BYTES and self._calls_at is not None:
+            raise self.problem(f"over {MAX_LOCAL_BYTES} bytes of .local memory and .param variables")
 
     def translate(self, name: str) -> str:
         """The function's IR, under that name. Raises ImageRejected."""
@@ -84,6 +106,24 @@ class ThreadTranslator(OperandTranslator):
             self.ir.branch(f"at{index}")
         else:
             self.ir.ret(Status.DONE)
+
+    def leave(self, *, is_exit: bool) -> None:
+        """End the thread; in a kernel's own body `ret` and `exit` are the same."""
+        self.ir.ret(Status.DONE)
+
+    def pass_on(self, status: Value) -> None:
+        """End as a call has ended that did not come back."""
+        is_exit = self.ir.compare("icmp eq", status, Status.EXITED)
+        self.ir.ret_value(self.ir.select(is_exit, constant("i32", Status.DONE), status))
+
+    def stack(self) -> Value:
+        """Where in the local window the variables of what is called begin."""
+        return constant("i64", self.function.local_bytes + self.function.call_bytes + FRAME_SLOT_BYTES * 2)
+
+    def make_room(self, signature: Signature) -> None:
+        """Have buffers for the arguments and results of such a call."""
+        self.passed_bytes = max(self.passed_bytes, signature.parameter_bytes)
+        self.returned_bytes = max(self.returned_bytes, signature.result_bytes)
 
     def suspend(self, status: Status) -> None:
         """Return to the block's loop, and go on behind this when called again."""
@@ -134,11 +174,12 @@ class ThreadTranslator(OperandTranslator):
 
     def _prologue(self) -> list[str]:
         """Slots for the registers in use, all 0, and the way to the barrier a thread waits at."""
-        opening = IrWriter(set())
+        opening = IrWriter(self.declarations, "opening.")
         opening.block("entry")
         for register in self._used_registers():
             opening.emit(f"%r{register.index} = alloca i{register.type.bits}")
             opening.emit(f"store i{register.type.bits} 0, ptr %r{register.index}")
+        self._open(opening)
         if self._resumes:
             opening.emit("%resume = load i32, ptr %frame")
             cases = [(number + 1, label) for number, label in enumerate(self._resumes)]
@@ -146,6 +187,20 @@ class ThreadTranslator(OperandTranslator):
         else:
             opening.branch("start")
         return opening.lines[1:]
+
+    def _open(self, opening: IrWriter) -> None:
+        """What calls need."""
+        if self._calls_at is not None:
+            opening.emit(f"%calls = getelementptr i8, ptr %local, i64 {self._calls_at}")
+        elif self.function.call_bytes:
+            opening.room("%calls", self.function.call_bytes)
+        if self.function.call_bytes:
+            opening.room("%bad", 8)
+        if self._calls:
+            opening.room("%passed", self.passed_bytes)
+            opening.room("%returned", self.returned_bytes)
+        if self._calls and self.function.is_kernel:
+            name_stack_end(opening)
 
     def _used_registers(self) -> list[Register]:
         used: set[int] = set()

@@ -81,7 +81,6 @@ def test_initialisers_become_bytes() -> None:
         ("", 1, "begins with .version"),
         (HEAD + ".entry k() { ret }", 4, "no operand"),
         (HEAD + ".entry k() {", 4, "begins no statement"),
-        (HEAD + ".func f() { ret; }", 4, "'.func' is not supported"),
         (HEAD + ".entry k() { ret; } .entry k() { ret; }", 4, "k is declared twice"),
         (HEAD.replace("64", "32"), 3, "64-bit addresses"),
         (HEAD + ".global .u32 x[99999999999999];", 4, "bytes"),
