@@ -37,11 +37,11 @@ STALL_LOOK_MS: Final = 5000
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
 
-SPIN_NS: Final = 50_000
+SPIN_NS: Final = 150_000
 """How long a served connection is looked at again and again before the worker sleeps. A sleep costs the next request a
 wake-up, tens of microseconds on a virtual machine; a tenant that waits for replies is soon back."""
 
-SPINS_PER_REPLY: Final = 4
+SPINS_PER_REPLY: Final = 2
 """Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
 sleeps while requests gather, and takes many at once."""
 

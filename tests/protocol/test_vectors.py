@@ -31,7 +31,11 @@ from .encodings import BODY_CLASSES, fields_of
 from .peers import events_of
 from .vector_json import VECTORS, body_from_json, bytes_from_json, load
 
-FILES = sorted(path for path in VECTORS.rglob("*.json") if "gpu" not in path.parts[-2:] and path.name != "schema.json")
+FILES = sorted(
+    path
+    for path in VECTORS.rglob("*.json")
+    if "gpu" not in path.relative_to(VECTORS).parts and path.name != "schema.json"
+)
 SCHEMA = load(VECTORS / "schema.json")
 
 

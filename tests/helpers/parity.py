@@ -1,0 +1,216 @@
+"""Instructions and kernels to run alike on a real card and on the embedded driver: the same PTX, the same bytes.
+
+Every spelling that the embedded driver supports is tried on rows of operands: each type's special values against each
+other, and bits drawn from a fixed seed.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.drivers.cpu.translate.catalogue import FAMILIES
+from gpulease.daemon.drivers.cpu.translate.forms import Form
+
+OPERAND_NAMES: Final = "abce"
+ROWS: Final = 48
+ROW_BYTES: Final = 32
+RESULT_BYTES: Final = 8
+
+WIDTHS: Final = {
+    **{f"{kind}{bits}": bits for kind in "usb" for bits in (8, 16, 32, 64)},
+    "f16": 16,
+    "bf16": 16,
+    "f16x2": 32,
+    "bf16x2": 32,
+    "f32": 32,
+    "f64": 64,
+    "pred": 1,
+}
+_FLOAT_SPECIALS: Final = {
+    "f32": (0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3FC00000, 0x4B000001, 0x7F7FFFFF, 0x7F800000, 0x7FC00001),
+    "f64": (
+        0,
+        1,
+        0xFFFFFFFFFFFFF,
+        0x10000000000000,
+        0x3FF0000000000000,
+        0x3FF8000000000000,
+        0x43E0000000000000,
+        0x7FEFFFFFFFFFFFFF,
+        0x7FF0000000000000,
+        0x7FF8000000000001,
+    ),
+    "f16": (0, 1, 0x3FF, 0x400, 0x3C00, 0x3E00, 0x7BFF, 0x7C00, 0x7E01),
+    "bf16": (0, 1, 0x7F, 0x80, 0x3F80, 0x3FC0, 0x7F7F, 0x7F80, 0x7FC1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """One instruction: its text without operands, and the types of what it reads and writes."""
+
+    text: str
+    operands: tuple[str, ...]
+    result: str
+
+    @property
+    def ptx(self) -> str:
+        """A module whose kernel `row` runs it on each row of operands."""
+        names = OPERAND_NAMES[: len(self.operands)]
+        body = f"{self.text} %d, {', '.join('%' + name for name in names)};"
+        return instruction_ptx(body, self.operands, self.result)
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Bit patterns of the operands, the same every time."""
+        draw = random.Random(",".join(self.operands))
+        specials = list(itertools.product(*(_specials(kind) for kind in self.operands)))
+        chosen = draw.sample(specials, min(len(specials), ROWS * 2 // 3))
+        while len(chosen) < ROWS:
+            chosen.append(tuple(draw.getrandbits(WIDTHS[kind]) for kind in self.operands))
+        return chosen
+
+
+def _specials(kind: str) -> tuple[int, ...]:
+    if kind == "pred":
+        return (0, 1)
+    width = WIDTHS[kind]
+    if kind in ("f16x2", "bf16x2"):
+        halves = _FLOAT_SPECIALS[kind[:-2]]
+        return tuple(low | high << 16 for low, high in itertools.pairwise((*halves, halves[0])))
+    if kind in _FLOAT_SPECIALS:
+        positive = _FLOAT_SPECIALS[kind]
+        return positive + tuple(bits | 1 << (width - 1) for bits in positive)
+    top = 1 << (width - 1)
+    return (0, 1, 2, 7, width - 1, width, top - 1, top, top + 1, 2 * top - 1)
+
+
+def spelled_instructions() -> Iterator[Spelled]:
+    """All spellings of all supported forms whose operands are registers of known types."""
+    seen = set()
+    for family in FAMILIES:
+        for form in family.forms:
+            for text in _texts(form):
+                spelled = _signed(form, text)
+                if spelled is not None and spelled.text not in seen:
+                    seen.add(spelled.text)
+                    yield spelled
+
+
+def _texts(form: Form) -> Iterator[tuple[str, ...]]:
+    choices = [(("",) if optional else ()) + tuple(values) for _, values, optional in form.slots]
+    for chosen in itertools.product(*choices):
+        yield (form.opcode, *(part for part in chosen if part))
+
+
+_SAME: Final = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor", "mul24", "copysign"), 2),
+    **dict.fromkeys(("neg", "abs", "not", "sqrt", "rcp", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "brev"), 1),
+    **dict.fromkeys(("mad", "fma", "mad24"), 3),
+}
+
+
+def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
+    """The instruction with its operands' types; None for kinds that are not plain functions of registers."""
+    text = ".".join(parts)
+    kinds = [part for part in parts if part in WIDTHS]
+    if not kinds:
+        return None
+    kind, opcode = kinds[-1], parts[0]
+    if opcode in _SAME and "cc" not in parts:
+        operands, result = (kind,) * _SAME[opcode], kind
+        if "wide" in parts:
+            result = kind[0] + str(2 * WIDTHS[kind])
+            operands = (kind, kind, result)[: _SAME[opcode]]
+        return _plain(text, operands, result)
+    match opcode:
+        case "cvt" if len(kinds) == 2 and len(form.arity) == 1 and form.arity[0] == 2:
+            return _plain(text, (kinds[1],), kinds[0])
+        case "setp" if not {"and", "or", "xor"} & set(parts) and not kind.endswith("x2"):
+            return _plain(text, (kind, kind), "pred")
+        case "selp":
+            return _plain(text, (kind, kind, "pred"), kind)
+        case "shl" | "shr":
+            return _plain(text, (kind, "b32"), kind)
+        case "clz" | "popc" | "bfind":
+            return _plain(text, (kind,), "u32")
+        case "bfe":
+            return _plain(text, (kind, "b32", "b32"), kind)
+        case "bfi":
+            return _plain(text, (kind, kind, "b32", "b32"), kind)
+        case "shf":
+            return _plain(text, ("b32", "b32", "b32"), "b32")
+        case "prmt":
+            return _plain(text, ("b32", "b32", "b32"), "b32")
+    return None
+
+
+def _plain(text: str, operands: tuple[str, ...], result: str) -> Spelled | None:
+    # Predicates are kept in registers only the tests' own selp can store.
+    if result == "pred" and not text.startswith("setp"):
+        return None
+    return Spelled(text, operands, result)
+
+
+def register_of(kind: str) -> str:
+    """What a register that holds the type is declared as: PTX has none of 8 bits, and few of the small floats'."""
+    return {"u8": "b16", "s8": "b16", "b8": "b16", "f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(
+        kind, kind
+    )
+
+
+def memory_type_of(kind: str) -> str:
+    """What the type is loaded and stored as."""
+    return {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(kind, kind)
+
+
+def instruction_ptx(body: str, operands: tuple[str, ...], result: str) -> str:
+    """A kernel that runs `body` on %a, %b, %c, %e of each row and keeps %d (a predicate as 0 or 1)."""
+    names = OPERAND_NAMES[: len(operands)]
+    registers = [(n, register_of(t)) for n, t in zip(names, operands, strict=True)] + [("d", register_of(result))]
+    declared = "\n    ".join(f".reg .{kind} %{name};" for name, kind in registers)
+    loads = "\n    ".join(_load(n, t, 8 * k) for k, (n, t) in enumerate(zip(names, operands, strict=True)))
+    store = f"st.global.{memory_type_of(result)} [%q], %d;"
+    if result == "pred":
+        store = "selp.u32 %s, 1, 0, %d;\n    st.global.u32 [%q], %s;"
+    return f""".version 8.0
+.target sm_80
+.address_size 64
+.visible .entry row(.param .u64 rows, .param .u64 results)
+{{
+    .reg .b32 %i, %s, %t;
+    .reg .b64 %p, %q;
+    {declared}
+    mov.u32 %i, %tid.x;
+    ld.param.u64 %p, [rows];
+    ld.param.u64 %q, [results];
+    mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
+    mad.wide.u32 %q, %i, {RESULT_BYTES}, %q;
+    {loads}
+    {body}
+    {store}
+    ret;
+}}
+"""
+
+
+def _load(name: str, kind: str, offset: int) -> str:
+    if kind == "pred":
+        return f"ld.global.u32 %t, [%p+{offset}];\n    setp.ne.u32 %{name}, %t, 0;"
+    return f"ld.global.{memory_type_of(kind)} %{name}, [%p+{offset}];"
+
+
+def rows_bytes(rows: list[tuple[int, ...]]) -> bytes:
+    """Rows as they lie in memory: four little-endian 8-byte fields each."""
+    return b"".join(b"".join(value.to_bytes(8, "little") for value in (*row, 0, 0, 0, 0)[:4]) for row in rows)
+
+
+def results_of(data: bytes, kind: str) -> list[str]:
+    """Each row's result as the hex digits of its number."""
+    digits = max(1, WIDTHS[kind] // 4)
+    mask = (1 << max(WIDTHS[kind], 4)) - 1
+    return [
+        f"{int.from_bytes(data[at : at + RESULT_BYTES], 'little') & mask:0{digits}x}"
+        for at in range(0, len(data), RESULT_BYTES)
+    ]
