@@ -9,7 +9,7 @@ class Status(IntEnum):
     """What a thread's or a kernel's function returns."""
 
     DONE = 0
-    AT_BARRIER = 1
+    WAITS = 1
     FAULT = 2
 
 
@@ -19,6 +19,12 @@ class Access(IntEnum):
     LOAD = 1
     STORE = 2
     TRAP = 3
+    ATOMIC = 4
+    # The rest touch no memory: `address` is the barrier's number or the member mask.
+    BARRIER = 5
+    BARRIER_OPERAND = 6
+    EXCHANGE = 7
+    NO_MEMBER = 8
 
 
 class Fault(ctypes.Structure):

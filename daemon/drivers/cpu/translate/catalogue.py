@@ -2,6 +2,7 @@
 
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
@@ -12,8 +13,9 @@ from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
+from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
-FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL)
+FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL, BARRIERS, WARP)
 
 
 def _by_opcode() -> dict[str, list[Form]]:

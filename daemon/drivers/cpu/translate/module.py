@@ -7,15 +7,20 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
     MAX_OPTIMISED_INSTRUCTIONS,
 )
+from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.drivers.cpu.native.block import block_code
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
+from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
 # Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
 _LOCAL_STEP = 256
+
+_ACCESSES = ("ld", "st", "atom", "red")
 
 
 @dataclass(slots=True)
@@ -41,11 +46,15 @@ class Part:
         number = len(self.runners)
         thread = ThreadTranslator(function, places, self._declarations)
         self._definitions.append(thread.translate(f"thread{number}"))
-        runner = RunnerWriter(
+        writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
+        if not thread.waits.is_short:
+            block_code()
+            self._declarations.update(BLOCK_DECLARATIONS)
+        runner = writer(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
             local_bytes=round_up(function.local_bytes, _LOCAL_STEP),
-            suspends=thread.suspends,
+            waits=thread.waits,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
@@ -57,7 +66,7 @@ def translate(image: Image) -> list[Part]:
     optimised, plain = Part(is_optimised=True), Part(is_optimised=False)
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
-        accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+        accesses = sum(instruction.opcode in _ACCESSES for instruction in function.instructions)
         is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
         if is_small and len(function.instructions) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
