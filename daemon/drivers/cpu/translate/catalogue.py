@@ -2,6 +2,7 @@
 
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.translate.atomics import FAMILY as ATOMICS
 from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
@@ -15,7 +16,7 @@ from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
-FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL, BARRIERS, WARP)
+FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL, BARRIERS, WARP, ATOMICS)
 
 
 def _by_opcode() -> dict[str, list[Form]]:
