@@ -7,16 +7,32 @@ from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
+from gpulease.daemon.drivers.cpu.translate.copying import FAMILY as COPYING
 from gpulease.daemon.drivers.cpu.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
+from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
-FAMILIES = (INTEGER, FLOATING, COMPARISON, LOGIC, MOVEMENT, MEMORY, CONVERSION, CONTROL, BARRIERS, WARP, ATOMICS)
+FAMILIES = (
+    INTEGER,
+    FLOATING,
+    COMPARISON,
+    LOGIC,
+    MOVEMENT,
+    MEMORY,
+    CONVERSION,
+    CONTROL,
+    BARRIERS,
+    WARP,
+    ATOMICS,
+    ORDERING,
+    COPYING,
+)
 
 
 def _by_opcode() -> dict[str, list[Form]]:

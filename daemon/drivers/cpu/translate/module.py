@@ -20,7 +20,7 @@ from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 # Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
 _LOCAL_STEP = 256
 
-_ACCESSES = ("ld", "st", "atom", "red")
+_ACCESSES = ("ld", "st", "atom", "red", "cp")
 
 
 @dataclass(slots=True)

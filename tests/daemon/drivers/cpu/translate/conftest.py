@@ -9,6 +9,9 @@ from gpulease.daemon.drivers.cpu.image import CpuModule
 IN_WORDS, OUT_WORDS, AREA_BYTES = 8, 4, 4096
 THREADS = 1024
 
+# A few bytes more than the area's granules: behind it there is one that may be touched in part.
+SIZES = (8 * IN_WORDS * THREADS, 8 * OUT_WORDS * THREADS, AREA_BYTES + 4)
+
 
 def block_ptx(body: str) -> str:
     """A kernel whose threads have words %a0 to %a7 of their own, keep %o0 to %o3 and share `sh` and [%area]."""
@@ -45,7 +48,7 @@ RunBlock = Callable[..., list[list[int]]]
 def run_block(resting: CpuContext) -> Iterator[RunBlock]:
     """Runs a body on rows of words, one for each thread; what each keeps. `area` is shared, and read back into."""
     modules: dict[str, CpuModule] = {}
-    addresses = [resting.mem_alloc(size) for size in (8 * IN_WORDS * THREADS, 8 * OUT_WORDS * THREADS, AREA_BYTES)]
+    addresses = [resting.mem_alloc(size) for size in SIZES]
 
     def run(
         body: str,
