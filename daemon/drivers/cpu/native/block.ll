@@ -107,20 +107,98 @@ done:
   ret void
 }
 
+; What is usual needs one look at each lane: all that have not ended are in the same exchange, and its members. Gives
+; the lanes that ended, those in an exchange, the ballot of those, and whether it is so.
+define internal { i32, i32, i32, i1 } @survey(ptr %frames, i32 %lanes, i64 %stride) {
+entry:
+  br label %each
+each:
+  %lane = phi i32 [ 0, %entry ], [ %next, %looked ]
+  %frame = phi ptr [ %frames, %entry ], [ %frame.next, %looked ]
+  %ended = phi i32 [ 0, %entry ], [ %ended.next, %looked ]
+  %waiting = phi i32 [ 0, %entry ], [ %waiting.next, %looked ]
+  %ballot = phi i32 [ 0, %entry ], [ %ballot.next, %looked ]
+  %differs = phi i32 [ 0, %entry ], [ %differs.next, %looked ]
+  %kind = phi i32 [ 0, %entry ], [ %kind.next, %looked ]
+  %members = phi i32 [ 0, %entry ], [ %members.next, %looked ]
+  %bit = shl i32 1, %lane
+  %state.at = getelementptr i8, ptr %frame, i64 4
+  %state = load i32, ptr %state.at
+  switch i32 %state, label %looked [ i32 3, label %waits
+                                     i32 -1, label %gone ]
+waits:
+  %kind.at = getelementptr i8, ptr %frame, i64 8
+  %its.kind = load i32, ptr %kind.at
+  %members.at = getelementptr i8, ptr %frame, i64 12
+  %its.members = load i32, ptr %members.at
+  %flag.at = getelementptr i8, ptr %frame, i64 16
+  %flag = load i32, ptr %flag.at
+  %waiting.more = or i32 %waiting, %bit
+  %is.set = icmp ne i32 %flag, 0
+  %voted = select i1 %is.set, i32 %bit, i32 0
+  %ballot.more = or i32 %ballot, %voted
+  %is.first = icmp eq i32 %waiting, 0
+  %kind.first = select i1 %is.first, i32 %its.kind, i32 %kind
+  %members.first = select i1 %is.first, i32 %its.members, i32 %members
+  %kind.differs = xor i32 %kind.first, %its.kind
+  %members.differ = xor i32 %members.first, %its.members
+  %new.differs = or i32 %kind.differs, %members.differ
+  %differs.more = or i32 %differs, %new.differs
+  br label %looked
+gone:
+  %ended.more = or i32 %ended, %bit
+  br label %looked
+looked:
+  %ended.next = phi i32 [ %ended, %each ], [ %ended, %waits ], [ %ended.more, %gone ]
+  %waiting.next = phi i32 [ %waiting, %each ], [ %waiting.more, %waits ], [ %waiting, %gone ]
+  %ballot.next = phi i32 [ %ballot, %each ], [ %ballot.more, %waits ], [ %ballot, %gone ]
+  %differs.next = phi i32 [ %differs, %each ], [ %differs.more, %waits ], [ %differs, %gone ]
+  %kind.next = phi i32 [ %kind, %each ], [ %kind.first, %waits ], [ %kind, %gone ]
+  %members.next = phi i32 [ %members, %each ], [ %members.first, %waits ], [ %members, %gone ]
+  %frame.next = getelementptr i8, ptr %frame, i64 %stride
+  %next = add i32 %lane, 1
+  %more = icmp ult i32 %next, %lanes
+  br i1 %more, label %each, label %done
+done:
+  %spare = sub i32 32, %lanes
+  %there = lshr i32 -1, %spare
+  %not.ended = xor i32 %ended.next, -1
+  %live = and i32 %there, %not.ended
+  %needed = and i32 %members.next, %live
+  %is.same = icmp eq i32 %differs.next, 0
+  %is.all = icmp eq i32 %waiting.next, %needed
+  %is.any = icmp ne i32 %waiting.next, 0
+  %is.full = and i1 %is.same, %is.all
+  %is.usual = and i1 %is.full, %is.any
+  %one = insertvalue { i32, i32, i32, i1 } poison, i32 %ended.next, 0
+  %two = insertvalue { i32, i32, i32, i1 } %one, i32 %waiting.next, 1
+  %three = insertvalue { i32, i32, i32, i1 } %two, i32 %ballot.next, 2
+  %four = insertvalue { i32, i32, i32, i1 } %three, i1 %is.usual, 3
+  ret { i32, i32, i32, i1 } %four
+}
+
 ; Let those threads of a warp go on whose exchange is complete: all members that have not ended are there. If there are
 ; none, those in a gathering go on with whoever came to the same place. Says whether any goes on.
 define i1 @gpulease_release_warp(ptr %frames, i32 %lanes, i64 %stride, i64 %words) {
 entry:
-  %ended = call i32 @lanes_in(ptr %frames, i32 %lanes, i64 %stride, i32 -1)
-  %waiting = call i32 @lanes_in(ptr %frames, i32 %lanes, i64 %stride, i32 3)
+  %survey = call { i32, i32, i32, i1 } @survey(ptr %frames, i32 %lanes, i64 %stride)
+  %ended = extractvalue { i32, i32, i32, i1 } %survey, 0
+  %waiting = extractvalue { i32, i32, i32, i1 } %survey, 1
+  %is.usual = extractvalue { i32, i32, i32, i1 } %survey, 3
+  br i1 %is.usual, label %usual, label %unusual
+usual:
+  %usual.ballot = extractvalue { i32, i32, i32, i1 } %survey, 2
+  call void @let_go(ptr %frames, i64 %stride, i64 %words, i32 %waiting, i32 %usual.ballot)
+  ret i1 true
+unusual:
   %spare = sub i32 32, %lanes
   %there = lshr i32 -1, %spare
   %not.ended = xor i32 %ended, -1
   %live = and i32 %there, %not.ended
   br label %look
 look:
-  %mode = phi i32 [ 3, %entry ], [ 4, %gather ]
-  %all = phi i32 [ %waiting, %entry ], [ %gathering, %gather ]
+  %mode = phi i32 [ 3, %unusual ], [ 4, %gather ]
+  %all = phi i32 [ %waiting, %unusual ], [ %gathering, %gather ]
   br label %each
 each:
   %left = phi i32 [ %all, %look ], [ %left.next, %considered ]

@@ -58,7 +58,10 @@ class OperandTranslator:
                 return self.from_bits(self._load(operand), scalar)
             case Negated(register) if scalar == PREDICATE:
                 return self.ir.invert(self.read(register, scalar))
-            case Integer(value) if not scalar.is_float and scalar != PREDICATE:
+            case Integer(value) if scalar == PREDICATE:
+                # PTX ISA section 4.5.1: as in C, what is not 0 is true.
+                return constant("i1", value != 0)
+            case Integer(value) if not scalar.is_float:
                 return constant(ir_type(scalar), value & (2**scalar.bits - 1))
             case Real():
                 return self._read_real(operand, scalar)

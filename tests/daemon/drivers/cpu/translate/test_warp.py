@@ -303,3 +303,8 @@ def test_a_warp_operation_and_a_barrier_that_wait_for_each_other(run_block: RunB
 def test_what_is_no_longer_there_is_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected, match="is not supported"):
         run_block(text, [[]])
+
+
+@pytest.mark.parametrize(("constant", "expected"), [(0, 0), (1, 1), (-1, 1), (2, 1)])
+def test_predicates_from_constants(run_block: RunBlock, constant: int, expected: int) -> None:
+    assert run_block(f"mov.pred %x0, {constant}; selp.u64 %o0, 1, 0, %x0;", [[]])[0][0] == expected
