@@ -459,3 +459,90 @@ end:
   %result = select i1 %goes.next, i32 1, i32 %stuck.next
   ret i32 %result
 }
+
+; Of a group's lanes those that showed a word. `offset` is where frames keep it.
+define i32 @gpulease_same_words(ptr %frames, i64 %stride, i32 %group, i64 %offset, i64 %word) {
+entry:
+  %first = getelementptr i8, ptr %frames, i64 %offset
+  br label %each
+each:
+  %left = phi i32 [ %group, %entry ], [ %left.next, %each ]
+  %same = phi i32 [ 0, %entry ], [ %same.next, %each ]
+  %lane = call i32 @llvm.cttz.i32(i32 %left, i1 true)
+  %lane.wide = zext i32 %lane to i64
+  %distance = mul i64 %lane.wide, %stride
+  %place = getelementptr i8, ptr %first, i64 %distance
+  %shown = load i64, ptr %place
+  %is.same = icmp eq i64 %shown, %word
+  %bit = shl i32 1, %lane
+  %added = select i1 %is.same, i32 %bit, i32 0
+  %same.next = or i32 %same, %added
+  %less = sub i32 %left, 1
+  %left.next = and i32 %left, %less
+  %more = icmp ne i32 %left.next, 0
+  br i1 %more, label %each, label %done
+done:
+  ret i32 %same.next
+}
+
+; The words a group's lanes showed, combined: 0 add, 1 and, 2 or, 3 xor, 4 umin, 5 umax, 6 smin, 7 smax.
+define i32 @gpulease_reduce_words(ptr %frames, i64 %stride, i32 %group, i64 %offset, i32 %operation) {
+entry:
+  %first = getelementptr i8, ptr %frames, i64 %offset
+  br label %each
+each:
+  %left = phi i32 [ %group, %entry ], [ %left.next, %combined ]
+  %sofar = phi i32 [ 0, %entry ], [ %result, %combined ]
+  %lane = call i32 @llvm.cttz.i32(i32 %left, i1 true)
+  %lane.wide = zext i32 %lane to i64
+  %distance = mul i64 %lane.wide, %stride
+  %place = getelementptr i8, ptr %first, i64 %distance
+  %word = load i32, ptr %place
+  %is.first = icmp eq i32 %left, %group
+  br i1 %is.first, label %combined, label %combine
+combine:
+  switch i32 %operation, label %add [ i32 1, label %and
+                                      i32 2, label %or
+                                      i32 3, label %xor
+                                      i32 4, label %umin
+                                      i32 5, label %umax
+                                      i32 6, label %smin
+                                      i32 7, label %smax ]
+add:
+  %added = add i32 %sofar, %word
+  br label %combined
+and:
+  %anded = and i32 %sofar, %word
+  br label %combined
+or:
+  %ored = or i32 %sofar, %word
+  br label %combined
+xor:
+  %xored = xor i32 %sofar, %word
+  br label %combined
+umin:
+  %is.below = icmp ult i32 %word, %sofar
+  %lowest = select i1 %is.below, i32 %word, i32 %sofar
+  br label %combined
+umax:
+  %is.above = icmp ugt i32 %word, %sofar
+  %highest = select i1 %is.above, i32 %word, i32 %sofar
+  br label %combined
+smin:
+  %is.less = icmp slt i32 %word, %sofar
+  %least = select i1 %is.less, i32 %word, i32 %sofar
+  br label %combined
+smax:
+  %is.greater = icmp sgt i32 %word, %sofar
+  %greatest = select i1 %is.greater, i32 %word, i32 %sofar
+  br label %combined
+combined:
+  %result = phi i32 [ %word, %each ], [ %added, %add ], [ %anded, %and ], [ %ored, %or ], [ %xored, %xor ],
+                    [ %lowest, %umin ], [ %highest, %umax ], [ %least, %smin ], [ %greatest, %smax ]
+  %less = sub i32 %left, 1
+  %left.next = and i32 %left, %less
+  %more = icmp ne i32 %left.next, 0
+  br i1 %more, label %each, label %done
+done:
+  ret i32 %result
+}

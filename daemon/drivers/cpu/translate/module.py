@@ -20,7 +20,8 @@ from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 # Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
 _LOCAL_STEP = 256
 
-_ACCESSES = ("ld", "st", "atom", "red", "cp")
+# What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
+_COSTLY = ("ld", "st", "atom", "red", "cp", "bar", "barrier", "shfl", "vote", "match", "redux", "elect", "activemask")
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ def translate(image: Image) -> list[Part]:
     optimised, plain = Part(is_optimised=True), Part(is_optimised=False)
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
     for function in image.functions:
-        accesses = sum(instruction.opcode in _ACCESSES for instruction in function.instructions)
+        accesses = sum(instruction.opcode in _COSTLY for instruction in function.instructions)
         is_small = accesses <= min(left, MAX_OPTIMISED_ACCESSES)
         if is_small and len(function.instructions) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses

@@ -135,6 +135,14 @@ def word_of(t: "ThreadTranslator", which: Value, number: int = 0) -> Value:
     return t.ir.load("i64", t.ir.offset(frame, kept))
 
 
+def shown_words(t: "ThreadTranslator") -> tuple[Value, Value, Value]:
+    """For the functions of block.ll: the warp's frames, what each takes, and where it keeps the first word shown."""
+    stride = t.frame_size()
+    back = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
+    frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), back))
+    return frames, stride, constant("i64", HEAD_BYTES + SLOT_BYTES * t.waits.words)
+
+
 def let_others_run(t: "ThreadTranslator") -> None:
     """Go to the end of the queue of the block's threads."""
     _stop(t, State.YIELDED, constant("i32", 0), constant("i32", 0), None)

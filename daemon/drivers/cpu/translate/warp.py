@@ -6,12 +6,13 @@ in its own mask, and members that never come, are faults. What the ISA leaves op
 
 from typing import TYPE_CHECKING
 
+from gpulease.daemon.drivers.cpu.native.block import REDUCE_WORDS, REDUCTIONS, SAME_WORDS
 from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE, SCALARS
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Pair
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import TRUE, Value, constant
 from gpulease.daemon.drivers.cpu.translate.specials import WARP_THREADS
-from gpulease.daemon.drivers.cpu.translate.waiting import exchange, gather, lane, word_of
+from gpulease.daemon.drivers.cpu.translate.waiting import exchange, gather, lane, shown_words, word_of
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
@@ -128,14 +129,8 @@ def match_all(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 def _match(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> tuple[Value, Value]:
     ir = t.ir
     group, _ = exchange(t, i.operands[2], [t.read(i.operands[1], m.scalar())])
-    own = word_of(t, lane(t))
-    same = constant("i32", 0)
-    for number in range(WARP_THREADS):
-        which = constant("i32", number)
-        is_there = _has_lane(t, group, which)
-        equal = ir.compare("icmp eq", word_of(t, ir.select(is_there, which, lane(t))), own)
-        flag = ir.cast("zext", ir.binary("and", is_there, equal), "i32")
-        same = ir.binary("or", same, ir.binary("shl", flag, number))
+    frames, stride, offset = shown_words(t)
+    same = ir.intrinsic(SAME_WORDS, "i32", frames, stride, group, offset, word_of(t, lane(t)))
     return group, same
 
 
@@ -143,22 +138,13 @@ def _match(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> tuple[Value, 
 @FAMILY.form("redux.sync.op.type", 3, op=("and", "or", "xor"), type=("b32",))
 def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """The members' values combined (section 9.7.13, "redux.sync")."""
-    ir, scalar = t.ir, m.scalar()
-    group, _ = exchange(t, i.operands[2], [t.read(i.operands[1], scalar)])
-    result = ir.cast("trunc", word_of(t, ir.intrinsic("llvm.cttz.i32", "i32", group, TRUE)), "i32")
-    first = ir.binary("and", group, ir.binary("sub", group, 1))
-    for number in range(WARP_THREADS):
-        which = constant("i32", number)
-        is_there = _has_lane(t, first, which)
-        value = ir.cast("trunc", word_of(t, ir.select(is_there, which, lane(t))), "i32")
-        result = ir.select(is_there, _combine(t, m["op"], scalar.is_signed, result, value), result)
-    t.write(i.operands[0], scalar, result)
-
-
-def _combine(t: "ThreadTranslator", operation: str, is_signed: bool, left: Value, right: Value) -> Value:
+    scalar, operation = m.scalar(), m["op"]
     if operation in ("min", "max"):
-        return t.ir.intrinsic(f"llvm.{'s' if is_signed else 'u'}{operation}.i32", "i32", left, right)
-    return t.ir.binary(operation, left, right)
+        operation = ("s" if scalar.is_signed else "u") + operation
+    group, _ = exchange(t, i.operands[2], [t.read(i.operands[1], scalar)])
+    frames, stride, offset = shown_words(t)
+    number = constant("i32", REDUCTIONS.index(operation))
+    t.write(i.operands[0], scalar, t.ir.intrinsic(REDUCE_WORDS, "i32", frames, stride, group, offset, number))
 
 
 def _has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
