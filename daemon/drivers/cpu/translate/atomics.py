@@ -73,7 +73,7 @@ def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     operand = t.to_bits(t.read(source, scalar), scalar)
     pointer = checked_pointer(t, place, _space(m), scalar.size, Access.ATOMIC)
     update = _update(t, operation, kind, m, operand, _flushes(t, place, m, pointer))
-    before = _apply(t, _space_of(place, m), pointer, operand, _NATIVE.get((operation, kind), ""), update)
+    before = _apply(t, _space_of(t, place, m), pointer, operand, _NATIVE.get((operation, kind), ""), update)
     if into is not None:
         t.write(into, scalar, t.from_bits(before, scalar))
 
@@ -113,7 +113,9 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     operand = t.read(i.operands[2], scalar)
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
-    t.write(i.operands[0], scalar, _apply(t, _space_of(i.operands[1], m), pointer, operand, "xchg", lambda _: operand))
+    t.write(
+        i.operands[0], scalar, _apply(t, _space_of(t, i.operands[1], m), pointer, operand, "xchg", lambda _: operand)
+    )
 
 
 @FAMILY.form(
@@ -124,7 +126,7 @@ def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
     scalar, ir = m.scalar(), t.ir
     expected, operand = (t.read(i.operands[n], scalar) for n in (2, 3))
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
-    if _space_of(i.operands[1], m) is Space.SHARED:
+    if _space_of(t, i.operands[1], m) is Space.SHARED:
         before = ir.load(f"i{scalar.bits}", pointer)
         ir.store(ir.select(ir.compare("icmp eq", before, expected), operand, before), pointer)
     else:
@@ -172,7 +174,7 @@ def _add_float(t: OperandTranslator, scalar: Scalar, m: Modifiers, old: Value, o
 
 def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value) -> Value:
     """Whether a place is not in shared memory."""
-    space = _space_of(place, m)
+    space = _space_of(t, place, m)
     if space is not Space.GENERIC:
         return FALSE if space is Space.SHARED else TRUE
     base = t.ir.cast("ptrtoint", window_base(t, Space.SHARED), "i64")
@@ -221,11 +223,13 @@ def _space(m: Modifiers) -> Space:
     return Space(m.get("space").split("::")[0] or "generic")
 
 
-def _space_of(place: Operand, m: Modifiers) -> Space:
+def _space_of(t: OperandTranslator, place: Operand, m: Modifiers) -> Space:
     """Where an access goes: a variable's own space, or the one named."""
-    if isinstance(place, Address) and isinstance(place.base, Variable):
-        return place.base.space
-    return _space(m)
+    if not isinstance(place, Address) or not isinstance(place.base, Variable):
+        return _space(m)
+    if place.base.space not in (Space.GLOBAL, Space.SHARED):
+        raise t.problem(f"there are no atomic operations on .{place.base.space.value} memory")
+    return place.base.space
 
 
 def _elements(t: OperandTranslator, operand: Operand, count: int) -> tuple[Operand, ...]:

@@ -274,3 +274,8 @@ def test_accesses_are_checked(run_block: RunBlock) -> None:
 def test_others_are_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected, match="is not supported"):
         run_block(text, [[]])
+
+
+def test_there_are_none_on_other_memory(run_block: RunBlock) -> None:
+    with pytest.raises(ImageRejected, match=r"no atomic operations on \.param memory"):
+        run_block("atom.add.u32 %r1, [in], 1;", [[]])
