@@ -75,7 +75,7 @@ def change(place: str, spelling: str, bits: int, *, with_red: bool = False) -> s
     """
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "shared::cta"])
 @pytest.mark.parametrize(("operation", "kind"), FORMS)
 def test_integers(run_block: RunBlock, place: str, operation: str, kind: str) -> None:
     bits = int(kind[1:])
