@@ -16,10 +16,10 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_THREADS_PER_BLOCK,
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
+from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES, MAX_HEAD_BYTES, SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, Environment, Fault
 from gpulease.daemon.drivers.cpu.printing import PrintBuffer, joined, print_to_log
 from gpulease.daemon.drivers.cpu.stream import Stream
-from gpulease.daemon.drivers.cpu.translate.thread import FRAME_HEAD_BYTES, FRAME_SLOT_BYTES
 from gpulease.daemon.drivers.interface import (
     Dim3,
     DriverError,
@@ -32,7 +32,7 @@ from gpulease.daemon.drivers.interface import (
 )
 
 _LOCAL_AREA_BYTES = MAX_THREADS_PER_BLOCK * MAX_LOCAL_BYTES
-_FRAME_AREA_BYTES = MAX_THREADS_PER_BLOCK * (FRAME_HEAD_BYTES + FRAME_SLOT_BYTES * MAX_LIVE_REGISTERS)
+_FRAME_AREA_BYTES = BOARD_BYTES + MAX_THREADS_PER_BLOCK * (MAX_HEAD_BYTES + SLOT_BYTES * MAX_LIVE_REGISTERS)
 
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS

@@ -7,12 +7,17 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Space
 from gpulease.daemon.drivers.interface import KernelFault
 
 _SPACES = tuple(Space)
-_EVENTS = {
-    int(Access.TRAP): "trap executed",
-    int(Access.BREAKPOINT): "breakpoint without a debugger executed",
-    int(Access.STACK_OVERFLOW): "stack overflow",
-    int(Access.NO_FUNCTION): "call through {:#x}, which is no function with these parameters,",
-    int(Access.NO_TARGET): "branch by the index {}, which is past its targets,",
+_EVENTS: dict[int, str] = {
+    Access.TRAP: "trap executed",
+    Access.BREAKPOINT: "breakpoint without a debugger executed",
+    Access.STACK_OVERFLOW: "stack overflow",
+    Access.NO_FUNCTION: "call through {:#x}, which is no function with these parameters,",
+    Access.NO_TARGET: "branch by the index {}, which is past its targets,",
+    # Where threads wait for one another; the number is the barrier's or the member mask.
+    Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
+    Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
+    Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
+    Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
 }
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 
@@ -30,7 +35,7 @@ def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: i
     space = _SPACES[fault.space]
     what = "misaligned" if fault.address % fault.size else "illegal"
     kind = what if space in _UNNAMED else f"{what} {space.value}"
-    access = "load" if fault.access == Access.LOAD else "store"
+    access = Access(fault.access).name.lower()
     return KernelFault(
         f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}",
         tag=tag,

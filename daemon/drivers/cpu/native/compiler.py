@@ -68,6 +68,8 @@ def _target_machine(level: int) -> Any:
 
 
 def bind_symbol(name: str, function: Any) -> None:
-    """Let IR call a C function by a name."""
+    """Let IR call a C function, or code at an address, by a name."""
+    if isinstance(function, int):
+        function = ctypes.c_void_p(function)
     address = ctypes.cast(function, ctypes.c_void_p).value
     llvm.add_symbol(name, address)

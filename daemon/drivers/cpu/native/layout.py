@@ -9,7 +9,7 @@ class Status(IntEnum):
     """What a thread's or a kernel's function returns."""
 
     DONE = 0
-    AT_BARRIER = 1
+    WAITS = 1
     FAULT = 2
     # A function's only: the thread has ended in there; what is called through a pointer is no function.
     EXITED = 20
@@ -22,6 +22,12 @@ class Access(IntEnum):
     LOAD = 1
     STORE = 2
     TRAP = 3
+    ATOMIC = 4
+    # The rest touch no memory. `address` is, up to NO_MEMBER, the barrier's number or the member mask.
+    BARRIER = 5
+    BARRIER_OPERAND = 6
+    EXCHANGE = 7
+    NO_MEMBER = 8
     BREAKPOINT = 20
     STACK_OVERFLOW = 21
     NO_FUNCTION = 22

@@ -51,15 +51,20 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 """
 
 
-def checked_pointer(t: OperandTranslator, operand: Operand, space: Space, size: int, access: Access) -> Value:
-    """A host pointer for an access of `size` bytes; the thread faults if it may not be."""
+def checked_pointer(
+    t: OperandTranslator, operand: Operand, space: Space, size: int, access: Access, *, wanted: Value | None = None
+) -> Value:
+    """A host pointer for an access of `size` bytes; the thread faults if it may not be.
+
+    Of a global one only the first `wanted` bytes, an i64, need be there. The rest can be read too, and mean nothing.
+    """
     if not isinstance(operand, Address):
         raise t.problem("expected an address in brackets")
     if isinstance(operand.base, Variable):
         space = _space_of(t, operand.base, space)
     address = _address(t, operand)
     if space in (Space.GENERIC, Space.GLOBAL, Space.CONST):
-        valid = global_is_valid(t.ir, address, size)
+        valid = global_is_valid(t.ir, address, size, wanted)
         if space is Space.GENERIC:
             valid = _generic_is_valid(t, address, size, valid)
         fail_unless(t, valid, access, space, address, size)
@@ -148,8 +153,8 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
             return t.ir.binary("add", base, operand.offset) if operand.offset else base
 
 
-def global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
-    """Whether an address may be accessed as a global one."""
+def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
+    """Whether an address may be accessed as a global one; with `wanted` only that many bytes need be there."""
     arena = ir.load("i64", ir.offset(ENVIRONMENT, Environment.arena.offset), extra=INVARIANT)
     shadow = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.shadow.offset), extra=INVARIANT)
     last = ir.load("i64", ir.offset(ENVIRONMENT, Environment.last_granule.offset), extra=INVARIANT)
@@ -157,7 +162,7 @@ def global_is_valid(ir: IrWriter, address: Value, size: int) -> Value:
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)
     entry = ir.offset(shadow, ir.binary("shl", granule, 1))
     allowed = ir.cast("zext", ir.load("i16", entry, extra=", align 2" + INVARIANT), "i64")
-    end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), size)
+    end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), wanted or constant("i64", size))
     return ir.binary("and", ir.compare("icmp ule", end, allowed), _is_aligned(ir, address, size))
 
 

@@ -38,6 +38,7 @@ class Callees:
 
     Attributes:
         addressed: Functions whose addresses are named; `first_place` is the first one's place in the table.
+        watching: Functions that look at memory which other threads may write; "" is one behind a pointer.
         prints: Whether any of what was translated prints.
         pending: Functions that have a name and no body yet.
     """
@@ -45,6 +46,7 @@ class Callees:
     functions: Mapping[str, Function] = field(default_factory=dict)
     addressed: Sequence[str] = ()
     first_place: int = 0
+    watching: frozenset[str] = frozenset()
     prints: bool = False
     pending: list[str] = field(default_factory=list)
     _names: dict[str, str] = field(default_factory=dict)

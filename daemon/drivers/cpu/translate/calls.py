@@ -65,6 +65,7 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     index, *targets = i.operands
     if not isinstance(index, Register):
         raise t.problem("an indexed branch takes a register")
+    t.count_turn()
     number = t.read(index, _INDEX)
     places: list[str] = []
     for target in targets:

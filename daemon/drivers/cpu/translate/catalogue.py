@@ -3,11 +3,14 @@
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIMATE
+from gpulease.daemon.drivers.cpu.translate.atomics import FAMILY as ATOMICS
+from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.drivers.cpu.translate.calls import FAMILY as CALLS
 from gpulease.daemon.drivers.cpu.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.cpu.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.cpu.translate.conversion import FAMILY as CONVERSION
+from gpulease.daemon.drivers.cpu.translate.copying import FAMILY as COPYING
 from gpulease.daemon.drivers.cpu.translate.directed import FAMILY as DIRECTED
 from gpulease.daemon.drivers.cpu.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
@@ -18,9 +21,11 @@ from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
+from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
+from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
 FAMILIES = (
     INTEGER,
@@ -40,6 +45,11 @@ FAMILIES = (
     NARROWING,
     CONTROL,
     CALLS,
+    BARRIERS,
+    WARP,
+    ATOMICS,
+    ORDERING,
+    COPYING,
 )
 
 

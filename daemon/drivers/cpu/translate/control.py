@@ -1,9 +1,9 @@
-"""Control flow and the barrier (PTX ISA sections 9.7.12, 9.7.13.1 and 9.7.19)."""
+"""Control flow (PTX ISA sections 9.7.12 and 9.7.19)."""
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.cpu.native.layout import Access, Status
-from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Integer, Space, Target
+from gpulease.daemon.drivers.cpu.native.layout import Access
+from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Space, Target
 from gpulease.daemon.drivers.cpu.translate.access import fail_unless
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import FALSE, constant
@@ -11,7 +11,7 @@ from gpulease.daemon.drivers.cpu.translate.ir import FALSE, constant
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
-FAMILY = Family("Control flow and barriers", "9.7.12, 9.7.13")
+FAMILY = Family("Control flow", "9.7.12")
 
 
 @FAMILY.form("bra{.uni}", 1, writes=False)
@@ -20,6 +20,7 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     target = i.operands[0]
     if not isinstance(target, Target):
         raise t.problem("a branch goes to a label")
+    t.count_turn()
     t.jump(target.index)
 
 
@@ -40,12 +41,3 @@ def trap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """End the kernel with a fault, as no debugger is there to go on."""
     fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)
-
-
-@FAMILY.form("bar{.cta}.sync", 1, writes=False)
-@FAMILY.form("barrier{.cta}.sync{.aligned}", 1, writes=False)
-def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait until every thread of the block that has not ended waits too. There is barrier 0 only."""
-    if i.operands[0] != Integer(0):
-        raise t.problem("only barrier 0 for all threads of a block is supported")
-    t.suspend(Status.AT_BARRIER)

@@ -21,6 +21,7 @@ from gpulease.daemon.drivers.cpu.translate.inlining import MEETINGS
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+from gpulease.daemon.drivers.cpu.translate.waiting import Waits, find_waits
 
 _OWN_STACK = Value("i64", "%own_stack")
 
@@ -45,6 +46,10 @@ class FunctionTranslator(ThreadTranslator):
                     f"{self.instruction.spelling[:60]} in a function that calls itself or is called through a pointer"
                     " is not supported"
                 )
+
+    def _find_waits(self) -> Waits:
+        # A loop in it does not let other threads run either: its native frame can't be left and come back to.
+        return find_waits(())
 
     def address_of(self, variable: Variable, offset: int) -> Value:
         """Local variables lie in this call's part of the window."""

@@ -26,14 +26,12 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
     Vector,
 )
 from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 from gpulease.daemon.drivers.interface import ImageRejected
 
-# Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14).
-_BARRIERS = ("bar", "barrier", "mbarrier")
-_WARP_OPERATIONS = ("shfl", "vote", "match", "activemask", "redux", "elect")
+# Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
 _MATRIX_OPERATIONS = ("mma", "wmma", "wgmma", "ldmatrix", "stmatrix", "movmatrix")
-MEETINGS = frozenset((*_BARRIERS, *_WARP_OPERATIONS, *_MATRIX_OPERATIONS))
-
+MEETINGS = WAITING.union(("mbarrier", *_MATRIX_OPERATIONS))
 
 # Functions in functions; also bounds Python's stack.
 _MAX_DEPTH = 64

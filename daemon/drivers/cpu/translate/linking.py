@@ -22,6 +22,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
 )
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.inlining import Inliner, map_variables, meets
+from gpulease.daemon.drivers.cpu.translate.waiting import watches
 
 
 def link(image: Image) -> Image:
@@ -31,11 +32,7 @@ def link(image: Image) -> Image:
     image = replace(image, addressed=_addressed(image))
     image = _place_shared(image)
     functions = {function.name: function for function in image.subroutines}
-    callers: dict[str, set[str]] = {}
-    for function in image.subroutines:
-        for name in callees_of(function):
-            callers.setdefault(name, set()).add(function.name)
-    wanted = _spread({name for name, function in functions.items() if meets(function)}, callers)
+    wanted = _spread({name for name, function in functions.items() if meets(function)}, _callers(image))
     inliner = Inliner(functions, wanted)
     return replace(image, functions=tuple(inliner.expand(kernel) for kernel in image.functions))
 
@@ -70,6 +67,21 @@ class CallGraph:
                     found.add(name)
                     pending.append(self._calls[name])
         return found
+
+
+def watching_functions(image: Image) -> frozenset[str]:
+    """Functions in which a thread may look at memory that others write; "" if one whose address is named does."""
+    callers = _callers(image)
+    found = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
+    return frozenset(_spread({*found, ""}, callers) if found.intersection(image.addressed or ()) else found)
+
+
+def _callers(image: Image) -> dict[str, set[str]]:
+    callers: dict[str, set[str]] = {}
+    for function in image.subroutines:
+        for name in callees_of(function):
+            callers.setdefault(name, set()).add(function.name)
+    return callers
 
 
 def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:

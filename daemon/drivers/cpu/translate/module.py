@@ -8,19 +8,25 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
 )
+from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.drivers.cpu.native.block import block_code
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
-from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
+from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
+from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
 # Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
 _LOCAL_STEP = 256
+
+# What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
+_COSTLY = ("ld", "st", "atom", "red", "cp", "bar", "barrier", "shfl", "vote", "match", "redux", "elect", "activemask")
 
 
 @dataclass(slots=True)
@@ -51,11 +57,15 @@ class Part:
         number = len(self.runners)
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
-        runner = RunnerWriter(
+        writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
+        if not thread.waits.is_short:
+            block_code()
+            self._declarations.update(BLOCK_DECLARATIONS)
+        runner = writer(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
             local_bytes=round_up(thread.local_limit, _LOCAL_STEP),
-            suspends=thread.suspends,
+            waits=thread.waits,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
@@ -75,8 +85,10 @@ def translate(image: Image) -> list[Part]:
     addressed = image.addressed or ()
     places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
     functions = {function.name: function for function in image.subroutines}
+    watching = watching_functions(image)
     optimised, plain = (
-        Part(is_optimised, Callees(functions, addressed, len(image.variables))) for is_optimised in (True, False)
+        Part(is_optimised, Callees(functions, addressed, len(image.variables), watching))
+        for is_optimised in (True, False)
     )
     graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
@@ -95,6 +107,6 @@ def translate(image: Image) -> list[Part]:
 
 
 def _size(function: Function) -> tuple[int, int]:
-    """How many loads and stores a function has, and how many instructions."""
-    accesses = sum(instruction.opcode in ("ld", "st") for instruction in function.instructions)
+    """How many accesses and waits a function has, and how many instructions."""
+    accesses = sum(instruction.opcode in _COSTLY for instruction in function.instructions)
     return accesses, len(function.instructions)

@@ -3,7 +3,8 @@
     i32 kernel(launch) -> Status
 
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
-barrier or its end; when a round leaves none waiting, the block is done.
+barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
+barrier 0; scheduler.py has the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Fault, Launch, Status
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
+from gpulease.daemon.drivers.cpu.translate.waiting import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
 _ENDED = -1
@@ -22,12 +24,12 @@ Body = Callable[[Sequence[Value]], None]
 class RunnerWriter:
     """Writes the runner of one kernel around its thread function."""
 
-    def __init__(self, thread: str, *, frame_bytes: int, local_bytes: int, suspends: bool) -> None:
+    def __init__(self, thread: str, *, frame_bytes: int, local_bytes: int, waits: Waits) -> None:
         self.ir = IrWriter(set())
         self._thread = thread
         self._frame_bytes = frame_bytes
         self._local_bytes = local_bytes
-        self._suspends = suspends
+        self._waits = waits
         self._allocas: list[str] = []
         self._sizes: dict[str, list[Value]] = {}
 
@@ -43,7 +45,7 @@ class RunnerWriter:
         return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
 
     def _run_block(self, block: Sequence[Value]) -> None:
-        if not self._suspends:
+        if not self._waits.sites:
             self._loop("block", lambda thread: self._run_thread(thread, block))
             return
         self._loop("block", self._prepare_thread)
@@ -74,7 +76,7 @@ class RunnerWriter:
         ir.block(run)
         status = self._call(thread, block, frame, local)
         self._stop_if_faulted(status, thread, block)
-        ir.branch_if(ir.compare("icmp eq", status, Status.AT_BARRIER), waits, ended)
+        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
         ir.block(waits)
         ir.store(TRUE, waiting)
         ir.branch(after)
@@ -92,12 +94,15 @@ class RunnerWriter:
         stop, go_on = ir.fresh("stop"), ir.fresh("goon")
         ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
         ir.block(stop)
+        self._stop(thread, block)
+        ir.block(go_on)
+
+    def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
         fault = self._area(Environment.fault.offset)
         for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
             for axis, index in enumerate(indices):
-                ir.store(index, ir.offset(fault, start + 4 * axis))
-        ir.ret(Status.FAULT)
-        ir.block(go_on)
+                self.ir.store(index, self.ir.offset(fault, start + 4 * axis))
+        self.ir.ret(Status.FAULT)
 
     def _flat(self, thread: Sequence[Value]) -> Value:
         """The thread's number in its block, as i64."""

@@ -35,7 +35,10 @@ define internal i64 @global_time() noinline {{
 }}
 """
 
-NAMES = (*ARGUMENTS, *_LAUNCH_FIELDS, "laneid", "clock", "clock64", *MACHINE)
+# Lanes compared with the thread's own (PTX ISA section 10).
+_LANE_MASKS = ("lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt")
+
+NAMES = (*ARGUMENTS, *_LAUNCH_FIELDS, "laneid", "warpid", "nwarpid", *_LANE_MASKS, "clock", "clock64", *MACHINE)
 
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
@@ -45,9 +48,15 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
     if name in _LAUNCH_FIELDS:
         place = ir.offset(Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
         return ir.load("i32", place, extra=INVARIANT)
+    if name in _LANE_MASKS:
+        return _lane_mask(ir, name)
     match name:
         case "laneid":
             return ir.binary("urem", flat_thread(ir), WARP_THREADS)
+        case "warpid":
+            return ir.binary("udiv", flat_thread(ir), WARP_THREADS)
+        case "nwarpid":
+            return ir.binary("udiv", ir.binary("add", block_threads(ir), WARP_THREADS - 1), WARP_THREADS)
         case "clock64":
             return ir.intrinsic("llvm.readcyclecounter", "i64")
         case "clock":
@@ -72,6 +81,27 @@ def _read_machine(ir: IrWriter, name: str) -> Value | None:
 
 def _half(ir: IrWriter, value: Value, shift: int) -> Value:
     return ir.cast("trunc", ir.binary("lshr", value, shift), "i32")
+
+
+def _lane_mask(ir: IrWriter, name: str) -> Value:
+    own = ir.binary("shl", constant("i32", 1), ir.binary("urem", flat_thread(ir), WARP_THREADS))
+    below = ir.binary("sub", own, 1)
+    match name:
+        case "lanemask_eq":
+            return own
+        case "lanemask_lt":
+            return below
+        case "lanemask_le":
+            return ir.binary("or", below, own)
+        case "lanemask_ge":
+            return ir.binary("xor", below, -1)
+    return ir.binary("xor", ir.binary("or", below, own), -1)
+
+
+def block_threads(ir: IrWriter) -> Value:
+    """How many threads a block has."""
+    area = ir.binary("mul", _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y"))
+    return ir.binary("mul", area, _launch_field(ir, "ntid.z"))
 
 
 def flat_thread(ir: IrWriter) -> Value:

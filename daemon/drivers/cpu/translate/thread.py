@@ -1,24 +1,24 @@
-"""One kernel as a function that runs one thread, from its start or from the barrier it waits at.
+"""One kernel as a function that runs one thread, from its start or from where it waits.
 
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
 It returns a `Status`. Registers are stack slots, which LLVM turns into values; all start as 0, so that nothing a tenant
-writes is undefined in LLVM's sense. At a barrier the function keeps what it still needs in the thread's frame and
-returns; called again, it goes on from there.
+writes is undefined in LLVM's sense. Where a thread waits for others the function keeps what it still needs in the
+thread's frame and returns; called again, it goes on from there.
 """
 
 from ctypes import sizeof
 
 from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES
+from gpulease.daemon.drivers.cpu.native.frame import SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
-from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE
+from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE, SCALARS
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Instruction, Register, Signature
 from gpulease.daemon.drivers.cpu.translate.callees import Callees, name_stack_end
 from gpulease.daemon.drivers.cpu.translate.catalogue import find_form
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
-from gpulease.daemon.drivers.cpu.translate.inlining import meets
-from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.ir import LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.liveness import (
     TooComplex,
     effect_of,
@@ -28,18 +28,26 @@ from gpulease.daemon.drivers.cpu.translate.liveness import (
 )
 from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 from gpulease.daemon.drivers.cpu.translate.specials import ARGUMENTS
+from gpulease.daemon.drivers.cpu.translate.waiting import FRAME, Waits, find_waits, let_others_run
 
-# A frame: the number of the barrier to go on behind, then one slot for each register kept.
-FRAME_HEAD_BYTES = 8
-FRAME_SLOT_BYTES = 8
+# How often a thread goes round a loop that watches memory before it lets the others run: a turn of all threads costs
+# some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
+_TURNS = 1024
 
-FRAME = Value("ptr", "%frame")
-
-_SUSPENDS = ("bar", "barrier")
+# Counts them down; it starts anew whenever the function is entered.
+_TURNS_LEFT = Value("ptr", "%turns")
 
 
 class ThreadTranslator(OperandTranslator):
-    """Translates one kernel's body; the families' functions work through its methods."""
+    """Translates one kernel's body; the families' functions work through its methods.
+
+    Attributes:
+        waits: Where the kernel's threads wait.
+        frame_bytes: What one thread's frame takes; known when all is translated.
+        index: The instruction at hand.
+    """
+
+    WORD = SCALARS["b32"]
 
     def __init__(
         self,
@@ -50,16 +58,18 @@ class ThreadTranslator(OperandTranslator):
     ) -> None:
         super().__init__(function, variable_places, IrWriter(declarations))
         self.declarations = declarations
-        self.suspends = any(i.opcode in _SUSPENDS for i in function.instructions)
-        self.frame_bytes = FRAME_HEAD_BYTES
+        self.callees = callees or Callees()
+        self.waits = self._find_waits()
+        self.frame_bytes = self.waits.head_bytes
+        self.index = 0
         self._resumes: list[str] = []
         self._live: dict[int, int] = {}
-        self._index = 0
-        self.callees = callees or Callees()
+        self._kinds: dict[str, int] = {}
+        self._name = ""
         self.passed_bytes = self.returned_bytes = 0
         self._calls = any(self.callees.calls(i) for i in function.instructions)
-        # What waits at a barrier leaves the native stack, so its calls' variables lie in its local window.
-        self._calls_at = round_up(function.local_bytes, FRAME_SLOT_BYTES * 2) if meets(function) else None
+        # What waits leaves the native stack, so its calls' variables lie in its local window.
+        self._calls_at = round_up(function.local_bytes, SLOT_BYTES * 2) if self.waits.sites else None
         if self._calls or not function.is_kernel:
             # The window of a whole stack.
             self.local_limit = MAX_LOCAL_BYTES
@@ -68,11 +78,15 @@ class ThreadTranslator(OperandTranslator):
         if (self._calls_at or 0) + function.call_bytes > MAX_LOCAL_BYTES and self._calls_at is not None:
             raise self.problem(f"over {MAX_LOCAL_BYTES} bytes of .local memory and .param variables")
 
+    def _find_waits(self) -> Waits:
+        return find_waits(self.function.instructions, self.callees.watching)
+
     def translate(self, name: str) -> str:
         """The function's IR, under that name. Raises ImageRejected."""
+        self._name = name
         body = self.function.instructions
         found = [find_form(instruction, self.function.name) for instruction in body]
-        if self.suspends:
+        if self.waits.sites:
             self._find_live([form for form, _ in found])
         starts = leaders(body)
         self.ir.branch("start")
@@ -81,10 +95,11 @@ class ThreadTranslator(OperandTranslator):
             if index in starts:
                 self.ir.block(f"at{index}")
                 self.carry = None
-            self._index, self.instruction = index, instruction
+            self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
         self._end()
-        return "\n".join([self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
+        size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
+        return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
 
     def _translate_guarded(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
         """An instruction, jumped over if its guard says so (PTX ISA section 9.3)."""
@@ -118,12 +133,33 @@ class ThreadTranslator(OperandTranslator):
 
     def stack(self) -> Value:
         """Where in the local window the variables of what is called begin."""
-        return constant("i64", self.function.local_bytes + self.function.call_bytes + FRAME_SLOT_BYTES * 2)
+        return constant("i64", self.function.local_bytes + self.function.call_bytes + SLOT_BYTES * 2)
 
     def make_room(self, signature: Signature) -> None:
         """Have buffers for the arguments and results of such a call."""
         self.passed_bytes = max(self.passed_bytes, signature.parameter_bytes)
         self.returned_bytes = max(self.returned_bytes, signature.result_bytes)
+
+    def count_turn(self) -> None:
+        """Let the other threads run after so many turns of a loop: one of them may write what this one looks for."""
+        if self.index not in self.waits.yields:
+            return
+        left = self.ir.binary("sub", self.ir.load("i32", _TURNS_LEFT), 1)
+        self.ir.store(left, _TURNS_LEFT)
+        turn, go_on = self.ir.fresh("turn"), self.ir.fresh("goon")
+        self.ir.branch_if(self.ir.compare("icmp ne", left, 0), go_on, turn, extra=LIKELY)
+        self.ir.block(turn)
+        let_others_run(self)
+        self.ir.block(go_on)
+
+    def kind_of_exchange(self) -> int:
+        """A number for the instruction's qualifiers: threads exchange where these are the same."""
+        spelling = self.instruction.spelling if self.instruction else ""
+        return self._kinds.setdefault(spelling, len(self._kinds))
+
+    def frame_size(self) -> Value:
+        """What one thread's frame takes, as i64."""
+        return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
 
     def suspend(self, status: Status) -> None:
         """Return to the block's loop, and go on behind this when called again."""
@@ -131,30 +167,33 @@ class ThreadTranslator(OperandTranslator):
         kept = self._kept_registers()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
-        slots = [self.ir.offset(FRAME, FRAME_HEAD_BYTES + FRAME_SLOT_BYTES * n) for n in range(len(kept))]
+        head = self.waits.head_bytes
+        slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(kept))]
         for register, slot in zip(kept, slots, strict=True):
             self.ir.store(self._load(register), slot)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
         self.ir.block(resume)
         for number, register in enumerate(kept):
-            slot = self.ir.offset(FRAME, FRAME_HEAD_BYTES + FRAME_SLOT_BYTES * number)
+            slot = self.ir.offset(FRAME, head + SLOT_BYTES * number)
             self._store(register, self.ir.load(f"i{register.type.bits}", slot))
-        self.frame_bytes = max(self.frame_bytes, FRAME_HEAD_BYTES + FRAME_SLOT_BYTES * len(kept))
+        self.frame_bytes = max(self.frame_bytes, head + SLOT_BYTES * len(kept))
 
     def _kept_registers(self) -> list[Register]:
-        live = self._live[self._index]
+        live = self._live[self.index]
+        if self.index in self.waits.yields and self.instruction is not None:
+            # The branch itself comes behind the wait.
+            live |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
         kept = [register for register in self.function.registers if live >> register.index & 1]
         if len(kept) > MAX_LIVE_REGISTERS:
-            raise self.problem(f"{len(kept)} registers live at a barrier are more than {MAX_LIVE_REGISTERS}")
+            raise self.problem(f"{len(kept)} registers live where a thread waits are more than {MAX_LIVE_REGISTERS}")
         return kept
 
     def _find_live(self, forms: list[Form]) -> None:
         body = self.function.instructions
         effects = [effect_of(i, writes_first=form.writes) for i, form in zip(body, forms, strict=True)]
-        wanted = {index for index, i in enumerate(body) if i.opcode in _SUSPENDS}
         try:
-            self._live = live_after(body, effects, wanted)
+            self._live = live_after(body, effects, set(self.waits.sites))
         except TooComplex as error:
             raise self.problem(str(error)) from None
 
@@ -173,12 +212,15 @@ class ThreadTranslator(OperandTranslator):
         )
 
     def _prologue(self) -> list[str]:
-        """Slots for the registers in use, all 0, and the way to the barrier a thread waits at."""
+        """Slots for the registers in use, all 0, and the way to where a thread waits."""
         opening = IrWriter(self.declarations, "opening.")
         opening.block("entry")
         for register in self._used_registers():
             opening.emit(f"%r{register.index} = alloca i{register.type.bits}")
             opening.emit(f"store i{register.type.bits} 0, ptr %r{register.index}")
+        if self.waits.yields:
+            opening.emit(f"{_TURNS_LEFT.text} = alloca i32")
+            opening.emit(f"store i32 {_TURNS}, ptr {_TURNS_LEFT.text}")
         self._open(opening)
         if self._resumes:
             opening.emit("%resume = load i32, ptr %frame")

@@ -106,7 +106,7 @@ def test_initialisers_become_bytes() -> None:
         (kernel("{" * 1000), 6, "blocks in one another"),
         (kernel(".shared .b8 s[49153];"), 6, "over 49152 bytes of .shared"),
         (kernel(".local .b8 s[65537];"), 6, "over 65536 bytes of .local"),
-        (kernel("bar.sync 1;"), 6, "only barrier 0"),
+        (kernel("bar.sync 16;"), 6, "barriers are numbered 0 to 15"),
         (kernel("ret; \x01"), 6, "unexpected character"),
         (kernel(".reg .b32 %r; mov.b32 %r, " + "9" * 5000 + ";"), 6, "is no number"),
     ],

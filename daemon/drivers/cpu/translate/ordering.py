@@ -1,0 +1,48 @@
+"""Fences, and what a processor that runs in order may pass over (PTX ISA sections 9.7.9, 9.7.13 and 9.7.19).
+
+Threads of a block run on one host thread: a fence among them keeps LLVM from moving accesses and no more.
+"""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS
+from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction
+from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
+
+if TYPE_CHECKING:
+    from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+
+FAMILY = Family("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
+
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_EVICTIONS = ("L2::evict_last", "L2::evict_normal")
+
+
+@FAMILY.form("membar.level", 0, writes=False, level=("cta", "gl", "sys"))
+@FAMILY.form("fence{.order}.scope", 0, writes=False, order=("sc", "acq_rel", "acquire", "release"), scope=_SCOPES)
+@FAMILY.form("fence.proxy.alias", 0, writes=False)
+def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """No access moves over this; `.cta` concerns threads of one host thread only."""
+    among = 'syncscope("singlethread") ' if "cta" in i.modifiers else ""
+    t.ir.emit(f"fence {among}seq_cst")
+
+
+@FAMILY.form("prefetch{.space}.level", 1, writes=False, space=("global", "local"), level=("L1", "L2"))
+@FAMILY.form("prefetch.global.evict", 1, writes=False, evict=_EVICTIONS)
+@FAMILY.form("prefetchu.L1", 1, writes=False)
+@FAMILY.form("applypriority{.global}.L2::evict_normal", 2, writes=False)
+def hint(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: it speaks of caches. Its address may be any."""
+    if not isinstance(i.operands[0], Address):
+        raise t.problem("expected an address in brackets")
+
+
+@FAMILY.form("nanosleep.u32", 1, writes=False)
+def sleep(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """A sleep may end at once; in a loop the other threads of the block get to run (see thread.py)."""
+    t.read(i.operands[0], SCALARS["u32"])
+
+
+@FAMILY.form("griddepcontrol.action", 0, writes=False, action=("launch_dependents", "wait"))
+def dependency(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: a launch begins when those before it are complete."""
