@@ -87,6 +87,10 @@ MAX_LOCAL_BYTES = 64 * 1024
 # Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
 MAX_LIVE_REGISTERS = 2048
 
+# Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
+# with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
+MAX_SAVED_REGISTERS = 100_000
+
 # --- Printing --------------------------------------------------------------------------------------------------
 
 # What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.

@@ -9,7 +9,7 @@ thread's frame and returns; called again, it goes on from there.
 
 from ctypes import sizeof
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES
+from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES, MAX_SAVED_REGISTERS
 from gpulease.daemon.drivers.cpu.native.frame import SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
@@ -63,6 +63,7 @@ class ThreadTranslator(OperandTranslator):
         self.frame_bytes = self.waits.head_bytes
         self.index = 0
         self._resumes: list[str] = []
+        self._saved_registers = 0
         self._live: dict[int, int] = {}
         self._kinds: dict[str, int] = {}
         self._name = ""
@@ -165,6 +166,9 @@ class ThreadTranslator(OperandTranslator):
         """Return to the block's loop, and go on behind this when called again."""
         self.carry = None
         kept = self._kept_registers()
+        self._saved_registers += len(kept)
+        if self._saved_registers > MAX_SAVED_REGISTERS:
+            raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
         head = self.waits.head_bytes

@@ -6,7 +6,7 @@ from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate.module import translate
-from gpulease.daemon.drivers.interface import KernelFault
+from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
 HEAD = ".version 8.0\n.target sm_75\n"
 
@@ -51,3 +51,27 @@ def test_an_image_has_a_share_of_optimising() -> None:
     assert (optimised.is_optimised, plain.is_optimised) == (True, False)
     assert len(optimised.runners) == count
     assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
+
+
+def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
+    """Each wait saves what is live there: many waits with many live registers would be gigabytes of code."""
+    count, waits = 400, 800
+    loads = "".join(f"ld.volatile.global.u32 %r{n}, [%p];\n" for n in range(count))
+    stores = "".join(f"st.global.u32 [%p], %r{n};\n" for n in range(count))
+    text = f"""
+.version 8.0
+.target sm_75
+.address_size 64
+.visible .entry greedy(.param .u64 at)
+{{
+    .reg .b32 %r<{count}>;
+    .reg .b64 %p;
+    ld.param.u64 %p, [at];
+    {loads}
+    {"bar.sync 0;" * waits}
+    {stores}
+    ret;
+}}
+"""
+    with pytest.raises(ImageRejected, match="live at all waits together"):
+        context.module_load(text.encode())
