@@ -1,0 +1,113 @@
+"""The command line against a real daemon: what a person types and what comes back."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpulease.client.cli.__main__ import main
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.tables import seconds_text, size_text, table
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM
+
+Gpulease = Callable[..., Result]
+
+
+@pytest.fixture
+def gpulease(daemon: Daemon) -> Gpulease:
+    """Runs a command with the daemon as its default."""
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(main, list(words), env={ADDRESS_VARIABLE: daemon.address})
+
+    return run
+
+
+def test_the_demos_kernels_are_those_of_the_vectors() -> None:
+    assert transform_ptx() == TRANSFORM
+
+
+def test_demo_with_the_daemon_that_runs(gpulease: Gpulease) -> None:
+    done = gpulease("demo", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["driver"] == "cpu"
+    assert report["results"] == {"0": 10.0, "1": 12.0, "100": 210.0}
+    assert len(report["lease_id"]) == 32
+    assert report["expired_lease"]["error"] == "LeaseExpired"
+    assert report["expired_lease"]["after_s"] >= 1.0
+
+
+def test_demo_in_words(gpulease: Gpulease) -> None:
+    done = gpulease("demo")
+    assert done.exit_code == 0, done.output
+    for step in ("Lease ", "Upload", "Load ", "Launch   scale", "Launch   bias", "x[100] = 210", "Freed", "Expired"):
+        assert step in done.stdout
+
+
+def test_demo_with_a_daemon_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr("gpulease.client.cli.private_daemon.DEFAULT_ADDRESS", f"unix:{tmp_path}/nobody")
+    done = CliRunner().invoke(main, ["demo"])
+    assert done.exit_code == 0, done.output
+    assert "No daemon runs here" in done.stdout
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: f"unix:{tmp_path}/nobody"})
+    assert done.exit_code == 69
+    assert "Is gpuleased running?" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_info(gpulease: Gpulease, daemon: Daemon) -> None:
+    assert "embedded CPU card" in gpulease("info").stdout
+    (card,) = json.loads(gpulease("info", "--json").stdout)
+    assert (card["capacity_bytes"], card["fenced_bytes"], card["leases"]) == (6 << 30, 0, 0)
+
+
+def test_leases_and_revoke(gpulease: Gpulease, daemon: Daemon) -> None:
+    assert gpulease("leases").stdout == "No leases.\n"
+    with daemon.builder().acquire() as lease:
+        listed = gpulease("leases").stdout
+        assert lease.lease_id_text in listed
+        assert f"uid:{os.getuid()}" in listed
+        assert json.loads(gpulease("leases", "--json").stdout)[0]["state"] == "active"
+        done = gpulease("revoke", lease.lease_id_text, "--reason", "a test")
+        assert (done.exit_code, "torn down" in done.stdout) == (0, True)
+        assert daemon.query(lease.lease_id)["cause"] == "revoked"
+        assert gpulease("leases").stdout == "No leases.\n"
+
+
+@pytest.mark.parametrize(("words", "said"), [(["0123"], "There is no lease 0123"), (["zz"], "is not a lease id")])
+def test_revoke_what_is_not_there(gpulease: Gpulease, words: list[str], said: str) -> None:
+    done = gpulease("revoke", *words)
+    assert done.exit_code == 1
+    assert said in done.output
+
+
+def test_fence_clear(gpulease: Gpulease) -> None:
+    assert gpulease("fence", "clear").stdout == "0 fenced leases were let go.\n"
+
+
+def test_bench(gpulease: Gpulease) -> None:
+    done = gpulease("bench", "--rounds", "1", "--launches", "200", "--leases", "1", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert set(report["leased"]) == set(report["direct"])
+    assert all(value > 0 for figures in ("leased", "direct", "leases") for value in report[figures].values())
+    wrong = gpulease("bench", "--driver", "cuda")
+    assert wrong.exit_code == 1
+    assert "computes with cpu, not cuda" in wrong.stderr
+    assert gpulease("bench", "--rounds", "0").exit_code == 2
+
+
+def test_tables() -> None:
+    assert table(["a", "n"], [["x", "5 B"], ["yy", "10 B"]]) == "a      n\nx    5 B\nyy  10 B"
+    assert [size_text(size) for size in (5, 2048, 3 << 20, 6 << 30)] == ["5 B", "2 KiB", "3 MiB", "6 GiB"]
+    assert [seconds_text(span) for span in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]
