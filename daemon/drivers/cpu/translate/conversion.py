@@ -93,7 +93,7 @@ def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: V
     kind = f"i{into.bits}"
     width = 64 if value.type == "double" else 32
     number = t.ir.intrinsic(f"llvm.fpto{sign}i.sat.{kind}.f{width}", kind, value)
-    if into.bits == 8 or 64 not in (into.bits, source.bits):
+    if 64 not in (into.bits, source.bits):
         return number
     is_nan = t.ir.compare("fcmp uno", value, value)
     return t.ir.select(is_nan, constant(kind, 1 << (into.bits - 1)), number)

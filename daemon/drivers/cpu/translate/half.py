@@ -76,11 +76,14 @@ def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("neg.type", 2, type=_BF16)
 @FAMILY.form("abs.type", 2, type=_BF16)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """The sign bit turned over or cleared; of a NaN the ISA leaves the result open, and its sign is treated alike."""
+    """The sign bit turned over or cleared. The ISA leaves a NaN's open: as on an H100, it becomes the canonical one."""
 
     def lane(bits: Value, kind: Format) -> Value:
         bits = _flushed(t, m, bits, kind)
-        return t.ir.binary("xor", bits, 0x8000) if i.opcode == "neg" else t.ir.binary("and", bits, 0x7FFF)
+        magnitude = t.ir.binary("and", bits, 0x7FFF)
+        result = t.ir.binary("xor", bits, 0x8000) if i.opcode == "neg" else magnitude
+        is_nan = t.ir.compare("icmp ugt", magnitude, kind.infinity)
+        return t.ir.select(is_nan, constant(bits.type, kind.nan), result)
 
     each_lane(t, i, m, 1, lane)
 

@@ -150,6 +150,8 @@ def test_signs_are_turned_or_cleared(compute: Compute, data: st.DataObject, name
         for number, bits in enumerate(row):
             bits = flushed(bits, layout) if ftz else bits
             expected = bits ^ layout.sign if name == "neg" else bits & layout.nan
+            if bits & layout.nan > layout.infinity:
+                expected = layout.nan
             assert result >> 16 * number & 0xFFFF == expected
 
 

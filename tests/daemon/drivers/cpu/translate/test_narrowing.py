@@ -160,7 +160,7 @@ def test_floats_become_the_nearest_integer(compute: Compute, data: st.DataObject
     expected = []
     for (row,) in rows:
         value = decode(row, KINDS[source])
-        nan = 1 << 63 if "64" in into else 0
+        nan = 1 << (int(into[1:]) - 1) if "64" in into + source else 0
         result = nan if value != value else high if value == math.inf else low if value == -math.inf else None
         result = max(low, min(high, WHOLE[mode](Fraction(value)))) if result is None else result
         expected.append(result & ((1 << int(into[1:])) - 1))
