@@ -224,8 +224,7 @@ class Connection:
     def send_goodbye(self, failure: Failure) -> bytes:
         """The last bytes on a connection: why it is closed."""
         self.state = State.CLOSED
-        payload = build_body(failure.to_body())
-        return build_frame(Opcode.GOODBYE, payload, request_id=0, flags=Flag.REPLY, status=failure.status)
+        return failure.to_frame(Opcode.GOODBYE, request_id=0)
 
     def _answer(self, request: Request | Rejected, payload: bytes, status: Status) -> bytes:
         frame = build_frame(

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_ERROR_TEXT_BYTES
 from gpulease.protocol.messages import ErrorBody
-from gpulease.protocol.opcodes import ErrorTlv, Status
+from gpulease.protocol.opcodes import ErrorTlv, Flag, Status
 from gpulease.protocol.primitives import Tlv
 
 _STATUSES = {int(status): status for status in Status}
@@ -52,6 +54,13 @@ class Failure:
             if value
         ]
         return ErrorBody(_cut(self.message).decode(), tuple(details))
+
+    def to_frame(self, op: int, *, request_id: int, session_id: int = 0) -> bytes:
+        """The whole error reply to a request; with GOODBYE and request 0, why the connection is closed."""
+        payload = build_body(self.to_body())
+        return build_frame(
+            op, payload, request_id=request_id, session_id=session_id, flags=Flag.REPLY, status=self.status
+        )
 
     @classmethod
     def from_body(cls, status: int, body: ErrorBody) -> "Failure":

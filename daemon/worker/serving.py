@@ -132,7 +132,8 @@ class Server:
             )
         try:
             if failure is not None:
-                self._send(connection, _attach_frame(self._session, request_id, failure))
+                lease_id = self._session.lease_id
+                self._send(connection, failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id))
                 sock.close()
                 return
             header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
@@ -232,12 +233,9 @@ class Server:
     def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
         if isinstance(error, FramingError):
             failure = failure or Failure(error.status, str(error))
-            frame = build_frame(
-                Opcode.GOODBYE, build_body(failure.to_body()), request_id=0, flags=Flag.REPLY, status=failure.status
-            )
             # A peer that can't be told will notice that the connection is closed.
             with contextlib.suppress(OSError):
-                connection.sock.send(frame, socket.MSG_NOSIGNAL)
+                connection.sock.send(failure.to_frame(Opcode.GOODBYE, request_id=0), socket.MSG_NOSIGNAL)
         fd = connection.sock.fileno()
         if self._connections.pop(fd, None) is not None:
             self._poll.unregister(fd)
@@ -252,14 +250,3 @@ def report(channel: socket.socket, message: dict[str, Any]) -> None:
     """Tell the broker something it can do without if it is not listening."""
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)
-
-
-def _attach_frame(session: Session, request_id: int, failure: Failure) -> bytes:
-    return build_frame(
-        Opcode.ATTACH,
-        build_body(failure.to_body()),
-        request_id=request_id,
-        session_id=session.lease_id,
-        flags=Flag.REPLY,
-        status=failure.status,
-    )

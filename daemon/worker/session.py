@@ -356,11 +356,4 @@ def _empty(frame: Frame) -> bytes:
 
 
 def _failed(frame: Frame, failure: Failure) -> bytes:
-    return build_frame(
-        frame.op,
-        build_body(failure.to_body()),
-        request_id=frame.request_id,
-        session_id=frame.session_id,
-        flags=Flag.REPLY,
-        status=failure.status,
-    )
+    return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
