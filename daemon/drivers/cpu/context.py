@@ -1,6 +1,7 @@
 """The one context of a worker process: its memory, its modules, its stream."""
 
 import ctypes
+import math
 from collections.abc import Callable
 
 from gpulease.daemon.drivers.cpu.arena import Arena
@@ -60,8 +61,7 @@ class CpuContext:
             fault=ctypes.addressof(self._fault),
             prints=self._prints.address,
         )
-        self._environment_address = ctypes.addressof(self._environment)
-        self._stream = Stream()
+        self._stream = Stream(ctypes.addressof(self._environment))
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
@@ -133,7 +133,7 @@ class CpuContext:
             )
         head = LAUNCH_HEAD.pack(
             kernel.entry,
-            self._environment_address,
+            math.prod(grid),
             kernel.variables,
             tag,
             *grid,

@@ -54,15 +54,19 @@ def stream_code() -> NativeCode:
 
 
 class Stream:
-    """Launches in order. One caller's thread uses it."""
+    """Launches in order, run in the `Environment` at an address. One caller's thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: int) -> None:
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._queued = 0
         self._thread: threading.Thread | None = None
         self.state = StreamState(
-            ring=self._ring.address, slot_bytes=SLOT_BYTES, slot_mask=QUEUE_DEPTH - 1, idle_spins=IDLE_SPINS
+            ring=self._ring.address,
+            slot_bytes=SLOT_BYTES,
+            slot_mask=QUEUE_DEPTH - 1,
+            idle_spins=IDLE_SPINS,
+            environment=environment,
         )
         self._words = memoryview(self.state).cast("B").cast("Q")
         for semaphore in (StreamState.queued, StreamState.done):

@@ -52,7 +52,7 @@ class Fault(ctypes.Structure):
 
 
 class Environment(ctypes.Structure):
-    """What is the same for every launch in a context; host addresses and bytes."""
+    """What a block runs in: the context's memory, and areas of its own; host addresses and bytes."""
 
     _fields_ = (
         ("arena", ctypes.c_uint64),
@@ -96,11 +96,11 @@ class Mark(IntEnum):
 
 
 class Launch(ctypes.Structure):
-    """The head of a queue slot: one launch. The parameter buffer follows. No entry means: end the stream."""
+    """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream."""
 
     _fields_ = (
         ("entry", ctypes.c_uint64),
-        ("environment", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
         ("variables", ctypes.c_uint64),
         ("tag", ctypes.c_uint64),
         ("grid", ctypes.c_uint32 * 3),
@@ -139,6 +139,7 @@ class StreamState(ctypes.Structure):
         ("slot_bytes", ctypes.c_uint64),
         ("slot_mask", ctypes.c_uint64),
         ("idle_spins", ctypes.c_uint64),
+        ("environment", ctypes.c_uint64),
         ("queued", Semaphore),
         ("done", Semaphore),
     )

@@ -1,8 +1,8 @@
 ; The stream: takes launches from the ring in order and runs them, without Python's lock, until told to end.
 ;
 ; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
-; slot_bytes 48, slot_mask 56, idle_spins 64, queued 72, done 104.
-; A slot begins with a Launch: entry 0, tag 24, kernel 60.
+; slot_bytes 48, slot_mask 56, idle_spins 64, environment 72, queued 80, done 112.
+; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60.
 
 declare i32 @gpulease_sem_wait(ptr)
 declare i32 @gpulease_sem_trywait(ptr)
@@ -23,8 +23,10 @@ start:
   %mask = load i64, ptr %mask.at
   %spins.at = getelementptr i8, ptr %state, i64 64
   %spins = load i64, ptr %spins.at
-  %queued = getelementptr i8, ptr %state, i64 72
-  %done = getelementptr i8, ptr %state, i64 104
+  %environment.at = getelementptr i8, ptr %state, i64 72
+  %environment = load ptr, ptr %environment.at
+  %queued = getelementptr i8, ptr %state, i64 80
+  %done = getelementptr i8, ptr %state, i64 112
   br label %next
 
 ; Look for work for a while before sleeping: waking a thread costs more than a small kernel.
@@ -60,7 +62,9 @@ consider:
   %is.skipped = icmp ne i64 %skip, 0
   br i1 %is.skipped, label %finish, label %run
 run:
-  %status = call i32 %entry(ptr %slot)
+  %blocks.at = getelementptr i8, ptr %slot, i64 8
+  %blocks = load i64, ptr %blocks.at
+  %status = call i32 %entry(ptr %slot, ptr %environment, i64 0, i64 %blocks)
   %is.fault = icmp ne i32 %status, 0
   br i1 %is.fault, label %fault, label %finish
 fault:

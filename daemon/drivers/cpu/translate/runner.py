@@ -1,6 +1,8 @@
-"""The native function that runs a whole launch: blocks one after another, a block's threads in turn.
+"""The native function that runs some of a launch's blocks: one after another, a block's threads in turn.
 
-    i32 kernel(launch) -> Status
+    i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
+
+Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
 
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
 barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
@@ -8,6 +10,7 @@ barrier 0; scheduler.py has the rest.
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import sizeof
 
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Fault, Launch, Status
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
@@ -16,6 +19,8 @@ from gpulease.daemon.drivers.cpu.translate.waiting import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
 _ENDED = -1
+
+_FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
 
 # Gets the indices x, y and z of the innermost loop.
 Body = Callable[[Sequence[Value]], None]
@@ -35,14 +40,37 @@ class RunnerWriter:
 
     def write(self, name: str) -> str:
         """The function's IR."""
-        self.ir.emit(f"%environment = load ptr, {self.ir.offset(LAUNCH, Launch.environment.offset)}{INVARIANT}")
         for field, start in (("grid", Launch.grid.offset), ("block", Launch.block.offset)):
             places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
             self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
-        self._loop("grid", self._run_block)
+        self._run_blocks()
         self.ir.ret(Status.DONE)
-        head = f"define i32 @{name}(ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch) {{"
+        launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch"
+        environment = f"ptr noalias dereferenceable({sizeof(Environment)}) %environment"
+        head = f"define i32 @{name}({launch}, {environment}, {_FIRST}, {_LAST}) {{"
         return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
+
+    def _run_blocks(self) -> None:
+        """Those from the first to the last."""
+        ir = self.ir
+        counter, head, done = self._variable("i64"), ir.fresh("block"), ir.fresh("blocksdone")
+        ir.store(_FIRST, counter)
+        ir.block(head)
+        number = ir.load("i64", counter)
+        self._run_block(self._place_of(number))
+        following = ir.binary("add", number, 1)
+        ir.store(following, counter)
+        ir.branch_if(ir.compare("icmp ult", following, _LAST), head, done)
+        ir.block(done)
+
+    def _place_of(self, number: Value) -> list[Value]:
+        """A block's x, y and z."""
+        ir, left, place = self.ir, number, list[Value]()
+        for size in self._sizes["grid"][:2]:
+            wide = ir.cast("zext", size, "i64")
+            place.append(ir.cast("trunc", ir.binary("urem", left, wide), "i32"))
+            left = ir.binary("udiv", left, wide)
+        return [*place, ir.cast("trunc", left, "i32")]
 
     def _run_block(self, block: Sequence[Value]) -> None:
         if not self._waits.sites:

@@ -10,7 +10,7 @@ from gpulease.daemon.drivers.cpu.stream import Stream
 
 # A "kernel" that appends its tag to a list at the address in its parameters, and faults if the tag is 13.
 IR = f"""
-define i32 @note(ptr %launch) {{
+define i32 @note(ptr %launch, ptr %environment, i64 %first, i64 %last) {{
   %tag.at = getelementptr i8, ptr %launch, i64 24
   %tag = load i64, ptr %tag.at
   %list.at = getelementptr i8, ptr %launch, i64 {PARAMETERS_OFFSET}
@@ -34,7 +34,7 @@ def code() -> NativeCode:
 
 @pytest.fixture
 def stream() -> Iterator[Stream]:
-    made = Stream()
+    made = Stream(0)
     yield made
     assert made.close()
 
@@ -48,7 +48,7 @@ class Notes:
         self._stream, self._entry = stream, code.address("note")
 
     def submit(self, tag: int) -> None:
-        head = LAUNCH_HEAD.pack(self._entry, 0, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42)
+        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42)
         self._stream.submit(head + self._address.to_bytes(8, "little"))
 
     @property
@@ -81,9 +81,20 @@ def test_skips_behind_a_fault_until_it_is_forgotten(stream: Stream, code: Native
 
 
 def test_the_loop_s_offsets_are_the_structure_s() -> None:
-    names = ["completed", "faulted", "waiting", "tag", "kernel", "ring", "slot_bytes", "slot_mask", "idle_spins"]
-    assert [getattr(StreamState, name).offset for name in names] == list(range(0, 72, 8))
-    assert (StreamState.queued.offset, StreamState.done.offset) == (72, 104)
+    names = [
+        "completed",
+        "faulted",
+        "waiting",
+        "tag",
+        "kernel",
+        "ring",
+        "slot_bytes",
+        "slot_mask",
+        "idle_spins",
+        "environment",
+    ]
+    assert [getattr(StreamState, name).offset for name in names] == list(range(0, 80, 8))
+    assert (StreamState.queued.offset, StreamState.done.offset) == (80, 112)
 
 
 def test_bad_ir_is_an_error_not_a_crash() -> None:
