@@ -18,6 +18,7 @@ _EVENTS: dict[int, str] = {
     Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
     Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
     Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
+    Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
 }
 _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 

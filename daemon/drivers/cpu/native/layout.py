@@ -23,11 +23,12 @@ class Access(IntEnum):
     STORE = 2
     TRAP = 3
     ATOMIC = 4
-    # The rest touch no memory. `address` is, up to NO_MEMBER, the barrier's number or the member mask.
+    # The rest touch no memory. `address` is, up to PART_OF_WARP, the barrier's number or a mask of lanes.
     BARRIER = 5
     BARRIER_OPERAND = 6
     EXCHANGE = 7
     NO_MEMBER = 8
+    PART_OF_WARP = 9
     BREAKPOINT = 20
     STACK_OVERFLOW = 21
     NO_FUNCTION = 22

@@ -26,6 +26,9 @@ LOCAL = Value("ptr", "%local")
 # The .param variables of a function's calls.
 CALLS = Value("ptr", "%calls")
 
+# Spaces whose addresses are offsets.
+_WINDOWS = tuple(space for space in Space if space not in (Space.GENERIC, Space.GLOBAL, Space.CONST))
+
 # Numbers for the fault record.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
 
@@ -58,21 +61,35 @@ def checked_pointer(
 
     Of a global one only the first `wanted` bytes, an i64, need be there. The rest can be read too, and mean nothing.
     """
+    address, space = address_in(t, operand, space)
+    if space in _WINDOWS and _is_surely_inside(address, size, _static_limit(t, space)):
+        return t.ir.offset(window_base(t, space), address)
+    fail_unless(t, is_valid(t, address, space, size, wanted), access, space, address, size)
+    return pointer_at(t, address, space)
+
+
+def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
+    """The address an operand names, as i64, and the space it is in."""
     if not isinstance(operand, Address):
         raise t.problem("expected an address in brackets")
     if isinstance(operand.base, Variable):
         space = _space_of(t, operand.base, space)
-    address = _address(t, operand)
-    if space in (Space.GENERIC, Space.GLOBAL, Space.CONST):
-        valid = global_is_valid(t.ir, address, size, wanted)
-        if space is Space.GENERIC:
-            valid = _generic_is_valid(t, address, size, valid)
-        fail_unless(t, valid, access, space, address, size)
-        return t.ir.cast("inttoptr", address, "ptr")
-    limit = window_limit(t, space)
-    if not _is_surely_inside(address, size, _static_limit(t, space)):
-        fail_unless(t, window_is_valid(t.ir, address, size, limit), access, space, address, size)
-    return t.ir.offset(window_base(t, space), address)
+    return _address(t, operand), space
+
+
+def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, wanted: Value | None = None) -> Value:
+    """Whether an access of `size` bytes may be made there."""
+    if space in _WINDOWS:
+        return window_is_valid(t.ir, address, size, window_limit(t, space))
+    valid = global_is_valid(t.ir, address, size, wanted)
+    return _generic_is_valid(t, address, size, valid) if space is Space.GENERIC else valid
+
+
+def pointer_at(t: OperandTranslator, address: Value, space: Space) -> Value:
+    """The host pointer for an address that is valid."""
+    if space in _WINDOWS:
+        return t.ir.offset(window_base(t, space), address)
+    return t.ir.cast("inttoptr", address, "ptr")
 
 
 def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space, address: Value, size: int) -> None:

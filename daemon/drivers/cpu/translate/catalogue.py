@@ -17,6 +17,7 @@ from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.half import FAMILY as HALF
 from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
+from gpulease.daemon.drivers.cpu.translate.matrix import FAMILY as MATRIX
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
@@ -25,6 +26,7 @@ from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
+from gpulease.daemon.drivers.cpu.translate.tiles import FAMILY as TILES
 from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
 FAMILIES = (
@@ -47,6 +49,8 @@ FAMILIES = (
     CALLS,
     BARRIERS,
     WARP,
+    MATRIX,
+    TILES,
     ATOMICS,
     ORDERING,
     COPYING,

@@ -30,8 +30,7 @@ from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 from gpulease.daemon.drivers.interface import ImageRejected
 
 # Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
-_MATRIX_OPERATIONS = ("mma", "wmma", "wgmma", "ldmatrix", "stmatrix", "movmatrix")
-MEETINGS = WAITING.union(("mbarrier", *_MATRIX_OPERATIONS))
+MEETINGS = WAITING.union(("mbarrier", "wgmma"))
 
 # Functions in functions; also bounds Python's stack.
 _MAX_DEPTH = 64

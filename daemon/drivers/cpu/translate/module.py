@@ -21,12 +21,14 @@ from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 
 # Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
 _LOCAL_STEP = 256
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
-_COSTLY = ("ld", "st", "atom", "red", "cp", "bar", "barrier", "shfl", "vote", "match", "redux", "elect", "activemask")
+_MEMORY = ("ld", "st", "atom", "red", "cp")
+_COSTLY = WAITING.union(_MEMORY)
 
 
 @dataclass(slots=True)

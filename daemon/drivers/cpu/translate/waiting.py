@@ -31,8 +31,16 @@ _SHOWN_WORDS = {
     "shfl": 1,
     "match": 1,
     "redux": 1,
+    "ldmatrix": 1,
+    "stmatrix": 3,
+    "movmatrix": 1,
+    "mma": 5,
+    "wmma": 9,
 }
 WAITING = frozenset(_SHOWN_WORDS)
+
+# The most an `mma` of doubles shows: 8, 4 and 4 numbers of m16n8k16.
+_DOUBLES_SHOWN = 16
 
 # Loads that may see what another thread has written since the last time.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
@@ -71,8 +79,12 @@ def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = froze
     waiting = {index for index, i in enumerate(body) if i.opcode in _SHOWN_WORDS}
     yields = _watching_branches(body, watching_functions)
     is_short = not yields and all(_is_plain_barrier(body[index]) for index in waiting)
-    words = max((_SHOWN_WORDS[body[index].opcode] for index in waiting), default=0)
+    words = max((_words(body[index]) for index in waiting), default=0)
     return Waits(frozenset(waiting | yields), frozenset(yields), is_short, words)
+
+
+def _words(i: Instruction) -> int:
+    return _DOUBLES_SHOWN if i.opcode == "mma" and "f64" in i.modifiers else _SHOWN_WORDS[i.opcode]
 
 
 def _is_plain_barrier(i: Instruction) -> bool:
@@ -128,6 +140,22 @@ def exchange(
     return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
 
 
+def meet(t: "ThreadTranslator", shown: Sequence[Value] = ()) -> None:
+    """Wait for all 32 threads of the warp, which must come to an instruction with the same qualifiers (".aligned").
+
+    What each has shown lies side by side where `kept_words` says. Faults if a lane has ended or never was.
+    """
+    distance = 0
+    for value in shown:
+        t.ir.store(value, t.ir.offset(FRAME, HEAD_BYTES + distance))
+        distance += int(value.type[1:]) // 8
+    everyone = constant("i32", -1)
+    _stop(t, State.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), everyone, None)
+    group = _result(t, FrameHead.group.offset)
+    is_whole = t.ir.compare("icmp eq", group, -1)
+    fail_unless(t, is_whole, Access.PART_OF_WARP, Space.GENERIC, t.ir.cast("zext", group, "i64"), 0)
+
+
 def gather(t: "ThreadTranslator") -> Value:
     """Wait until no other thread of the warp can go on; which lanes are at this instruction."""
     _stop(t, State.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
@@ -136,10 +164,19 @@ def gather(t: "ThreadTranslator") -> Value:
 
 def word_of(t: "ThreadTranslator", which: Value, number: int = 0) -> Value:
     """What a lane showed in the exchange just complete; it must have been there."""
+    return t.ir.load("i64", t.ir.offset(kept_words(t, which), SLOT_BYTES * number))
+
+
+def kept_words(t: "ThreadTranslator", which: Value) -> Value:
+    """Where what a lane showed in the exchange just complete is kept."""
     distance = t.ir.resize(t.ir.binary("sub", which, lane(t)), "i64", signed=True)
     frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
-    kept = HEAD_BYTES + SLOT_BYTES * (t.waits.words + number)
-    return t.ir.load("i64", t.ir.offset(frame, kept))
+    return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
+
+
+def own_room(t: "ThreadTranslator") -> Value:
+    """Where the thread may put as many words as it has shown, until it shows others."""
+    return t.ir.offset(FRAME, HEAD_BYTES)
 
 
 def shown_words(t: "ThreadTranslator") -> tuple[Value, Value, Value]:

@@ -1,0 +1,113 @@
+"""Who holds what of a matrix, by the PTX ISA's own formulas (section 9.7.15.5), and sums as an H100 adds them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from helpers.exact import KINDS, Kind, Number, decode, encode
+
+# Row and column of element i of the lane with group g and t in it.
+Place = Callable[[int, int, int], tuple[int, int]]
+
+TF32 = KINDS["f32"]
+FORMATS = {**KINDS, "tf32": TF32, "e4m3": Kind(8, 3, 7), "e5m2": Kind(8, 2, 15)}
+PLACES_BEHIND = 25
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape with the elements per lane of A, B and C, and their places."""
+
+    m: int
+    n: int
+    k: int
+    counts: tuple[int, int, int]
+    a: Place
+    b: Place
+    c: Place
+
+
+def _c16(g: int, t: int, i: int) -> tuple[int, int]:
+    return g + 8 * (i >= 2), 2 * t + i % 2
+
+
+SHAPES = {
+    "m16n8k8.16": Shape(
+        16, 8, 8, (4, 2, 4), lambda g, t, i: (g + 8 * (i >= 2), 2 * t + i % 2), lambda g, t, i: (2 * t + i, g), _c16
+    ),
+    "m16n8k16.16": Shape(
+        16,
+        8,
+        16,
+        (8, 4, 4),
+        lambda g, t, i: (g + 8 * (i // 2 % 2), 2 * t + i % 2 + 8 * (i >= 4)),
+        lambda g, t, i: (2 * t + i % 2 + 8 * (i >= 2), g),
+        _c16,
+    ),
+    "m16n8k4.32": Shape(16, 8, 4, (2, 1, 4), lambda g, t, i: (g + 8 * i, t), lambda g, t, i: (t, g), _c16),
+    "m16n8k8.32": Shape(
+        16,
+        8,
+        8,
+        (4, 2, 4),
+        lambda g, t, i: (g + 8 * (i % 2), t + 4 * (i >= 2)),
+        lambda g, t, i: (t + 4 * i, g),
+        _c16,
+    ),
+    "m8n8k16.8": Shape(
+        8,
+        8,
+        16,
+        (4, 4, 2),
+        lambda g, t, i: (g, 4 * t + i),
+        lambda g, t, i: (4 * t + i, g),
+        lambda g, t, i: (g, 2 * t + i),
+    ),
+    "m16n8k16.8": Shape(
+        16,
+        8,
+        16,
+        (8, 4, 4),
+        lambda g, t, i: (g + 8 * (i >= 4), 4 * t + i % 4),
+        lambda g, t, i: (4 * t + i, g),
+        _c16,
+    ),
+    "m16n8k32.8": Shape(
+        16,
+        8,
+        32,
+        (16, 8, 4),
+        lambda g, t, i: (g + 8 * (i // 4 % 2), 4 * t + i % 4 + 16 * (i >= 8)),
+        lambda g, t, i: (4 * t + i % 4 + 16 * (i >= 4), g),
+        _c16,
+    ),
+    "m8n8k4.64": Shape(
+        8, 8, 4, (1, 1, 2), lambda g, t, i: (g, t), lambda g, t, i: (t, g), lambda g, t, i: (g, 2 * t + i)
+    ),
+    "m16n8k4.64": Shape(16, 8, 4, (2, 1, 4), lambda g, t, i: (g + 8 * i, t), lambda g, t, i: (t, g), _c16),
+}
+
+
+def exponent(bits: int, kind: Kind) -> int:
+    """The exponent written down, which of a subnormal is the least."""
+    return max((bits & kind.nan) >> kind.digits, 1) - kind.bias
+
+
+def dot(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[Kind, Kind], added: Kind, into: Kind) -> int:
+    """The bits of a row times a column plus a number: all cut to 25 places behind the greatest exponent."""
+    terms: list[tuple[Number, int]] = [(decode(c, added), exponent(c, added))]
+    for x, y in zip(a, b, strict=True):
+        left, right = decode(x, kinds[0]), decode(y, kinds[1])
+        exact = isinstance(left, Fraction) and isinstance(right, Fraction)
+        product = left * right if exact else float(left) * float(right)
+        terms.append((product, exponent(x, kinds[0]) + exponent(y, kinds[1])))
+    if not all(math.isfinite(value) for value, _ in terms):
+        return encode(sum(float(value) for value, _ in terms), into)
+    top = max(-126 if value == 0 else power for value, power in terms)
+    unit = Fraction(2) ** (top - PLACES_BEHIND)
+    total = sum((math.trunc(Fraction(value) / unit) for value, _ in terms), 0) * unit
+    if into.bits == 32 and abs(total) >= 2**128:
+        return encode(math.copysign(math.inf, total), into)
+    bits = encode(total, into, "rz" if into.bits == 32 else "rn")
+    return bits if bits & into.nan else 0
