@@ -4,6 +4,7 @@ import ctypes
 import math
 from collections.abc import Callable
 
+from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.faults import describe
 from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule, load, release
@@ -11,16 +12,12 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
     MAX_GRID_DIMS,
-    MAX_LIVE_REGISTERS,
-    MAX_LOCAL_BYTES,
     MAX_SHARED_BYTES,
-    MAX_THREADS_PER_BLOCK,
 )
-from gpulease.daemon.drivers.cpu.mapping import Mapping
-from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES, MAX_HEAD_BYTES, SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, Environment, Fault
 from gpulease.daemon.drivers.cpu.printing import PrintBuffer, joined, print_to_log
 from gpulease.daemon.drivers.cpu.stream import Stream
+from gpulease.daemon.drivers.cpu.team import host_threads
 from gpulease.daemon.drivers.interface import (
     Dim3,
     DriverError,
@@ -32,36 +29,34 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
 )
 
-_LOCAL_AREA_BYTES = MAX_THREADS_PER_BLOCK * MAX_LOCAL_BYTES
-_FRAME_AREA_BYTES = BOARD_BYTES + MAX_THREADS_PER_BLOCK * (MAX_HEAD_BYTES + SLOT_BYTES * MAX_LIVE_REGISTERS)
-
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
 
 
 class CpuContext:
-    """The interface's `Context`; device addresses are host addresses within the arena."""
+    """The interface's `Context`; device addresses are host addresses within the arena.
 
-    def __init__(self, slice_bytes: int) -> None:
+    Args:
+        slice_bytes: Room for allocations.
+        hosts: How many threads run the blocks of a launch; None for as many as this process may have.
+    """
+
+    def __init__(self, slice_bytes: int, *, hosts: int | None = None) -> None:
         self._slice_bytes = slice_bytes
         self._arena = Arena(slice_bytes)
-        # Shared memory, local windows and frames of the one block that runs.
-        self._scratch = Mapping(MAX_SHARED_BYTES + _LOCAL_AREA_BYTES + _FRAME_AREA_BYTES)
-        self._fault = Fault()
         self._prints = PrintBuffer()
         # Gets the name of a kernel and what it printed.
         self.printed: Callable[[str, str], None] = print_to_log
-        self._environment = Environment(
-            arena=self._arena.memory.address,
-            shadow=self._arena.shadow.address,
-            last_granule=self._arena.last_granule,
-            shared=self._scratch.address,
-            local=self._scratch.address + MAX_SHARED_BYTES,
-            frames=self._scratch.address + MAX_SHARED_BYTES + _LOCAL_AREA_BYTES,
-            fault=ctypes.addressof(self._fault),
-            prints=self._prints.address,
+        self._areas = Areas(
+            Environment(
+                arena=self._arena.memory.address,
+                shadow=self._arena.shadow.address,
+                last_granule=self._arena.last_granule,
+                prints=self._prints.address,
+            )
         )
-        self._stream = Stream(ctypes.addressof(self._environment))
+        self._hosts = hosts or host_threads()
+        self._stream = Stream(self._areas.address, self._hosts)
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
@@ -131,17 +126,22 @@ class CpuContext:
             raise LaunchRejected(
                 f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
             )
+        spread = IN_ORDER
+        blocks = math.prod(grid)
+        if blocks > 1 or kernel.needs.parks:
+            spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
         head = LAUNCH_HEAD.pack(
             kernel.entry,
-            math.prod(grid),
+            blocks,
             kernel.variables,
             tag,
             *grid,
             *block,
             shared,
             kernel.number,
+            *spread,
         )
-        self._stream.submit(head + params)
+        self._stream.submit(head + params, is_shared=spread is not IN_ORDER)
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""
@@ -156,7 +156,9 @@ class CpuContext:
         self._stream.wait()
         self._flush()
         state = self._stream.state
-        error = describe(self._fault, self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag)
+        error = describe(
+            Fault.from_address(state.fault), self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag
+        )
         self._stream.forget_fault()
         return error
 
@@ -167,11 +169,11 @@ class CpuContext:
             self._flush()
             self._prints.close()
             self._arena.close()
-            self._scratch.close()
+            self._areas.close()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
     def rest(self) -> bool:
-        """End the stream's thread if it is idle; the next launch starts another. False if a kernel goes on."""
+        """End the stream's threads if they are idle; the next launch starts others. False if a kernel goes on."""
         return self._stream.rest()
 
     def _text_at(self, address: int) -> str:

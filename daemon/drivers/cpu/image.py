@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
 from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, compile_ir
@@ -34,6 +35,7 @@ class CpuKernel:
         dynamic_shared_offset: Where shared memory asked for at launch begins.
         entry: Host address of its runner.
         variables: Host address of its module's table of variables.
+        needs: What a block of it takes.
     """
 
     name: str
@@ -46,6 +48,7 @@ class CpuKernel:
     dynamic_shared_offset: int
     entry: int
     variables: int
+    needs: Needs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +78,7 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
         for part, code in zip(parts, codes, strict=True)
         for name, runner in part.runners.items()
     }
+    needs = {name: found for part in parts for name, found in part.needs.items()}
     addresses = _place(tree.variables, arena)
     names = [variable.name for variable in tree.variables]
     named = dict(zip(names, addresses, strict=True))
@@ -88,6 +92,7 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
             number=first_number + offset,
             entry=entries[function.name],
             variables=ctypes.addressof(table),
+            needs=needs[function.name],
         )
         for offset, function in enumerate(tree.functions)
     }
@@ -143,7 +148,7 @@ def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
             arena.free(address)
 
 
-def _kernel(function: Function, *, number: int, entry: int, variables: int) -> CpuKernel:
+def _kernel(function: Function, *, number: int, entry: int, variables: int, needs: Needs) -> CpuKernel:
     return CpuKernel(
         name=function.name,
         number=number,
@@ -155,4 +160,5 @@ def _kernel(function: Function, *, number: int, entry: int, variables: int) -> C
         dynamic_shared_offset=function.dynamic_shared_offset,
         entry=entry,
         variables=variables,
+        needs=needs,
     )

@@ -105,6 +105,30 @@ MAX_ASSERTION_TEXT = 512
 # A field's width or precision: `%2000000000d` would be 2 GB.
 MAX_PRINT_WIDTH = 1024
 
+# --- Blocks on several cores -----------------------------------------------------------------------------------
+
+# Threads of the host that run blocks: each has a stack; kernels that keep more busy are rare.
+MAX_HOST_THREADS = 64
+
+# Blocks under way at a time, which may wait for one another: some 8 for each multiprocessor of a large card. What they
+# touch of these areas is host memory outside of any slice, so it has bounds of its own: four of the largest blocks.
+MAX_RESIDENT_BLOCKS = 1024
+RESIDENT_SHARED_BYTES = 48 << 20
+RESIDENT_LOCAL_BYTES = 256 << 20
+RESIDENT_FRAME_BYTES = 80 << 20
+
+# Into how many parts a launch is cut for each thread, so that all end at about the same time; and blocks in a part at
+# most, so that the others stop soon behind a fault.
+CHUNKS_PER_THREAD = 16
+MAX_CHUNK_BLOCKS = 64
+
+# What must be left of a launch, in nanoseconds, for sleeping threads to be woken: waking one costs some 5 us here, and
+# as much again before it does anything.
+WAKE_NS = 20_000
+
+# How often an idle thread looks for more work, letting others have the core in between (some 0.3 us), before it sleeps.
+HELPER_YIELDS = 64
+
 # --- The stream ------------------------------------------------------------------------------------------------
 
 # Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.

@@ -1,4 +1,4 @@
-"""The stream: a ring of launches, filled by the caller and emptied by one thread that stays in native code.
+"""The stream: a ring of launches, filled by the caller and emptied by a thread that stays in native code.
 
 The thread never needs Python's lock, so a caller that computes or spins in Python does not hold it up. The caller
 writes a slot, then posts a semaphore; it learns of progress from a counter in shared memory.
@@ -19,14 +19,17 @@ from gpulease.daemon.drivers.cpu.limits import (
     POLL_INTERVAL_NS,
     QUEUE_DEPTH,
     SPIN_S,
-    STREAM_STACK_BYTES,
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
 from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol, compile_ir
-from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, StreamState
+from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, StreamState
+from gpulease.daemon.drivers.cpu.team import Helpers, start_thread
 from gpulease.daemon.drivers.interface import Poll
 
 SLOT_BYTES = PARAMETERS_OFFSET + MAX_PARAMETER_BYTES
+
+# The launch that has no entry.
+_END = bytes(PARAMETERS_OFFSET)
 
 # Words of StreamState, for the caller's view of it.
 _COMPLETED = StreamState.completed.offset // 8
@@ -47,26 +50,34 @@ _QUICK = ctypes.PyDLL(None)
 
 @cache
 def stream_code() -> NativeCode:
-    """The native loop, compiled once per process. Starts no thread."""
-    for name in ("sem_wait", "sem_trywait", "sem_post"):
+    """The native loops, compiled once per process. Starts no thread."""
+    for name in ("sem_wait", "sem_trywait", "sem_post", "sched_yield"):
         bind_symbol(f"gpulease_{name}", getattr(_LIBC, name))
-    return compile_ir(files(native).joinpath("stream.ll").read_text("ascii"))
+    texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll")]
+    return compile_ir("\n".join(texts))
 
 
 class Stream:
-    """Launches in order, run in the `Environment` at an address. One caller's thread uses it."""
+    """Launches in order. One caller's thread uses it.
 
-    def __init__(self, environment: int) -> None:
+    Args:
+        places: Address of the environments that blocks run in.
+        hosts: How many threads are to run the blocks of a launch.
+    """
+
+    def __init__(self, places: int, hosts: int) -> None:
+        self._helpers = Helpers(places, hosts)
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._queued = 0
+        self._has_helpers = False
         self._thread: threading.Thread | None = None
         self.state = StreamState(
             ring=self._ring.address,
             slot_bytes=SLOT_BYTES,
             slot_mask=QUEUE_DEPTH - 1,
             idle_spins=IDLE_SPINS,
-            environment=environment,
+            team=self._helpers.address,
         )
         self._words = memoryview(self.state).cast("B").cast("Q")
         for semaphore in (StreamState.queued, StreamState.done):
@@ -76,16 +87,19 @@ class Stream:
         post = _QUICK.sem_post
         self._post: Callable[[], object] = lambda: post(queued_at)
 
-    def submit(self, record: bytes) -> None:
-        """Queue a launch's head and parameters; waits while the queue is full."""
+    def submit(self, record: bytes, *, is_shared: bool = False) -> None:
+        """Queue a launch's head and parameters; waits while the queue is full. `is_shared` says that it has chunks."""
         number = self._queued
         if number - self._words[_COMPLETED] >= QUEUE_DEPTH:
             self._wait_for(number - QUEUE_DEPTH + 1, None)
+        if is_shared and not self._has_helpers:
+            self._helpers.start(stream_code())
+            self._has_helpers = True
         start = (number % QUEUE_DEPTH) * SLOT_BYTES
         self._slots[start : start + len(record)] = record
         self._queued = number + 1
         if self._thread is None:
-            self._thread = self._start()
+            self._thread = start_thread(stream_code(), "run_stream", ctypes.addressof(self.state), "gpulease-stream")
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:
@@ -104,7 +118,7 @@ class Stream:
         self._words[_FAULTED] = 0
 
     def rest(self) -> bool:
-        """End the thread if it is idle, or is soon, until the next launch; say whether it has ended."""
+        """End the threads if they are idle, or are soon, until the next launch; say whether they have ended."""
         if self._thread is None:
             return True
         deadline = time.monotonic() + CLOSE_WAIT_S
@@ -112,13 +126,15 @@ class Stream:
             self.wait(lambda: _give_up_after(deadline))
         except TimeoutError:
             return False
-        self.submit(LAUNCH_HEAD.pack(*[0] * 12))
+        self.submit(_END)
         self._thread.join()
         self._thread = None
+        self._helpers.end()
+        self._has_helpers = False
         return True
 
     def close(self) -> bool:
-        """End the thread and give memory back; False if a kernel goes on and nothing could be done."""
+        """End the threads and give memory back; False if a kernel goes on and nothing could be done."""
         if not self.rest():
             return False
         self._words.release()
@@ -128,17 +144,6 @@ class Stream:
 
     def _at(self, offset: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(ctypes.addressof(self.state) + offset)
-
-    def _start(self) -> threading.Thread:
-        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(stream_code().address("run_stream"))
-        # A daemon: a kernel that never ends must not keep the process from ending.
-        thread = threading.Thread(target=run, args=(ctypes.addressof(self.state),), name="gpulease-stream", daemon=True)
-        previous = threading.stack_size(STREAM_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(previous)
-        return thread
 
     def _wait_for(self, count: int, poll: Poll | None) -> None:
         """Wait until so many slots are behind the loop: look for a moment, then sleep with looks in between."""

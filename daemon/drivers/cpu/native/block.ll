@@ -376,7 +376,8 @@ done:
 }
 
 ; Settle a block in which no thread is ready: open complete barriers, let those that yielded go on. The answer is 0 if
-; all have ended, 1 if some go on; else nobody ever will, and it is 2 plus the number of a thread that waits.
+; all have ended, 1 if some go on, -1 if only those do that yielded; else nobody ever will, and it is 2 plus the number
+; of a thread that waits.
 define i32 @gpulease_settle_block(ptr %board, ptr %frames, i32 %threads, i64 %stride) {
 entry:
   %barriers = alloca [16 x %barrier]
@@ -434,7 +435,7 @@ counted:
 each:
   %index = phi i32 [ 0, %counted ], [ %index.next, %each.done ]
   %its.frame = phi ptr [ %frames, %counted ], [ %its.next, %each.done ]
-  %goes = phi i1 [ %ready.next, %counted ], [ %goes.next, %each.done ]
+  %goes = phi i1 [ false, %counted ], [ %goes.next, %each.done ]
   %stuck = phi i32 [ 0, %counted ], [ %stuck.next, %each.done ]
   %its.state.at = getelementptr i8, ptr %its.frame, i64 4
   %its.state = load i32, ptr %its.state.at
@@ -456,7 +457,8 @@ each.done:
   %more = icmp ult i32 %index.next, %threads
   br i1 %more, label %each, label %end
 end:
-  %result = select i1 %goes.next, i32 1, i32 %stuck.next
+  %otherwise = select i1 %ready.next, i32 -1, i32 %stuck.next
+  %result = select i1 %goes.next, i32 1, i32 %otherwise
   ret i32 %result
 }
 

@@ -53,7 +53,11 @@ class Fault(ctypes.Structure):
 
 
 class Environment(ctypes.Structure):
-    """What a block runs in: the context's memory, and areas of its own; host addresses and bytes."""
+    """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
+
+    `block` is the flat number of the one that is in it, or the first of some; `resumes` is 1 if it goes on there and 0
+    if it begins; `next` links places.
+    """
 
     _fields_ = (
         ("arena", ctypes.c_uint64),
@@ -64,6 +68,11 @@ class Environment(ctypes.Structure):
         ("frames", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
         ("prints", ctypes.c_uint64),
+        ("block", ctypes.c_uint64),
+        ("resumes", ctypes.c_uint64),
+        ("next", ctypes.c_uint64),
+        # Two cache lines: neighbours are used by different host threads.
+        ("reserved", ctypes.c_uint64 * 5),
     )
 
 
@@ -97,7 +106,11 @@ class Mark(IntEnum):
 
 
 class Launch(ctypes.Structure):
-    """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream."""
+    """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream.
+
+    Its blocks are handed out `chunk` at a time, to at most `places` environments whose areas lie a stride apart; if
+    `chunk` is 0 they all run one after another in the first.
+    """
 
     _fields_ = (
         ("entry", ctypes.c_uint64),
@@ -108,11 +121,16 @@ class Launch(ctypes.Structure):
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
         ("kernel", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("places", ctypes.c_uint32),
+        ("shared_stride", ctypes.c_uint64),
+        ("local_stride", ctypes.c_uint64),
+        ("frame_stride", ctypes.c_uint64),
     )
 
 
 # The same head for `struct`, which fills it several times faster than ctypes does.
-LAUNCH_HEAD = struct.Struct("<4Q8I")
+LAUNCH_HEAD = struct.Struct("<4Q10I3Q")
 
 PARAMETERS_OFFSET = ctypes.sizeof(Launch)
 
@@ -127,7 +145,7 @@ class StreamState(ctypes.Structure):
     """What the caller and the stream's native loop share; stream.ll has these offsets too.
 
     `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
-    and `kernel` are the launch's; `waiting` is 1 while the caller sleeps on `done`.
+    and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller sleeps on `done`.
     """
 
     _fields_ = (
@@ -140,7 +158,38 @@ class StreamState(ctypes.Structure):
         ("slot_bytes", ctypes.c_uint64),
         ("slot_mask", ctypes.c_uint64),
         ("idle_spins", ctypes.c_uint64),
-        ("environment", ctypes.c_uint64),
+        ("team", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
         ("queued", Semaphore),
+        ("done", Semaphore),
+    )
+
+
+class Team(ctypes.Structure):
+    """What the threads that share a launch's blocks know of it; team.ll has these offsets too.
+
+    `places` is the address of the first of the environments; `helpers` the number of threads beside the stream's;
+    `wake_ns` what must be left to do for them to be woken; `next` the first block not handed out; `stop` is 1 from a
+    fault on, whose record `fault` names; `used` counts the places taken, `idle` the helpers that sleep.
+    """
+
+    _fields_ = (
+        ("launch", ctypes.c_uint64),
+        ("places", ctypes.c_uint64),
+        ("helpers", ctypes.c_uint64),
+        ("wake_ns", ctypes.c_uint64),
+        ("idle_yields", ctypes.c_uint64),
+        ("ending", ctypes.c_uint64),
+        # What is written for every chunk, and what idle threads look at, lie in cache lines of their own.
+        ("_gap1", ctypes.c_uint64 * 2),
+        ("next", ctypes.c_uint64),
+        ("stop", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("used", ctypes.c_uint64),
+        ("_gap2", ctypes.c_uint64 * 4),
+        ("state", ctypes.c_uint64),
+        ("idle", ctypes.c_uint64),
+        ("_gap3", ctypes.c_uint64 * 6),
+        ("work", Semaphore),
         ("done", Semaphore),
     )

@@ -1,12 +1,11 @@
-; The stream: takes launches from the ring in order and runs them, without Python's lock, until told to end.
+; The stream, behind team.ll in one module: takes launches from the ring in order and runs them, without Python's lock, until told to end.
 ;
 ; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
-; slot_bytes 48, slot_mask 56, idle_spins 64, environment 72, queued 80, done 112.
-; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60.
+; slot_bytes 48, slot_mask 56, idle_spins 64, team 72, fault 80, queued 88, done 120.
+; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60, chunk 64. A Team has its places at 8; an
+; Environment its fault at 48.
 
-declare i32 @gpulease_sem_wait(ptr)
 declare i32 @gpulease_sem_trywait(ptr)
-declare i32 @gpulease_sem_post(ptr)
 
 define void @run_stream(ptr %state) {
 start:
@@ -23,10 +22,13 @@ start:
   %mask = load i64, ptr %mask.at
   %spins.at = getelementptr i8, ptr %state, i64 64
   %spins = load i64, ptr %spins.at
-  %environment.at = getelementptr i8, ptr %state, i64 72
-  %environment = load ptr, ptr %environment.at
-  %queued = getelementptr i8, ptr %state, i64 80
-  %done = getelementptr i8, ptr %state, i64 112
+  %team.at = getelementptr i8, ptr %state, i64 72
+  %team = load ptr, ptr %team.at
+  %place.at = getelementptr i8, ptr %team, i64 8
+  %place = load ptr, ptr %place.at
+  %fault.at = getelementptr i8, ptr %state, i64 80
+  %queued = getelementptr i8, ptr %state, i64 88
+  %done = getelementptr i8, ptr %state, i64 120
   br label %next
 
 ; Look for work for a while before sleeping: waking a thread costs more than a small kernel.
@@ -62,12 +64,29 @@ consider:
   %is.skipped = icmp ne i64 %skip, 0
   br i1 %is.skipped, label %finish, label %run
 run:
+  %chunk.at = getelementptr i8, ptr %slot, i64 64
+  %chunk = load i32, ptr %chunk.at
+  %is.alone = icmp eq i32 %chunk, 0
+  br i1 %is.alone, label %alone, label %together
+alone:
   %blocks.at = getelementptr i8, ptr %slot, i64 8
   %blocks = load i64, ptr %blocks.at
-  %status = call i32 %entry(ptr %slot, ptr %environment, i64 0, i64 %blocks)
+  %status.alone = call i32 %entry(ptr %slot, ptr %place, i64 0, i64 %blocks)
+  br label %ran
+together:
+  %status.together = call i32 @run_team(ptr %team, ptr %slot)
+  br label %ran
+ran:
+  %status = phi i32 [ %status.alone, %alone ], [ %status.together, %together ]
+  ; Where the fault's record is named.
+  %named = phi ptr [ %place, %alone ], [ %team, %together ]
+  %named.at = phi i64 [ 48, %alone ], [ 80, %together ]
   %is.fault = icmp ne i32 %status, 0
   br i1 %is.fault, label %fault, label %finish
 fault:
+  %record.at = getelementptr i8, ptr %named, i64 %named.at
+  %record = load i64, ptr %record.at
+  store i64 %record, ptr %fault.at
   %slot.tag = getelementptr i8, ptr %slot, i64 24
   %tag.value = load i64, ptr %slot.tag
   store i64 %tag.value, ptr %tag

@@ -1,8 +1,9 @@
 """Loads and stores (PTX ISA sections 9.7.9.8, 9.7.9.9 and 9.7.9.11).
 
-The threads of a launch run one after another on one host thread, so orderings between them hold by themselves; what
-`.volatile`, `.relaxed` and their like still ask for is that the access happens each time, for a host that looks on.
-Cache hints change no result and are passed over.
+The threads of a block run on one host thread, those of other blocks on others at the same time. So strong accesses are
+LLVM's atomic ones, of the ordering PTX names (section 8.5); `.volatile` is relaxed in any scope, and happens each time.
+Weak ones are plain: a race on them gives some value, which is read once into a register. What is checked is that same
+register, so whatever it holds, no access goes where it may not. Cache hints change no result and are passed over.
 """
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
@@ -17,6 +18,7 @@ _SPACES = ("global", "const", "shared", "shared::cta", "local", "param", "param:
 _STORE_SPACES = ("global", "shared", "shared::cta", "local", "param", "param::func")
 _TYPES = (*(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in "bus"), *FLOATS)
 _VECTORS = ("v2", "v4")
+_ORDERINGS = {"relaxed": "monotonic"}
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _LOAD_HINTS = ("ca", "cg", "cs", "lu", "cv")
 _STORE_HINTS = ("wb", "cg", "cs", "wt")
@@ -59,11 +61,10 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar, space = m.scalar(), _space(m)
     into = _elements(t, m, i.operands[0])
     pointer = checked_pointer(t, i.operands[1], space, scalar.size * len(into), Access.LOAD)
-    keyword = "load volatile" if _happens_each_time(m) else "load"
     for number, element in enumerate(into):
         place = t.ir.offset(pointer, number * scalar.size)
         kind = f"i{scalar.bits}"
-        value = t.ir.value(kind, f"{keyword} {kind}, {place}, align {scalar.size}")
+        value = t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}")
         t.write_wide(element, scalar, t.from_bits(value, scalar))
 
 
@@ -94,10 +95,9 @@ def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     _refuse_constant(t, i.operands[0], space)
     values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in _elements(t, m, i.operands[1])]
     pointer = checked_pointer(t, i.operands[0], space, scalar.size * len(values), Access.STORE)
-    keyword = "store volatile" if _happens_each_time(m) else "store"
     for number, value in enumerate(values):
         place = t.ir.offset(pointer, number * scalar.size)
-        t.ir.emit(f"{keyword} {value}, {place}, align {scalar.size}")
+        t.ir.emit(f"store{_how(m)} {value}, {place}{_order(m)}, align {scalar.size}")
 
 
 def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> None:
@@ -113,8 +113,17 @@ def _space(m: Modifiers) -> Space:
     return Space(m.get("space").split("::")[0] or "generic")
 
 
-def _happens_each_time(m: Modifiers) -> bool:
-    return "volatile" in m or "order" in m
+def _how(m: Modifiers) -> str:
+    """What sets a strong access apart from a weak one."""
+    return " atomic volatile" if _order(m) else ""
+
+
+def _order(m: Modifiers) -> str:
+    """LLVM's name of an access's ordering; "" is none."""
+    if "volatile" in m or m.get("hint") == "cv":
+        return " monotonic"
+    order = m.get("order")
+    return f" {_ORDERINGS.get(order, order)}" if order else ""
 
 
 def _elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:

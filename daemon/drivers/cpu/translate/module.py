@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
@@ -38,11 +39,13 @@ class Part:
     Attributes:
         callees: The functions they call.
         runners: Under which name each kernel's runner is in the IR.
+        needs: What each kernel's blocks take.
     """
 
     is_optimised: bool
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, Needs] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
 
@@ -71,6 +74,7 @@ class Part:
         )
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 

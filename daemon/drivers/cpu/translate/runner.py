@@ -2,7 +2,8 @@
 
     i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
 
-Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
+The answer is WAITS where a block only waits for others: called again with the same block in the same environment, which
+says so, it goes on. Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
 
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
 barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
@@ -12,6 +13,8 @@ barrier 0; scheduler.py has the rest.
 from collections.abc import Callable, Sequence
 from ctypes import sizeof
 
+from gpulease.daemon.drivers.cpu.areas import Needs
+from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Fault, Launch, Status
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
@@ -37,6 +40,13 @@ class RunnerWriter:
         self._waits = waits
         self._allocas: list[str] = []
         self._sizes: dict[str, list[Value]] = {}
+
+    @property
+    def needs(self) -> Needs:
+        """What a block takes."""
+        if not self._waits.sites:
+            return Needs(self._local_bytes, 0, 0, 0, parks=False)
+        return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=bool(self._waits.yields))
 
     def write(self, name: str) -> str:
         """The function's IR."""

@@ -2,7 +2,8 @@
 
 Threads run warp by warp: those that are ready run until they wait or end, then exchanges that are complete let theirs
 go on, until none of the warp can. When all warps have come to that point barriers are settled. If then nobody can go
-on and some still wait, they would for ever: that is a fault.
+on and some still wait, they would for ever: that is a fault. If nobody goes on but threads in loops that watch memory,
+the block may wait for another one: the function returns, and goes on with it when called again.
 """
 
 from collections.abc import Sequence
@@ -31,17 +32,24 @@ class SchedulerWriter(RunnerWriter):
     def _run_block(self, block: Sequence[Value]) -> None:
         ir = self.ir
         board = self._area(Environment.frames.offset)
-        ir.emit(f"store [{BARRIERS} x i32] zeroinitializer, {board}")
-        self._loop("block", self._prepare_thread)
         width, height, depth = self._sizes["block"]
         threads = ir.binary("mul", ir.binary("mul", width, height), depth)
-        again, done, stuck = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck"))
+        again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
+        if self._waits.yields:
+            begins = ir.fresh("begins")
+            resumes = ir.load("i64", ir.offset(ENVIRONMENT, Environment.resumes.offset))
+            ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)
+            ir.block(begins)
+        ir.emit(f"store [{BARRIERS} x i32] zeroinitializer, {board}")
+        self._loop("block", self._prepare_thread)
         ir.block(again)
         self._run_warps(threads, block)
         frames = self._frame(constant("i64", 0))
         arguments = ", ".join(map(str, (board, frames, threads, self._stride())))
         verdict = ir.value("i32", f"call i32 @{SETTLE_BLOCK}({arguments})")
-        ir.switch(verdict, stuck, [(0, done), (1, again)])
+        ir.switch(verdict, stuck, [(0, done), (1, again), (-1, parks)])
+        ir.block(parks)
+        ir.ret(Status.WAITS)
         ir.block(stuck)
         self._fail(ir.cast("zext", ir.binary("sub", verdict, 2), "i64"), block)
         ir.block(done)

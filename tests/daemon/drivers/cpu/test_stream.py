@@ -3,9 +3,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpulease.daemon.drivers.cpu.areas import IN_ORDER
 from gpulease.daemon.drivers.cpu.limits import QUEUE_DEPTH
 from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, compile_ir
-from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, StreamState
+from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
 from gpulease.daemon.drivers.cpu.stream import Stream
 
 # A "kernel" that appends its tag to a list at the address in its parameters, and faults if the tag is 13.
@@ -34,7 +35,8 @@ def code() -> NativeCode:
 
 @pytest.fixture
 def stream() -> Iterator[Stream]:
-    made = Stream(0)
+    places = (Environment * 1)()
+    made = Stream(ctypes.addressof(places), hosts=1)
     yield made
     assert made.close()
 
@@ -48,7 +50,7 @@ class Notes:
         self._stream, self._entry = stream, code.address("note")
 
     def submit(self, tag: int) -> None:
-        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42)
+        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER)
         self._stream.submit(head + self._address.to_bytes(8, "little"))
 
     @property
@@ -91,10 +93,11 @@ def test_the_loop_s_offsets_are_the_structure_s() -> None:
         "slot_bytes",
         "slot_mask",
         "idle_spins",
-        "environment",
+        "team",
+        "fault",
     ]
-    assert [getattr(StreamState, name).offset for name in names] == list(range(0, 80, 8))
-    assert (StreamState.queued.offset, StreamState.done.offset) == (80, 112)
+    assert [getattr(StreamState, name).offset for name in names] == list(range(0, 88, 8))
+    assert (StreamState.queued.offset, StreamState.done.offset) == (88, 120)
 
 
 def test_bad_ir_is_an_error_not_a_crash() -> None:
