@@ -95,7 +95,7 @@ def test_initialisers_become_bytes() -> None:
         (kernel(".reg .b32 %r<2>;\nmov.b32 %r1, %r2;"), 7, "%r2 is neither declared"),
         (kernel(".reg .b32 %r<2>;\nmov.b32 %r1, %tid.q;"), 7, "%tid.q is neither declared"),
         (kernel(".reg .b32 %r<2>;\nld.global.u32 %r1, [%rd7];"), 7, "unknown name %rd7"),
-        (kernel(".reg .b32 %r<2>;\nwmma.load.a %r1, %r1;"), 7, "the instruction wmma.load.a is not supported"),
+        (kernel(".reg .b32 %r<2>;\nsuld.b %r1, %r1;"), 7, "the instruction suld.b is not supported"),
         (kernel(".reg .b32 %r<2>;\nadd.cc.u16 %r1, %r1, 1;"), 7, "this form of add.cc.u16 is not supported"),
         (kernel(".reg .f32 %f;\nadd.rna.f32 %f, %f, %f;"), 7, "this form of add.rna.f32"),
         (kernel(".reg .f32 %f;\nadd.s32 %f, %f, %f;"), 7, "%f is .f32, not .s32"),

@@ -120,7 +120,9 @@ def patterns(bits: int) -> st.SearchStrategy[int]:
     return st.sampled_from([e & ((1 << bits) - 1) for e in edges]) | st.integers(0, (1 << bits) - 1)
 
 
-@pytest.mark.parametrize(("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30])
+@pytest.mark.parametrize(
+    ("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30]
+)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_agrees_with_whole_numbers(

@@ -85,7 +85,9 @@ def patterns(kind: str) -> st.SearchStrategy[int]:
     return st.sampled_from([0, 1, 15, 16, 31, 32, 33, 63, 64, 65, most, most - 1, most // 2 + 1]) | st.integers(0, most)
 
 
-@pytest.mark.parametrize(("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30])
+@pytest.mark.parametrize(
+    ("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30]
+)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_agrees_bit_for_bit(
