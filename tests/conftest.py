@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +15,14 @@ with suppress(ImportError):
 
     # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
     uvloop.new_event_loop().close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """Kernels that this run has compiled are kept for its daemons and later tests, and nowhere else."""
+    with TemporaryDirectory(prefix="gpulease-tests-") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULEASE_CPU_CACHE", directory)
+        yield
 
 
 @pytest.fixture(autouse=True)

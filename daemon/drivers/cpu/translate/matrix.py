@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
-from gpulease.daemon.drivers.cpu.native.matrix import (
-    KINDS,
-    MULTIPLY_BYTES,
-    MULTIPLY_DOUBLES,
-    MULTIPLY_FLOATS,
-    matrix_code,
-)
+from gpulease.daemon.drivers.cpu.native.matrix import KINDS, MULTIPLY_BYTES, MULTIPLY_DOUBLES, MULTIPLY_FLOATS
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Space, Vector
 from gpulease.daemon.drivers.cpu.translate.access import address_in, fail_unless, is_valid, pointer_at, window_base
@@ -105,7 +99,6 @@ def multiply(
     for operand, count in zip(operands[1:], counts, strict=True):
         shown += [t.read(register, scalar) for register in registers_of(t, operand, count)]
     meet(t, shown)
-    matrix_code()
     frames, stride, offset = shown_words(t)
     into = own_room(t)
     arguments = [t.ir.offset(frames, offset), stride, lane(t), into, *details]
