@@ -142,11 +142,14 @@ def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
 
 
 def _facts(function: Function, needs: Needs, part: int, symbol: str) -> KernelFacts:
+    threads = min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
+    if not needs.fit(threads):
+        raise rejected(f"a block of {threads} threads keeps more than there is room for", line=function.line)
     return KernelFacts(
         name=function.name,
         parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
         parameter_bytes=function.parameter_bytes,
-        max_threads_per_block=min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK),
+        max_threads_per_block=threads,
         required_block=function.bounds.required,
         static_shared_bytes=function.shared_bytes,
         dynamic_shared_offset=function.dynamic_shared_offset,

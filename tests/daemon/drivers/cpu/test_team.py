@@ -3,12 +3,20 @@
 import ctypes
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas, Needs
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.limits import MAX_RESIDENT_BLOCKS
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_RESIDENT_BLOCKS,
+    MAX_THREADS_PER_BLOCK,
+)
+from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES, MAX_HEAD_BYTES, SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import Environment, Fault, Launch, Team
 from gpulease.daemon.drivers.cpu.team import THREADS_VARIABLE, host_threads
 from gpulease.daemon.drivers.interface import KernelFault
@@ -215,3 +223,24 @@ def test_the_operator_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> Non
     for setting, threads in (("", 64), ("3", 3), ("0", 1), ("many", 64), ("-1", 64)):
         monkeypatch.setenv(THREADS_VARIABLE, setting)
         assert host_threads() == threads
+
+
+def test_there_is_room_for_the_largest_block() -> None:
+    frame_bytes = MAX_HEAD_BYTES + SLOT_BYTES * MAX_LIVE_REGISTERS
+    largest = Needs(0, MAX_LOCAL_BYTES, BOARD_BYTES, frame_bytes, parks=True)
+    assert largest.fit(MAX_THREADS_PER_BLOCK)
+    assert not replace(largest, local_bytes_per_thread=5 * MAX_LOCAL_BYTES).fit(MAX_THREADS_PER_BLOCK)
+    assert not replace(largest, frame_bytes_per_thread=5 * frame_bytes).fit(MAX_THREADS_PER_BLOCK)
+
+
+def test_places_are_as_many_as_fit_and_lie_apart() -> None:
+    areas = Areas(Environment())
+    try:
+        needs = Needs(5000, 100, 0, 64, parks=False)
+        assert areas.spread(needs, 1, 32, 0, 4) == areas.spread(needs, 100, 32, 0, 1) == IN_ORDER
+        assert areas.spread(needs, 640, 32, 4097, 4) == (10, 1024, 8192, 12288, 4096)
+        assert areas.spread(replace(needs, parks=True), 1, 32, 0, 1) == (1, 1024, 0, 12288, 4096)
+        large = replace(needs, local_bytes_per_thread=MAX_LOCAL_BYTES)
+        assert areas.spread(large, 10**9, 1024, 0, 4)[:2] == (64, 3)
+    finally:
+        areas.close()
