@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.ptx.parser import parse
+from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import KernelFault
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
@@ -150,3 +152,23 @@ def test_ordered_loads_read_what_is_there(compute: Compute, order: str) -> None:
 def test_cache_hints_change_nothing(compute: Compute) -> None:
     for spelling in ("ld.global.nc.u32", "ld.global.cg.u32", "ld.global.nc.L1::evict_last.L2::128B.u32"):
         assert compute(f"{spelling} %d, [%p];", ["u32"], "u32", [(7,)]) == [7]
+
+
+STRONG = {
+    "ld.volatile.global.u32 %r1, [%d0]": "load atomic volatile i32, ptr X monotonic, align 4",
+    "ld.relaxed.gpu.global.u64 %d7, [%d0]": "load atomic volatile i64, ptr X monotonic, align 8",
+    "ld.acquire.cta.shared.u8 %r1, [sh]": "load atomic volatile i8, ptr X acquire, align 1",
+    "ld.global.cv.f32 %f1, [%d0]": "load atomic volatile i32, ptr X monotonic, align 4",
+    "st.volatile.u16 [%d0], %h1": "store atomic volatile i16 X, ptr X monotonic, align 2",
+    "st.relaxed.sys.global.f64 [%d0], %g1": "store atomic volatile i64 X, ptr X monotonic, align 8",
+    "st.release.gpu.global.u32 [%d0], %r1": "store atomic volatile i32 X, ptr X release, align 4",
+    "atom.global.add.u32 %r1, [%d0], 5": "atomicrmw add ptr X, i32 5 seq_cst",
+    "ld.global.u32 %r1, [%d0]": "load i32, ptr X, align 4",
+    "st.weak.global.u32 [%d0], %r1": "store i32 X, ptr X, align 4",
+}
+
+
+@pytest.mark.parametrize("text", STRONG)
+def test_strong_accesses_are_the_host_s_atomic_ones(text: str) -> None:
+    (part,) = translate(parse(kernel(f"{text};").decode()))
+    assert STRONG[text] in re.sub(r"%[\w.]+", "X", part.text)
