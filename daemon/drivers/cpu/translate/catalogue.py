@@ -5,6 +5,7 @@ from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIMATE
 from gpulease.daemon.drivers.cpu.translate.atomics import FAMILY as ATOMICS
 from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
+from gpulease.daemon.drivers.cpu.translate.bulk import FAMILY as BULK
 from gpulease.daemon.drivers.cpu.translate.calls import FAMILY as CALLS
 from gpulease.daemon.drivers.cpu.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
@@ -23,6 +24,7 @@ from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
+from gpulease.daemon.drivers.cpu.translate.phases import FAMILY as PHASES
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
@@ -54,6 +56,8 @@ FAMILIES = (
     ATOMICS,
     ORDERING,
     COPYING,
+    BULK,
+    PHASES,
 )
 
 

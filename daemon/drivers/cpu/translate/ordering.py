@@ -21,6 +21,8 @@ _EVICTIONS = ("L2::evict_last", "L2::evict_normal")
 @FAMILY.form("membar.level", 0, writes=False, level=("cta", "gl", "sys"))
 @FAMILY.form("fence{.order}.scope", 0, writes=False, order=("sc", "acq_rel", "acquire", "release"), scope=_SCOPES)
 @FAMILY.form("fence.proxy.alias", 0, writes=False)
+@FAMILY.form("fence.proxy.async{.space}", 0, writes=False, space=("global", "shared::cta", "shared::cluster"))
+@FAMILY.form("fence.mbarrier_init.release.cluster", 0, writes=False)
 def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """No access moves over this; `.cta` concerns threads of one host thread only."""
     among = 'syncscope("singlethread") ' if "cta" in i.modifiers else ""
