@@ -26,7 +26,7 @@ FAMILY = Family("Atomic operations", "9.7.13")
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_SPACES = ("global", "shared", "shared::cta")
+_SPACES = ("global", "shared", "shared::cta", "shared::cluster")
 
 _TYPES = {
     "add": ("u32", "s32", "u64", "f32", "f64"),

@@ -8,6 +8,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Integer, Space
 from gpulease.daemon.drivers.cpu.translate.access import LOCAL, address_in, fail_unless, is_valid, pointer_at
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.memory import check_policy
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator
 from gpulease.daemon.drivers.cpu.translate.phases import object_of, settle
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 FAMILY = Family("Bulk copies", "9.7.9.25.4")
 
 _WORD = SCALARS["u32"]
-_POLICY = SCALARS["b64"]
 _COUNTED = "mbarrier::complete_tx::bytes"
 _HINT = "L2::cache_hint"
 
@@ -28,13 +28,13 @@ _OFFSET = Value("ptr", "%offset")
 
 
 @FAMILY.form(
-    "cp.async.bulk.into.source.counted{.hint}",
+    "cp.async.bulk.into.source.counted{.policy}",
     (4, 5),
     writes=False,
     into=("shared::cluster", "shared::cta"),
     source=("global",),
     counted=(_COUNTED,),
-    hint=(_HINT,),
+    policy=(_HINT,),
 )
 @FAMILY.form(
     "cp.async.bulk.into.source.counted",
@@ -52,7 +52,7 @@ def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     settle(t, place, bytes_more=t.ir.binary("sub", constant("i64", 0), size))
 
 
-@FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.hint}", (3, 4), writes=False, hint=(_HINT,))
+@FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.policy}", (3, 4), writes=False, policy=(_HINT,))
 def copy_grouped(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """To global memory."""
     _copy(t, i, [Space.GLOBAL, Space.SHARED], m, 3)
@@ -66,18 +66,18 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         raise t.problem("the number of groups is a constant")
 
 
-@FAMILY.form("cp.async.bulk.prefetch.L2.global{.hint}", (2, 3), writes=False, hint=(_HINT,))
+@FAMILY.form("cp.async.bulk.prefetch.L2.global{.policy}", (2, 3), writes=False, policy=(_HINT,))
 def prefetch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Nothing: it speaks of caches."""
     address_in(t, i.operands[0], Space.GLOBAL)
     t.read(i.operands[1], _WORD)
-    _check_hint(t, i, m, 2)
+    check_policy(t, i, m, 2)
 
 
 def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifiers, count: int) -> Value:
     """Copy, and give the number of bytes."""
     ir = t.ir
-    _check_hint(t, i, m, count)
+    check_policy(t, i, m, count)
     (into, into_space), (source, source_space) = (
         address_in(t, operand, space) for operand, space in zip(i.operands, spaces, strict=False)
     )
@@ -122,11 +122,3 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     ir.ret_value(offset)
     signature = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))
     ir.require("\n".join([f"define internal i64 @{name}({signature}) noinline {{", *ir.lines[1:], "}"]))
-
-
-def _check_hint(t: "ThreadTranslator", i: Instruction, m: Modifiers, count: int) -> None:
-    """A cache policy is there if the instruction says so, and changes no result."""
-    if (len(i.operands) > count) != ("hint" in m):
-        raise t.problem("a cache policy goes with .L2::cache_hint")
-    if "hint" in m:
-        t.read(i.operands[count], _POLICY)

@@ -20,21 +20,25 @@ from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.matrix import FAMILY as MATRIX
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
+from gpulease.daemon.drivers.cpu.translate.minifloats import FAMILY as MINIFLOATS
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
 from gpulease.daemon.drivers.cpu.translate.phases import FAMILY as PHASES
+from gpulease.daemon.drivers.cpu.translate.placement import FAMILY as PLACEMENT
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 from gpulease.daemon.drivers.cpu.translate.tiles import FAMILY as TILES
+from gpulease.daemon.drivers.cpu.translate.video import FAMILY as VIDEO
 from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
 FAMILIES = (
     INTEGER,
     CARRY,
     MULTIMEDIA,
+    VIDEO,
     FLOATING,
     DIRECTED,
     APPROXIMATE,
@@ -44,9 +48,11 @@ FAMILIES = (
     SELECTION,
     LOGIC,
     MOVEMENT,
+    PLACEMENT,
     MEMORY,
     CONVERSION,
     NARROWING,
+    MINIFLOATS,
     CONTROL,
     CALLS,
     BARRIERS,
