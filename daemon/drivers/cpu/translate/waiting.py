@@ -36,6 +36,7 @@ _SHOWN_WORDS = {
     "movmatrix": 1,
     "mma": 5,
     "wmma": 9,
+    "mbarrier": 0,
 }
 WAITING = frozenset(_SHOWN_WORDS)
 
@@ -44,7 +45,7 @@ _DOUBLES_SHOWN = 16
 
 # Loads that may see what another thread has written since the last time.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
-_WATCHING = ("atom", "fence", "membar", "nanosleep")
+_WATCHING = ("atom", "fence", "membar", "nanosleep", "mbarrier")
 
 
 @dataclass(frozen=True, slots=True)

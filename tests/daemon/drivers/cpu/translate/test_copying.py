@@ -76,8 +76,7 @@ def test_only_what_is_taken_must_be_there(run_block: RunBlock) -> None:
         "cp.async.ca.shared.global [sh], [%area], 2;",
         "cp.async.ca.shared.global [sh], [%area], %r1;",
         "cp.async.wait_group %r1;",
-        "cp.async.mbarrier.arrive.shared.b64 [sh];",
-        "cp.async.bulk.commit_group;",
+        "cp.async.mbarrier.arrive.global.b64 [%area];",
     ],
 )
 def test_others_are_refused(run_block: RunBlock, text: str) -> None:

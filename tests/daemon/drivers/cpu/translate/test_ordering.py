@@ -29,6 +29,21 @@ HARMLESS = [
     "nanosleep.u32 %b0",
     "griddepcontrol.wait",
     "griddepcontrol.launch_dependents",
+    "fence.proxy.async",
+    "fence.proxy.async.shared::cta",
+    "fence.mbarrier_init.release.cluster",
+    "discard.global.L2 [%area], 128",
+    "setmaxnreg.inc.sync.aligned.u32 96",
+    "pmevent 3",
+    "createpolicy.fractional.L2::evict_last.b64 %d0, 0.5",
+    "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %d0",
+    "createpolicy.range.global.L2::evict_last.b64 %d0, [%area], 256, 512",
+    "ld.global.L1::evict_last.L2::cache_hint.L2::128B.v2.b32 {%r1, %r2}, [%area], %d0",
+    "ld.global.nc.L1::no_allocate.L2::256B.u32 %r1, [%area]",
+    "ld.relaxed.gpu.global.L1::no_allocate.u32 %r1, [%area]",
+    "st.global.L1::no_allocate.L2::cache_hint.u32 [%area+8], %r1, %d0",
+    "cp.async.cg.shared.global.L2::cache_hint.L2::128B [sh], [%area], 16, %d0",
+    "cp.async.ca.shared.global.L2::cache_hint [sh], [%area], 8, 4, %d0",
 ]
 
 
@@ -40,6 +55,21 @@ def test_what_changes_nothing(run_block: RunBlock) -> None:
 @pytest.mark.parametrize("text", ["fence.proxy.tensormap", "membar.proxy.alias", "prefetch.shared.L1 [sh]"])
 def test_others_are_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected, match="is not supported"):
+        run_block(f"{text};", [[]])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ld.global.L2::cache_hint.u32 %r1, [%area]",
+        "ld.global.u32 %r1, [%area], %d0",
+        "st.global.L2::cache_hint.u32 [%area], %r1, %r1",
+        "cp.async.cg.shared.global.L2::cache_hint [sh], [%area], 16",
+        "setmaxnreg.inc.sync.aligned.u32 %r1",
+    ],
+)
+def test_policies_and_counts_are_checked(run_block: RunBlock, text: str) -> None:
+    with pytest.raises(ImageRejected):
         run_block(f"{text};", [[]])
 
 
