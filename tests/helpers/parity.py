@@ -12,11 +12,9 @@ from typing import Final
 
 from gpulease.daemon.drivers.cpu.translate.catalogue import FAMILIES
 from gpulease.daemon.drivers.cpu.translate.forms import Form
+from helpers.rows import OPERAND_NAMES, RESULT_BYTES, rows_ptx
 
-OPERAND_NAMES: Final = "abce"
 ROWS: Final = 48
-ROW_BYTES: Final = 32
-RESULT_BYTES: Final = 8
 
 WIDTHS: Final = {
     **{f"{kind}{bits}": bits for kind in "usb" for bits in (8, 16, 32, 64)},
@@ -56,11 +54,15 @@ class Spelled:
     result: str
 
     @property
+    def body(self) -> str:
+        """The instruction as it stands in a kernel of rows."""
+        names = OPERAND_NAMES[: len(self.operands)]
+        return f"{self.text} %d, {', '.join('%' + name for name in names)};"
+
+    @property
     def ptx(self) -> str:
         """A module whose kernel `row` runs it on each row of operands."""
-        names = OPERAND_NAMES[: len(self.operands)]
-        body = f"{self.text} %d, {', '.join('%' + name for name in names)};"
-        return instruction_ptx(body, self.operands, self.result)
+        return rows_ptx([self.body], self.operands, self.result)
 
     def rows(self) -> list[tuple[int, ...]]:
         """Bit patterns of the operands, the same every time."""
@@ -151,59 +153,6 @@ def _plain(text: str, operands: tuple[str, ...], result: str) -> Spelled | None:
     if result == "pred" and not text.startswith("setp"):
         return None
     return Spelled(text, operands, result)
-
-
-def register_of(kind: str) -> str:
-    """What a register that holds the type is declared as: PTX has none of 8 bits, and few of the small floats'."""
-    return {"u8": "b16", "s8": "b16", "b8": "b16", "f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(
-        kind, kind
-    )
-
-
-def memory_type_of(kind: str) -> str:
-    """What the type is loaded and stored as."""
-    return {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(kind, kind)
-
-
-def instruction_ptx(body: str, operands: tuple[str, ...], result: str) -> str:
-    """A kernel that runs `body` on %a, %b, %c, %e of each row and keeps %d (a predicate as 0 or 1)."""
-    names = OPERAND_NAMES[: len(operands)]
-    registers = [(n, register_of(t)) for n, t in zip(names, operands, strict=True)] + [("d", register_of(result))]
-    declared = "\n    ".join(f".reg .{kind} %{name};" for name, kind in registers)
-    loads = "\n    ".join(_load(n, t, 8 * k) for k, (n, t) in enumerate(zip(names, operands, strict=True)))
-    store = f"st.global.{memory_type_of(result)} [%q], %d;"
-    if result == "pred":
-        store = "selp.u32 %s, 1, 0, %d;\n    st.global.u32 [%q], %s;"
-    return f""".version 8.0
-.target sm_80
-.address_size 64
-.visible .entry row(.param .u64 rows, .param .u64 results)
-{{
-    .reg .b32 %i, %s, %t;
-    .reg .b64 %p, %q;
-    {declared}
-    mov.u32 %i, %tid.x;
-    ld.param.u64 %p, [rows];
-    ld.param.u64 %q, [results];
-    mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
-    mad.wide.u32 %q, %i, {RESULT_BYTES}, %q;
-    {loads}
-    {body}
-    {store}
-    ret;
-}}
-"""
-
-
-def _load(name: str, kind: str, offset: int) -> str:
-    if kind == "pred":
-        return f"ld.global.u32 %t, [%p+{offset}];\n    setp.ne.u32 %{name}, %t, 0;"
-    return f"ld.global.{memory_type_of(kind)} %{name}, [%p+{offset}];"
-
-
-def rows_bytes(rows: list[tuple[int, ...]]) -> bytes:
-    """Rows as they lie in memory: four little-endian 8-byte fields each."""
-    return b"".join(b"".join(value.to_bytes(8, "little") for value in (*row, 0, 0, 0, 0)[:4]) for row in rows)
 
 
 def results_of(data: bytes, kind: str) -> list[str]:
