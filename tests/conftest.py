@@ -1,8 +1,8 @@
 """Fixtures every test may use, and the leak check that every test passes through."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,10 +18,14 @@ with suppress(ImportError):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once() -> Iterator[None]:
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels that this run has compiled are kept for its daemons and later tests, and nowhere else."""
-    with TemporaryDirectory(prefix="gpulease-tests-") as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPULEASE_CPU_CACHE", directory)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # What the processes of one run have in common.
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULEASE_CPU_CACHE", str(folder / "compiled"))
         yield
 
 

@@ -29,6 +29,7 @@ class CpuKernel:
         entry: Host address of its runner.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
+        pace: Host address of how long its blocks took last (native/layout.py).
     """
 
     name: str
@@ -42,6 +43,7 @@ class CpuKernel:
     entry: int
     variables: int
     needs: Needs
+    pace: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +53,8 @@ class CpuModule:
     kernels: Mapping[str, CpuKernel]
     code: LoadedCode
     variable_addresses: tuple[int, ...]
-    # Keeps the table that kernels read the addresses from.
-    variable_table: Any
+    # Keeps the table that kernels read the addresses from, and their paces.
+    tables: tuple[Any, Any]
 
 
 def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> CpuModule:
@@ -66,16 +68,18 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
     _relocate(variables, named | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
+    paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
     kernels = {
         facts.name: _kernel(
             facts,
             number=first_number + offset,
             entry=code.codes[facts.part].address(facts.symbol),
             variables=ctypes.addressof(table),
+            pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
         )
         for offset, facts in enumerate(code.image.kernels)
     }
-    return CpuModule(kernels, code, addresses, table)
+    return CpuModule(kernels, code, addresses, (table, paces))
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
@@ -109,7 +113,7 @@ def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
             arena.free(address)
 
 
-def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int) -> CpuKernel:
+def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace: int) -> CpuKernel:
     return CpuKernel(
         name=facts.name,
         number=number,
@@ -122,4 +126,5 @@ def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int) -> C
         entry=entry,
         variables=variables,
         needs=facts.needs,
+        pace=pace,
     )

@@ -4,6 +4,7 @@ import hashlib
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from gpulease.daemon.drivers.cpu.limits import MAX_KEPT_BYTES, MAX_KEPT_ENTRIES, MAX_KEPT_ENTRY_BYTES
@@ -39,8 +40,9 @@ class Keeper:
             data = _read_own(key.hex(), folder)
             if data is None or data[:_DIGEST_BYTES] != _digest(key, data[_DIGEST_BYTES:]):
                 return None
-            # What is used goes last.
-            os.utime(key.hex(), dir_fd=folder)
+            # What is used goes last, where anything can be written.
+            with suppress(OSError):
+                os.utime(key.hex(), dir_fd=folder)
             return data[_DIGEST_BYTES:]
         except OSError:
             return None

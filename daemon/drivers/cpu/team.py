@@ -1,7 +1,7 @@
 """The threads that share the blocks of a launch: the stream's, and helpers beside it that stay in native code too.
 
-Helpers sleep while there is nothing to share. The stream's thread begins every launch by itself and wakes them once
-what is left of it takes longer than waking does (native/team.ll).
+Helpers sleep while there is nothing to share. The stream's thread wakes them if a launch takes longer than waking does,
+going by how long the kernel's blocks took the last time, and by those it has run itself meanwhile (native/team.ll).
 """
 
 import ctypes

@@ -50,7 +50,7 @@ class Notes:
         self._stream, self._entry = stream, code.address("note")
 
     def submit(self, tag: int) -> None:
-        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER)
+        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER, 0)
         self._stream.submit(head + self._address.to_bytes(8, "little"))
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gpulease.daemon.drivers.cpu import team
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas, Needs
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.limits import (
@@ -122,6 +123,42 @@ BODIES = {
 }
 PTX = HEAD + "".join(KERNEL.format(name=name, body=body) for name, body in BODIES.items())
 
+TOGETHER = (
+    HEAD
+    + """
+.func wait(.param .b64 at)
+{
+    .reg .pred %p;
+    .reg .b32 %v;
+    .reg .b64 %at;
+    ld.param.u64 %at, [at];
+LOOK:
+    ld.acquire.gpu.global.u32 %v, [%at];
+    setp.eq.u32 %p, %v, 0;
+    @%p bra LOOK;
+    ret;
+}
+.visible .entry meet(.param .u64 into)
+{
+    .reg .pred %p;
+    .reg .b32 %b;
+    .reg .b64 %at, %mine, %other;
+    ld.param.u64 %at, [into];
+    mov.u32 %b, %ctaid.x;
+    mad.wide.u32 %mine, %b, 4, %at;
+    st.release.gpu.global.u32 [%mine], 1;
+    xor.b32 %b, %b, 1;
+    mad.wide.u32 %other, %b, 4, %at;
+    {
+        .param .b64 given;
+        st.param.b64 [given], %other;
+        call wait, (given);
+    }
+    ret;
+}
+"""
+)
+
 
 @pytest.fixture(scope="module", params=[1, 3])
 def shared(request: pytest.FixtureRequest) -> Iterator[CpuContext]:
@@ -197,6 +234,33 @@ def test_launches_in_turn_wake_helpers_or_not(context: CpuContext) -> None:
         assert run(context, "count", blocks, 1, blocks).sum() == blocks
 
 
+def test_blocks_run_at_the_same_time() -> None:
+    """Block 0 waits in a function, where it can't be set aside, for block 1."""
+    context = CpuContext(1 << 20, hosts=2)
+    try:
+        kernel = context.module_load(TOGETHER.encode()).kernels["meet"]
+        into = context.mem_alloc(8)
+        context.launch(kernel, (2, 1, 1), (1, 1, 1), 0, into.to_bytes(8, "little"), 1)
+        found = bytearray(8)
+        context.mem_read(into, memoryview(found))
+        assert found == bytes([1, 0, 0, 0] * 2)
+    finally:
+        context.close()
+
+
+def test_without_threads_to_be_had_there_are_no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    context = CpuContext(1 << 22, hosts=3)
+    try:
+        context.module_load(PTX.encode())
+        monkeypatch.setattr(team, "start_thread", refuse)
+        assert (run(context, "count", 500, 1, 500) == 1).all()
+    finally:
+        context.close()
+
+
 def test_the_loop_s_offsets_are_the_structures() -> None:
     def offsets(structure: type[ctypes.Structure], names: str) -> list[int]:
         return [getattr(structure, name).offset for name in names.split()]
@@ -204,12 +268,13 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
     assert offsets(Team, "launch places helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
     assert offsets(Team, "next stop fault used") == list(range(64, 96, 8))
     assert offsets(Team, "state idle work done") == [128, 136, 192, 224]
-    assert offsets(Launch, "entry blocks chunk places shared_stride local_stride frame_stride") == [
+    assert offsets(Launch, "entry blocks chunk places shared_stride local_stride frame_stride pace") == [
         0,
         8,
         64,
         68,
         72,
+        76,
         80,
         88,
     ]
