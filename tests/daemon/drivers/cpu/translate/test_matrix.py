@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from helpers.exact import KINDS, Kind
-from helpers.matrices import FORMATS, SHAPES, Place, Shape, dot
+from helpers.matrices import FORMATS, SHAPES, Place, Shape, dot, of_bytes
 
 RunBlock = Callable[..., list[list[int]]]
 Matrix = list[list[int]]
-FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LANES = [(lane >> 2, lane & 3) for lane in range(32)]
 
 UNPACK = "".join(f"mov.b64 {{%r{2 * n}, %r{2 * n + 1}}}, %a{n};" for n in range(6))
@@ -94,6 +94,7 @@ FLOATS = [
         ("m16n8k4", "tf32", "tf32", "f32", "f32"),
         ("m16n8k8", "tf32", "tf32", "f32", "f32"),
         ("m16n8k32", "e5m2", "e5m2", "f32", "f32"),
+        ("m16n8k32", "e4m3", "e5m2", "f32", "f32"),
     ]
 ]
 
@@ -116,7 +117,10 @@ def test_floats(run_block: RunBlock, spelling: str, shape: str, a: str, b: str, 
         for row in range(layout.m):
             for column in range(layout.n):
                 factors = [line[column] for line in right]
-                expected = dot(left[row], factors, added[row][column], kinds, KINDS[c], KINDS[d])
+                if bits == 8:
+                    expected = of_bytes(left[row], factors, added[row][column], (a, b))
+                else:
+                    expected = dot(left[row], factors, added[row][column], kinds, KINDS[c], KINDS[d])
                 assert found[row][column] == expected, (row, column)
 
     run()

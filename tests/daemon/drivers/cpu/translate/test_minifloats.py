@@ -39,7 +39,9 @@ def nearest(kind: str, value: float | Fraction, relu: str) -> int:
     if relu and value <= 0:
         return 0
     sign = 0x80 if math.copysign(1, value) < 0 else 0
-    size = min(abs(value), max(number for number, _ in NUMBERS[kind]))
+    size = value if value > 0 else -value
+    if size > NUMBERS[kind][-1][0]:
+        return sign | NUMBERS[kind][-1][1]
     return sign | min(NUMBERS[kind], key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1))[1]
 
 

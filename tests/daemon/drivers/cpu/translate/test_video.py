@@ -74,7 +74,8 @@ def test_lanes(compute: Compute, name: str, into: str, left: str, right: str, mo
     + [(*TYPES[1], ".max")],
 )
 def test_whole_numbers(compute: Compute, name: str, into: str, left: str, right: str, more: str) -> None:
-    second = {"add": operator.add, "min": min, "max": max}.get(more.split(".")[-1])
+    seconds: dict[str, Callable[[int, int], int]] = {"add": operator.add, "min": min, "max": max}
+    second = seconds.get(more.split(".")[-1])
 
     def expected(a: int, b: int, c: int) -> int:
         value = OPERATIONS[name](*parts(a, 32, left), *parts(b, 32, right))
