@@ -80,6 +80,18 @@ def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 _forms(combine)
 
+# As CUDA's cooperative groups spell them, and ptxas takes them: the operation before the order.
+for _opcode, _arity, _orders in (("atom", 3, _ORDERS), ("red", 2, _RED_ORDERS)):
+    for _operation in ("add", "and", "or"):
+        FAMILY.form(
+            f"{_opcode}.{_operation}.order.scope.type",
+            _arity,
+            writes=_opcode == "atom",
+            order=_orders,
+            scope=_SCOPES,
+            type=_TYPES[_operation],
+        )(combine)
+
 
 def combine_vector(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Several at once, each by itself; the whole must be aligned."""

@@ -94,6 +94,15 @@ def test_integers(run_block: RunBlock, place: str, operation: str, kind: str) ->
     run()
 
 
+@pytest.mark.parametrize(
+    ("operation", "left"), [("and.relaxed.cta.b32", 4), ("or.release.gpu.b32", 14), ("add.relaxed.sys.u32", 18)]
+)
+def test_the_operation_before_the_order(run_block: RunBlock, operation: str, left: int) -> None:
+    """As cooperative groups write it, of a generic address."""
+    text = change("generic shared", f"atom{{space}}.{operation} {{d}}, {{a}}, {{b}};", 32, with_red=True)
+    assert run_block(text, [[12, 6]])[0][:3] == [12, left, left]
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_compare_and_swap(run_block: RunBlock, place: str, bits: int) -> None:
