@@ -21,7 +21,8 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
-FAMILY = Family("Atomic operations", "9.7.13")
+# Cooperative groups write these three behind the operation, Triton the other way round, and ptxas takes both.
+FAMILY = Family("Atomic operations", "9.7.13", loose=("order", "scope", "space"))
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")
@@ -79,18 +80,6 @@ def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 _forms(combine)
-
-# As CUDA's cooperative groups spell them, and ptxas takes them: the operation before the order.
-for _opcode, _arity, _orders in (("atom", 3, _ORDERS), ("red", 2, _RED_ORDERS)):
-    for _operation in ("add", "and", "or"):
-        FAMILY.form(
-            f"{_opcode}.{_operation}.order.scope.type",
-            _arity,
-            writes=_opcode == "atom",
-            order=_orders,
-            scope=_SCOPES,
-            type=_TYPES[_operation],
-        )(combine)
 
 
 def combine_vector(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:

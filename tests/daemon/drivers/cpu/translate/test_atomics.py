@@ -95,12 +95,25 @@ def test_integers(run_block: RunBlock, place: str, operation: str, kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("operation", "left"), [("and.relaxed.cta.b32", 4), ("or.release.gpu.b32", 14), ("add.relaxed.sys.u32", 18)]
+    ("spelling", "left"),
+    [
+        ("atom.and.relaxed.cta.b32", 4),
+        ("atom.or.release.gpu.b32", 14),
+        ("atom{space}.gpu.relaxed.add.u32", 18),
+        ("atom{space}.sys.release.max.u32", 12),
+    ],
 )
-def test_the_operation_before_the_order(run_block: RunBlock, operation: str, left: int) -> None:
-    """As cooperative groups write it, of a generic address."""
-    text = change("generic shared", f"atom{{space}}.{operation} {{d}}, {{a}}, {{b}};", 32, with_red=True)
+def test_order_scope_and_space_stand_where_compilers_put_them(run_block: RunBlock, spelling: str, left: int) -> None:
+    text = change("global", f"{spelling} {{d}}, {{a}}, {{b}};", 32, with_red=True)
     assert run_block(text, [[12, 6]])[0][:3] == [12, left, left]
+
+
+@pytest.mark.parametrize(
+    "spelling", ["atom.gpu.gpu.add.u32", "atom.add.u32.u32", "atom.u32.add", "atom.gpu.cta.add.u32"]
+)
+def test_other_spellings_are_refused(run_block: RunBlock, spelling: str) -> None:
+    with pytest.raises(ImageRejected, match="this form"):
+        run_block(f"{spelling} %r1, [%area], %r2;", [[0]])
 
 
 @pytest.mark.parametrize("place", PLACES)
