@@ -98,38 +98,75 @@ def attention(q, k, v, out, tokens, scale, ROWS: tl.constexpr, COLUMNS: tl.const
     )
 
 
+@triton.jit
+def order(x, sums, ranked, greatest, n, BLOCK: tl.constexpr):
+    """Running sums, sorted numbers, and the place of the greatest of n numbers of at most BLOCK."""
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < n, other=float("inf"))
+    tl.store(ranked + i, tl.sort(v), mask=i < n)
+    v = tl.where(i < n, v, float("-inf"))
+    tl.store(greatest, tl.argmax(v, 0))
+    tl.store(sums + i, tl.cumsum(tl.where(i < n, v, 0.0), 0), mask=i < n)
+
+
+@triton.jit
+def scatter(x, sums, counts, n, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """Atomics of all kinds: sums of x by place, and what all programs and lanes counted."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < n, other=0.0)
+    tl.atomic_add(sums + i % PLACES, v, mask=i < n)
+    tl.atomic_add(counts, 1)
+    tl.atomic_max(counts + 1, tl.program_id(0))
+    tl.atomic_cas(counts + 2, 0, 5)
+    tl.atomic_xchg(counts + 3, 7)
+    tl.atomic_or(counts + 4, 1 << tl.program_id(0))
+
+
+HALVES: Final = {"a": "*fp16", "b": "*fp16", "c": "*fp32", "m": "i32", "n": "i32", "depth": "i32"}
+ATTENTION: Final = {"q": "*fp16", "k": "*fp16", "v": "*fp16", "out": "*fp16", "tokens": "i32", "scale": "fp32"}
+
 KERNELS: Final = (
-    (add, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}),
-    (softmax, {"x": "*fp32", "out": "*fp32", "columns": "i32"}, {"BLOCK": 128}),
+    ("add.sm80", add, {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 256}),
+    ("softmax.sm80", softmax, {"x": "*fp32", "out": "*fp32", "columns": "i32"}, {"BLOCK": 128}),
     (
+        "layernorm.sm80",
         layernorm,
         {"x": "*fp16", "gain": "*fp32", "bias": "*fp32", "out": "*fp16", "columns": "i32", "eps": "fp32"},
         {"BLOCK": 256},
     ),
+    ("matmul.sm80", matmul, HALVES, {"M": 32, "N": 32, "K": 32}),
+    ("attention.sm80", attention, ATTENTION, {"ROWS": 16, "COLUMNS": 32, "WIDTH": 32}),
+    ("attention.sm90", attention, ATTENTION, {"ROWS": 16, "COLUMNS": 32, "WIDTH": 32}),
+    ("pipelined.sm80", matmul, {**HALVES, "a": "*bf16", "b": "*bf16"}, {"M": 32, "N": 32, "K": 32}),
     (
-        matmul,
-        {"a": "*fp16", "b": "*fp16", "c": "*fp32", "m": "i32", "n": "i32", "depth": "i32"},
-        {"M": 32, "N": 32, "K": 32},
+        "order.sm80",
+        order,
+        {"x": "*fp32", "sums": "*fp32", "ranked": "*fp32", "greatest": "*i32", "n": "i32"},
+        {"BLOCK": 128},
     ),
     (
-        attention,
-        {"q": "*fp16", "k": "*fp16", "v": "*fp16", "out": "*fp16", "tokens": "i32", "scale": "fp32"},
-        {"ROWS": 16, "COLUMNS": 32, "WIDTH": 32},
+        "scatter.sm80",
+        scatter,
+        {"x": "*fp32", "sums": "*fp32", "counts": "*i32", "n": "i32"},
+        {"PLACES": 7, "BLOCK": 256},
     ),
 )
+"""Of each: its file, the function, its arguments' types and its constants."""
+
+ALIGNED: Final = ("pipelined.sm80",)
+"""Those compiled, as programs that run do it, for arguments that all divide by 16: loads are wide and asynchronous."""
 
 PTX_VERSION: Final = 83
 """Of CUDA 12.3: taken by every driver since."""
 
 if __name__ == "__main__":
     calls = {}
-    for capability, kernels in ((80, KERNELS), (90, KERNELS[-1:])):
-        for kernel, signature, constants in kernels:
-            source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
-            options = {"num_warps": 4, "ptx_version": PTX_VERSION}
-            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            name = f"triton.{kernel.__name__}.sm{capability}"
-            Path(f"{name}.ptx").write_text(made.asm["ptx"])
-            threads, shared = 32 * made.metadata.num_warps, made.metadata.shared
-            calls[name] = {"signature": signature, "threads": threads, "shared": shared}
+    for name, kernel, signature, constants in KERNELS:
+        divides = {(place,): [["tt.divisibility", 16]] for place in range(len(signature) * (name in ALIGNED))}
+        source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constants, divides)
+        target = GPUTarget("cuda", int(name[-2:]), 32)
+        made = triton.compile(source, target=target, options={"num_warps": 4, "ptx_version": PTX_VERSION})
+        Path(f"triton.{name}.ptx").write_text(made.asm["ptx"])
+        threads, shared = 32 * made.metadata.num_warps, made.metadata.shared
+        calls[name] = {"kernel": kernel.__name__, "signature": signature, "threads": threads, "shared": shared}
     Path("triton.json").write_text(json.dumps(calls, indent=1) + "\n")

@@ -11,10 +11,10 @@ import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from helpers.record.approximations import APPROXIMATIONS, approximation_case, beyond, true_values
-from helpers.record.cases import Array, Case, differences, read_record, run, unpacked
+from helpers.record.cases import Array, Case, Result, differences, read_record, run, unpacked
 from helpers.record.ends import ENDS, End, outcome
 from helpers.record.everything import all_cases, ptx_of
-from helpers.record.triton import triton_cases
+from helpers.record.triton import triton_cases, unrecorded_cases
 
 APPROXIMATE: Final = "approximations"
 
@@ -41,6 +41,12 @@ def recorded(record: dict[str, Any], case: Case, image: str) -> list[Array]:
     entry = record["cases"][case.name]
     assert entry["fingerprint"] == case.fingerprint, f"{case.name} was recorded of other inputs: record it anew"
     return unpacked(case, entry["results"][image])
+
+
+def is_near(got: Array, expected: Array, result: Result) -> bool:
+    """Within a result's bound of NumPy's, and what that itself may err."""
+    bound = result.bound
+    return np.allclose(got.astype("f8"), expected, rtol=bound.relative + 2.0**-20, atol=bound.absolute + 2.0**-20)
 
 
 @pytest.mark.parametrize("image", [name for name in CASES if name != APPROXIMATE])
@@ -76,8 +82,17 @@ def test_approximations_lie_within_the_isa_s_bounds(resting: CpuContext, record:
 @pytest.mark.parametrize(("case", "expected"), list(triton_cases()), ids=lambda value: getattr(value, "name", ""))
 def test_the_record_of_triton_s_kernels_is_what_they_say(record: dict[str, Any], case: Case, expected: Array) -> None:
     (theirs,) = recorded(record, case, case.images[0])
-    bound = case.results[0].bound
-    assert np.allclose(theirs.astype("f8"), expected, rtol=bound.relative + 2.0**-20, atol=bound.absolute + 2.0**-20)
+    assert is_near(theirs, expected, case.results[0])
+
+
+@pytest.mark.parametrize(("case", "expected"), list(unrecorded_cases()), ids=lambda value: getattr(value, "name", ""))
+def test_triton_s_other_kernels_compute_what_they_say(
+    resting: CpuContext, case: Case, expected: tuple[Array, ...]
+) -> None:
+    module = resting.module_load(ptx_of(case.images[0]))
+    for result, got, wanted in zip(case.results, run(resting, module, case), expected, strict=True):
+        assert is_near(got, wanted, result)
+    resting.module_unload(module)
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
