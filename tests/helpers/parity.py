@@ -22,6 +22,8 @@ WIDTHS: Final = {
     "bf16": 16,
     "f16x2": 32,
     "bf16x2": 32,
+    "u16x2": 32,
+    "s16x2": 32,
     "f32": 32,
     "f64": 64,
     "pred": 1,
@@ -129,8 +131,31 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
     match opcode:
         case "cvt" if len(kinds) == 2 and len(form.arity) == 1 and form.arity[0] == 2:
             return _plain(text, (kinds[1],), kinds[0])
-        case "setp" if not {"and", "or", "xor"} & set(parts) and not kind.endswith("x2"):
-            return _plain(text, (kind, kind), "pred")
+        case "cvt" if "pack" in parts:
+            return _plain(text, ("s32", "s32", *kinds[2:]), "b32")
+        case "cvt" if kinds[0].endswith("x2") and form.arity == (3,):
+            return _plain(text, ("f32", "f32"), kinds[0])
+        case "setp" | "set" if not _stands_for_all(opcode, set(parts)):
+            return None
+        case "setp" if not kind.endswith("x2"):
+            return _plain(text, (kind, kind, *_further_predicate(parts)), "pred")
+        case "set":
+            return _plain(text, (kind, kind, *_further_predicate(parts)), kinds[0])
+        case "testp":
+            return _plain(text, (kind,), "pred")
+        case "slct":
+            return _plain(text, (kinds[0], kinds[0], kind), kinds[0])
+        case "cnot":
+            return _plain(text, (kind,), kind)
+        case "sad":
+            return _plain(text, (kind,) * 3, kind)
+        case "dp2a" | "dp4a":
+            result = "u32" if kinds == ["u32", "u32"] else "s32"
+            return _plain(text, (kinds[0], kinds[1], result), result)
+        case "fns":
+            return _plain(text, ("b32",) * 3, "b32")
+        case "bmsk" | "szext":
+            return _plain(text, (kind,) * 2, kind)
         case "selp":
             return _plain(text, (kind, kind, "pred"), kind)
         case "shl" | "shr":
@@ -148,9 +173,21 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
     return None
 
 
+def _stands_for_all(opcode: str, parts: set[str]) -> bool:
+    """Every comparison is tried by plain setp; of their thousands of combinations a few will do."""
+    if {"and", "or", "xor"} & parts:
+        return "lt" in parts and (opcode == "setp" or "xor" in parts)
+    return opcode == "setp" or bool({"lt", "equ", "nan", "ls"} & parts)
+
+
+def _further_predicate(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """What a comparison's result is combined with, if with anything (PTX ISA section 9.7.6)."""
+    return ("pred",) * bool({"and", "or", "xor"} & set(parts))
+
+
 def _plain(text: str, operands: tuple[str, ...], result: str) -> Spelled | None:
     # Predicates are kept in registers only the tests' own selp can store.
-    if result == "pred" and not text.startswith("setp"):
+    if result == "pred" and not text.startswith(("setp", "testp")):
         return None
     return Spelled(text, operands, result)
 

@@ -12,16 +12,8 @@ ROW_BYTES: Final = 32
 RESULT_BYTES: Final = 8
 
 # How types are held and moved: PTX has no registers of 8 bits, and few of the small floats'.
-_REGISTERS: Final = {
-    "u8": "b16",
-    "s8": "b16",
-    "b8": "b16",
-    "f16": "b16",
-    "bf16": "b16",
-    "f16x2": "b32",
-    "bf16x2": "b32",
-}
-_MOVED_AS: Final = {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}
+_PACKED: Final = {"f16": "b16", "bf16": "b16", **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2"), "b32")}
+_REGISTERS: Final = {"u8": "b16", "s8": "b16", "b8": "b16", **_PACKED}
 
 # An instruction as it stands in a kernel, the types of its operands and of its result, and what it should give.
 Case = tuple[str, tuple[str, ...], str, Callable[..., int]]
@@ -70,11 +62,11 @@ def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str) -> str
 def _load(name: str, kind: str, offset: int) -> str:
     if kind == "pred":
         return f"ld.global.u32 %n, [%p+{offset}];\n    setp.ne.u32 %{name}, %n, 0;"
-    return f"ld.global.{_MOVED_AS.get(kind, kind)} %{name}, [%p+{offset}];"
+    return f"ld.global.{_PACKED.get(kind, kind)} %{name}, [%p+{offset}];"
 
 
 def _kept(body: str, result: str, offset: int) -> str:
-    store = f"st.global.{_MOVED_AS.get(result, result)} [%q+{offset}], %d;"
+    store = f"st.global.{_PACKED.get(result, result)} [%q+{offset}], %d;"
     if result == "pred":
         store = f"selp.u32 %s, 1, 0, %d; st.global.u32 [%q+{offset}], %s;"
     return f"""    {{

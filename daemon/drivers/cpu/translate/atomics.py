@@ -21,7 +21,8 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
-FAMILY = Family("Atomic operations", "9.7.13")
+# Cooperative groups write these three behind the operation, Triton the other way round, and ptxas takes both.
+FAMILY = Family("Atomic operations", "9.7.13", loose=("order", "scope", "space"))
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")

@@ -151,12 +151,12 @@ def _order(m: Modifiers) -> str:
 
 
 def _elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
-    """The registers of a scalar or vector access."""
+    """The registers of a scalar or vector access. Triton writes scalars as vectors of one, and ptxas takes them."""
     count = int(m.get("vec")[1:] or 1)
-    if count == 1:
+    if count == 1 and not isinstance(operand, Vector):
         return (operand,)
     if not isinstance(operand, Vector) or len(operand.elements) != count:
-        raise t.problem(f"expected a vector of {count} registers")
+        raise t.problem(f"expected {count} register{'s' * (count > 1)}")
     if count * m.scalar().size > MAX_ACCESS_BYTES:
         raise t.problem(f"an access of over {MAX_ACCESS_BYTES} bytes")
     return operand.elements

@@ -94,6 +94,28 @@ def test_integers(run_block: RunBlock, place: str, operation: str, kind: str) ->
     run()
 
 
+@pytest.mark.parametrize(
+    ("spelling", "left"),
+    [
+        ("atom.and.relaxed.cta.b32", 4),
+        ("atom.or.release.gpu.b32", 14),
+        ("atom{space}.gpu.relaxed.add.u32", 18),
+        ("atom{space}.sys.release.max.u32", 12),
+    ],
+)
+def test_order_scope_and_space_stand_where_compilers_put_them(run_block: RunBlock, spelling: str, left: int) -> None:
+    text = change("global", f"{spelling} {{d}}, {{a}}, {{b}};", 32, with_red=True)
+    assert run_block(text, [[12, 6]])[0][:3] == [12, left, left]
+
+
+@pytest.mark.parametrize(
+    "spelling", ["atom.gpu.gpu.add.u32", "atom.add.u32.u32", "atom.u32.add", "atom.gpu.cta.add.u32"]
+)
+def test_other_spellings_are_refused(run_block: RunBlock, spelling: str) -> None:
+    with pytest.raises(ImageRejected, match="this form"):
+        run_block(f"{spelling} %r1, [%area], %r2;", [[0]])
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_compare_and_swap(run_block: RunBlock, place: str, bits: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate.module import translate
-from gpulease.daemon.drivers.interface import KernelFault
+from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
@@ -73,12 +73,34 @@ def test_global_accesses_are_checked_to_the_byte(context: CpuContext, kind: str,
         assert "misaligned address" in str(fault(context, image, address + 1))
 
 
+def test_a_scalar_may_be_written_as_a_vector_of_one(context: CpuContext) -> None:
+    address = context.mem_alloc(8)
+    context.mem_write(address, memoryview(bytes(range(8))))
+    run(context, kernel("ld.global.b32 { %r1 }, [ %d0 + 0 ]; st.global.b32 [ %d0 + 4 ], { %r1 };"), address)
+    into = bytearray(8)
+    context.mem_read(address, memoryview(into))
+    assert into == bytes(range(4)) * 2
+    with pytest.raises(ImageRejected, match="expected 1 register"):
+        context.module_load(kernel("ld.global.b32 {%r1, %r2}, [%d0];"))
+
+
 def test_vectors_are_one_access(context: CpuContext) -> None:
     address = context.mem_alloc(24)
     image = kernel("ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%d0]; st.global.v4.u32 [%d0], {%r1,%r2,%r3,%r4};")
     run(context, image, address)
     assert "(16-byte load)" in str(fault(context, image, address + 16))
     assert "misaligned" in str(fault(context, image, address + 8))
+
+
+def test_cuda_s_own_shared_memory_lies_behind_the_kernel_s(context: CpuContext) -> None:
+    text = "mov.u32 %r1, sh; mov.u32 %r2, %reserved_smem_offset_1; st.global.u32 [%d0], %r2;"
+    text += "cvt.u32.u64 %r3, %d1; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r1;"
+    address = context.mem_alloc(4)
+    run(context, kernel(text), address, 284)
+    into = bytearray(4)
+    context.mem_read(address, memoryview(into))
+    assert int.from_bytes(into, "little") == 48
+    assert "4-byte store" in str(fault(context, kernel(text), address, 288))
 
 
 def test_freed_memory_faults_and_comes_back_as_zeros(context: CpuContext) -> None:

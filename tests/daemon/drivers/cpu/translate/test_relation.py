@@ -15,8 +15,13 @@ SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=[Health
 HALVES = ("f16", "bf16")
 SOURCES = [*(f"{letter}{bits}" for letter in "bus" for bits in (16, 32, 64)), "f32", "f64", *HALVES]
 TRUE = {
-    "u16": 0xFFFF, "s16": 0xFFFF, "f16": 0x3C00, "bf16": 0x3F80,
-    "u32": 2**32 - 1, "s32": 2**32 - 1, "f32": 0x3F800000,
+    "u16": 0xFFFF,
+    "s16": 0xFFFF,
+    "f16": 0x3C00,
+    "bf16": 0x3F80,
+    "u32": 2**32 - 1,
+    "s32": 2**32 - 1,
+    "f32": 0x3F800000,
 }
 
 
