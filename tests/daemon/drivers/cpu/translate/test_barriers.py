@@ -118,7 +118,7 @@ def test_bad_operands_fault_when_they_are_met(run_block: RunBlock) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["bar.sync 16;", "bar.sync 1, 33;", "bar.arrive 1, 0;", "bar.arrive 1;", "barrier.cluster.arrive;"]
+    "text", ["bar.sync 16;", "bar.sync 1, 33;", "bar.arrive 1, 0;", "bar.arrive 1;", "barrier.cluster.sync;"]
 )
 def test_bad_constants_are_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected):

@@ -33,6 +33,14 @@ mad.lo.u32 %r6, %r6, 10, %r7; mov.u32 %r9, %nclusterid.x; mad.lo.u32 %r6, %r6, 1
     assert run_block(text, [[]]) == [[7, 7, 0, 111]]
 
 
+@pytest.mark.parametrize(("order", "acquire"), [("", ""), (".release", ".acquire"), (".relaxed.aligned", ".aligned")])
+def test_all_of_a_cluster_meet(run_block: RunBlock, order: str, acquire: str) -> None:
+    text = f"""shl.b32 %r1, %i, 2; mov.u32 %r2, sh; add.u32 %r1, %r1, %r2; st.shared.u32 [%r1], %b0;
+barrier.cluster.arrive{order}; barrier.cluster.wait{acquire}; setp.eq.u32 %x0, %i, 69; @%x0 ret;
+ld.shared.u32 %r3, [%r1+4]; barrier.cluster.arrive; barrier.cluster.wait; cvt.u64.u32 %o0, %r3;"""
+    assert [row[0] for row in run_block(text, [[n] for n in range(70)])] == [*range(1, 70), 0]
+
+
 @pytest.mark.parametrize("text", ["isspacep.const %x0, %area;", "mapa.u64 %d0, sh, 0;", "isspacep.shared %r0, %area;"])
 def test_others_are_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected):
