@@ -6,7 +6,7 @@ other, and bits drawn from a fixed seed.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,9 +60,12 @@ class Spelled:
     @property
     def ptx(self) -> str:
         """A module whose kernel `row` runs it on each row of operands."""
-        names = OPERAND_NAMES[: len(self.operands)]
-        body = f"{self.text} %d, {', '.join('%' + name for name in names)};"
-        return instruction_ptx(body, self.operands, self.result)
+        return instructions_ptx([self])
+
+    @property
+    def body(self) -> str:
+        """The instruction with its operands' registers."""
+        return f"{self.text} %d, {', '.join('%' + name for name in OPERAND_NAMES[: len(self.operands)])};"
 
     def rows(self) -> list[tuple[int, ...]]:
         """Bit patterns of the operands, the same every time."""
@@ -203,15 +206,22 @@ def memory_type_of(kind: str) -> str:
     return _PACKED.get(kind, kind)
 
 
-def instruction_ptx(body: str, operands: tuple[str, ...], result: str) -> str:
-    """A kernel that runs `body` on %a, %b, %c, %e of each row and keeps %d (a predicate as 0 or 1)."""
+def instructions_ptx(alike: Sequence[Spelled]) -> str:
+    """A kernel that runs instructions of the same types on %a, %b, %c, %e of each row.
+
+    It keeps each one's %d (a predicate as 0 or 1), all rows' of the first before those of the second.
+    """
+    operands, result = alike[0].operands, alike[0].result
     names = OPERAND_NAMES[: len(operands)]
     registers = [(n, register_of(t)) for n, t in zip(names, operands, strict=True)] + [("d", register_of(result))]
     declared = "\n    ".join(f".reg .{kind} %{name};" for name, kind in registers)
     loads = "\n    ".join(_load(n, t, 8 * k) for k, (n, t) in enumerate(zip(names, operands, strict=True)))
-    store = f"st.global.{memory_type_of(result)} [%q], %d;"
+    store = f"st.global.{memory_type_of(result)} [%q+{{}}], %d;"
     if result == "pred":
-        store = "selp.u32 %s, 1, 0, %d;\n    st.global.u32 [%q], %s;"
+        store = "selp.u32 %s, 1, 0, %d;\n    st.global.u32 [%q+{}], %s;"
+    bodies = "\n    ".join(
+        f"{spelled.body}\n    {store.format(number * ROWS * RESULT_BYTES)}" for number, spelled in enumerate(alike)
+    )
     return f""".version 8.0
 .target sm_80
 .address_size 64
@@ -226,8 +236,7 @@ def instruction_ptx(body: str, operands: tuple[str, ...], result: str) -> str:
     mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
     mad.wide.u32 %q, %i, {RESULT_BYTES}, %q;
     {loads}
-    {body}
-    {store}
+    {bodies}
     ret;
 }}
 """
