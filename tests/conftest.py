@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.daemon import Daemon
+from helpers.forms_met import FormsMet, is_whole
 from helpers.leaks import Holdings, check_for_leaks
 
 with suppress(ImportError):
@@ -15,6 +16,11 @@ with suppress(ImportError):
 
     # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
     uvloop.new_event_loop().close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_whole(config):
+        config.pluginmanager.register(FormsMet())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,11 +28,12 @@ def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return {name: list(group) for name, group in itertools.groupby(sorted(cases, key=types), key=types)}
 
 
-def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str) -> str:
+def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module: str = "") -> str:
     """A module whose kernel `row` runs each body by itself on %a, %b, %c, %e of each row.
 
     It keeps their %d (a predicate as 0 or 1) in order. A body may use the words %s and %t, the pointer %w and the
-    predicates %x and %y; %p points to the row and %q to its first result.
+    predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. Before the kernel stands
+    `module`.
     """
     names = OPERAND_NAMES[: len(operands)]
     pairs = list(zip(names, operands, strict=True))
@@ -42,6 +43,7 @@ def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str) -> str
     return f""".version 8.0
 .target sm_80
 .address_size 64
+{module}
 .visible .entry row(.param .u64 rows, .param .u64 results)
 {{
     .reg .b32 %i, %n;

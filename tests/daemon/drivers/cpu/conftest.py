@@ -49,7 +49,7 @@ ROWS_BYTES = ROW_BYTES * 1024
 RESULTS_BYTES = RESULT_BYTES * 1024 * 128
 
 
-ComputeAll = Callable[[Iterable[str], Sequence[str], str, Rows], dict[str, list[int]]]
+ComputeAll = Callable[..., dict[str, list[int]]]
 
 
 @pytest.fixture
@@ -58,9 +58,11 @@ def compute_all(resting: CpuContext) -> Iterator[ComputeAll]:
     modules: dict[str, CpuModule] = {}
     rows_at, results_at = resting.mem_alloc(ROWS_BYTES), resting.mem_alloc(RESULTS_BYTES)
 
-    def run(bodies: Iterable[str], operands: Sequence[str], result: str, rows: Rows) -> dict[str, list[int]]:
+    def run(
+        bodies: Iterable[str], operands: Sequence[str], result: str, rows: Rows, module: str = ""
+    ) -> dict[str, list[int]]:
         bodies = list(bodies)
-        text = rows_ptx(bodies, operands, result)
+        text = rows_ptx(bodies, operands, result, module)
         if text not in modules:
             modules[text] = resting.module_load(text.encode())
         resting.mem_write(rows_at, memoryview(rows_bytes(rows)))

@@ -25,8 +25,10 @@ def kept_bytes(row: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize(("hint", "size"), SIZES)
-@pytest.mark.parametrize("into", ["shared", "shared::cta"])
-@pytest.mark.parametrize("prefetch", ["", ".L2::128B"])
+@pytest.mark.parametrize(
+    ("into", "prefetch"),
+    [("shared", ""), ("shared::cta", ".L2::64B"), ("shared::cta", ".L2::128B"), ("shared", ".L2::256B")],
+)
 def test_copies(run_block: RunBlock, hint: str, size: int, into: str, prefetch: str) -> None:
     copy = f"cp.async.{hint}.{into}.global{prefetch} [sh], [%area+32], {size};"
     kept = run_block(SET + copy + WAIT + KEEP, [[]], area=bytearray(AREA))

@@ -76,7 +76,9 @@ def test_policies_and_counts_are_checked(run_block: RunBlock, text: str) -> None
 LOADS = [
     "ld.volatile.global.u32 %r1, [%d0]",
     "ld.relaxed.gpu.global.u32 %r1, [%d0]",
+    "ld.relaxed.cta.u32 %r1, [%d0]",
     "ld.acquire.sys.u32 %r1, [%d0]",
+    "ld.acquire.cluster.global.u32 %r1, [%d0]",
     "ld.global.cv.u32 %r1, [%d0]",
     "atom.global.add.u32 %r1, [%d0], 0",
     "atom.acquire.gpu.global.cas.b32 %r1, [%d0], 0, 0",
@@ -113,12 +115,13 @@ def test_a_lock_in_shared_memory(run_block: RunBlock) -> None:
     assert [row[0] for row in run_block(text, [[]] * 70)] == [70] * 70
 
 
-def test_threads_of_two_warps_take_turns(run_block: RunBlock) -> None:
-    text = """
+@pytest.mark.parametrize("order", ["volatile", "relaxed.cta", "release.gpu"])
+def test_threads_of_two_warps_take_turns(run_block: RunBlock, order: str) -> None:
+    text = f"""
     setp.eq.u32 %x0, %i, 0; @%x0 st.shared.u32 [sh], 0; bar.sync 0;
     and.b32 %r5, %i, 31; setp.ne.u32 %x0, %r5, 0; @%x0 bra KEEP; shr.u32 %r6, %i, 5; mov.u32 %r7, 0;
     MORE: ld.volatile.shared.u32 %r1, [sh]; and.b32 %r2, %r1, 1; setp.ne.u32 %x1, %r2, %r6; @%x1 bra MORE;
-    add.u32 %r1, %r1, 1; st.volatile.shared.u32 [sh], %r1; add.u32 %r7, %r7, 1;
+    add.u32 %r1, %r1, 1; st.{order}.shared.u32 [sh], %r1; add.u32 %r7, %r7, 1;
     setp.lt.u32 %x2, %r7, 20; @%x2 bra MORE;
     ld.volatile.shared.u32 %r1, [sh]; cvt.u64.u32 %o0, %r1;
     """
