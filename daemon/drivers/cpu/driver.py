@@ -3,6 +3,7 @@
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.native.library import bind_library
 from gpulease.daemon.drivers.cpu.stream import stream_code
+from gpulease.daemon.drivers.cpu.team import host_threads
 
 
 class CpuDriver:
@@ -14,7 +15,11 @@ class CpuDriver:
         return "cpu"
 
     def preload(self) -> None:
-        """Compile the driver's own native code, which forked workers then share. Starts no thread."""
+        """Compile the driver's own native code, which forked workers then share. Starts no thread.
+
+        Raises DriverError for a setting that can't be used, before any worker would.
+        """
+        host_threads()
         stream_code()
         bind_library()
 

@@ -11,6 +11,7 @@ import pytest
 from gpulease.daemon.drivers.cpu import team
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas, Needs
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.driver import CpuDriver
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_LIVE_REGISTERS,
     MAX_LOCAL_BYTES,
@@ -20,7 +21,7 @@ from gpulease.daemon.drivers.cpu.limits import (
 from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES, MAX_HEAD_BYTES, SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import Environment, Fault, Launch, Team
 from gpulease.daemon.drivers.cpu.team import THREADS_VARIABLE, host_threads
-from gpulease.daemon.drivers.interface import KernelFault
+from gpulease.daemon.drivers.interface import DriverError, KernelFault
 
 HEAD = """
 .version 8.0
@@ -285,9 +286,18 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
 
 def test_the_operator_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(200))
-    for setting, threads in (("", 64), ("3", 3), ("0", 1), ("many", 64), ("-1", 64)):
+    for setting, threads in (("", 64), ("3", 3), ("100", 64)):
         monkeypatch.setenv(THREADS_VARIABLE, setting)
         assert host_threads() == threads
+
+
+@pytest.mark.parametrize("setting", ["0", "-1", "many", "1.5", "²"])
+def test_a_setting_that_is_no_number_of_threads_keeps_the_driver_from_starting(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, setting)
+    with pytest.raises(DriverError, match="no number of threads"):
+        CpuDriver().preload()
 
 
 def test_there_is_room_for_the_largest_block() -> None:
