@@ -21,8 +21,6 @@ GRANULE_BYTES = 1 << GRANULE_SHIFT
 # The widest access: a vector of four 32-bit or two 64-bit elements (PTX ISA section 6.4.2).
 MAX_ACCESS_BYTES = 16
 
-LOCAL = Value("ptr", "%local")
-
 # The .param variables of a function's calls.
 CALLS = Value("ptr", "%calls")
 
@@ -129,7 +127,7 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
         case Space.SHARED:
             return t.ir.load("ptr", t.ir.offset(ENVIRONMENT, Environment.shared.offset), extra=INVARIANT)
         case Space.LOCAL:
-            return LOCAL
+            return t.local_window()
         case Space.CALL:
             return CALLS
         case Space.RESULT:

@@ -16,15 +16,14 @@ from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
+from gpulease.daemon.drivers.cpu.translate.lane_runner import LaneRunnerWriter
+from gpulease.daemon.drivers.cpu.translate.lanes import LANES, LOCAL_STEP, LaneTranslator, NotTogether
 from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
-
-# Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
-_LOCAL_STEP = 256
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")
@@ -59,6 +58,8 @@ class Part:
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
+        if self.is_optimised and self._add_together(function, places, number):
+            return
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
@@ -67,7 +68,7 @@ class Part:
         runner = writer(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
-            local_bytes=round_up(thread.local_limit, _LOCAL_STEP),
+            local_bytes=round_up(thread.local_limit, LOCAL_STEP),
             waits=thread.waits,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
@@ -75,6 +76,24 @@ class Part:
         self.needs[function.name] = runner.needs
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
+
+    def _add_together(self, function: Function, places: dict[str, int], number: int) -> bool:
+        """Translate a kernel whose threads can run together; False for any other."""
+        try:
+            lanes = LaneTranslator(function, places, self._declarations)
+            definition = lanes.translate(f"thread{number}")
+        except NotTogether:
+            return False
+        runner = LaneRunnerWriter(
+            f"thread{number}",
+            lanes=LANES,
+            frame_bytes=lanes.frame_bytes,
+            local_bytes=lanes.local_step,
+            waits=lanes.waits,
+        )
+        self._definitions += [definition, runner.write(f"kernel{number}")]
+        self.runners[function.name] = f"kernel{number}"
+        return True
 
     def _add_callee(self, name: str, places: dict[str, int]) -> None:
         translator = FunctionTranslator(

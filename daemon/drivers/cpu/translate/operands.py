@@ -46,6 +46,10 @@ class OperandTranslator:
         self.local_limit = function.local_bytes
         self._variable_places = variable_places
 
+    def local_window(self) -> Value:
+        """Where the thread's local memory begins."""
+        return Value("ptr", "%local")
+
     def problem(self, reason: str) -> ImageRejected:
         """The refusal of the instruction at hand."""
         line, text = (self.instruction.line, self.instruction.text) if self.instruction else (0, "")

@@ -65,7 +65,7 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
     if name in ARGUMENTS:
-        return Value("i32", f"%{name}")
+        return ir.argument(name)
     if name in _LAUNCH_FIELDS:
         place = ir.offset(Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
         return ir.load("i32", place, extra=INVARIANT)
@@ -128,8 +128,8 @@ def block_threads(ir: IrWriter) -> Value:
 def flat_thread(ir: IrWriter) -> Value:
     """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")
-    rows = ir.binary("add", ir.binary("mul", Value("i32", "%tid.z"), height), Value("i32", "%tid.y"))
-    return ir.binary("add", ir.binary("mul", rows, width), Value("i32", "%tid.x"))
+    rows = ir.binary("add", ir.binary("mul", ir.argument("tid.z"), height), ir.argument("tid.y"))
+    return ir.binary("add", ir.binary("mul", rows, width), ir.argument("tid.x"))
 
 
 def _launch_field(ir: IrWriter, name: str) -> Value:

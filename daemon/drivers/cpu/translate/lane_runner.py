@@ -1,0 +1,84 @@
+"""The block's loop for a kernel whose threads run together: a row's threads in groups, one after another.
+
+With barriers each group has a frame, and rounds go as in runner.py.
+"""
+
+from collections.abc import Sequence
+
+from gpulease.daemon.drivers.cpu.native.layout import Environment, Status
+from gpulease.daemon.drivers.cpu.translate.ir import TRUE, Value, constant
+from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
+from gpulease.daemon.drivers.cpu.translate.runner import ENDED, RunnerWriter
+from gpulease.daemon.drivers.cpu.translate.waiting import Waits
+
+# What is above a fault's status: the lane.
+_LANE_SHIFT = 8
+
+
+class LaneRunnerWriter(RunnerWriter):
+    """Writes the runner of one kernel around a function of lanes.py."""
+
+    def __init__(self, thread: str, *, lanes: int, frame_bytes: int, local_bytes: int, waits: Waits) -> None:
+        super().__init__(thread, frame_bytes=frame_bytes, local_bytes=local_bytes, waits=waits)
+        self._lanes = lanes
+        self._groups = constant("i32", 0)
+
+    def _run_block(self, block: Sequence[Value]) -> None:
+        ir = self.ir
+        width, height, depth = self._sizes["block"]
+        self._groups = ir.binary("udiv", ir.binary("add", width, self._lanes - 1), self._lanes)
+        sizes = (self._groups, height, depth)
+        if not self._waits.sites:
+            self._nest(sizes, [], lambda group: self._run_group(group, block))
+            return
+        self._nest(sizes, [], lambda group: ir.store(constant("i32", 0), self._group_frame(group)))
+        waiting = self._variable("i1")
+        again, done = ir.fresh("round"), ir.fresh("blockdone")
+        ir.block(again)
+        ir.store(constant("i1", 0), waiting)
+        self._nest(sizes, [], lambda group: self._resume_group(group, block, waiting))
+        ir.branch_if(ir.load("i1", waiting), again, done)
+        ir.block(done)
+
+    def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
+        """From start to end; groups that run alone share their local windows."""
+        self._call_group(group, block, Value("ptr", "null"), self._area(Environment.local.offset))
+
+    def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
+        """Up to the next barrier or the end, unless it has ended before."""
+        ir, frame = self.ir, self._group_frame(group)
+        flat = self._flat((self._first(group), *group[1:]))
+        local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
+        ir.block(run)
+        status = self._call_group(group, block, frame, local)
+        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
+        ir.block(waits)
+        ir.store(TRUE, waiting)
+        ir.branch(after)
+        ir.block(ended)
+        ir.store(constant("i32", ENDED), frame)
+        ir.block(after)
+
+    def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
+        ir, first = self.ir, self._first(group)
+        left = ir.binary("sub", self._sizes["block"][0], first)
+        some = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", left, "i64")), 1)
+        is_whole = ir.compare("icmp uge", left, self._lanes)
+        mask = ir.cast("trunc", ir.select(is_whole, constant("i64", -1), some), f"i{self._lanes}")
+        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, first, *group[1:], *block)))
+        status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
+        lane = ir.binary("lshr", status, _LANE_SHIFT)
+        kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
+        self._stop_if_faulted(kind, (ir.binary("add", first, lane), *group[1:]), block)
+        return kind
+
+    def _first(self, group: Sequence[Value]) -> Value:
+        return self.ir.binary("mul", group[0], self._lanes)
+
+    def _group_frame(self, group: Sequence[Value]) -> Value:
+        ir = self.ir
+        row = ir.binary("add", ir.binary("mul", group[2], self._sizes["block"][1]), group[1])
+        number = ir.binary("add", ir.binary("mul", row, self._groups), group[0])
+        return self._frame(ir.cast("zext", number, "i64"))
