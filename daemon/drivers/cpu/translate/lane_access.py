@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _SPACES = (Space.GLOBAL, Space.CONST, Space.SHARED)
 _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 
+# What happens once for each lane, even if their operands are the same.
+_COUNTED = ("atom", "red", "cp")
+
 # In what a lane's function returns: no lane failed.
 _NONE = -1
 
@@ -38,7 +41,7 @@ def is_private(i: Instruction) -> bool:
     """Whether lanes may get different results of an instruction though they give it the same operands."""
     if i.opcode == "ld":
         return not _is_shared_load(i)
-    return i.opcode in ("atom", "red", "cp")
+    return i.opcode in _COUNTED
 
 
 def _is_shared_load(i: Instruction) -> bool:
@@ -51,6 +54,8 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 
     Raises NotWide if it is to be done lane by lane.
     """
+    if i.opcode in _COUNTED:
+        raise NotWide
     if i.opcode not in ("ld", "st"):
         return False
     if not set(_EACH_TIME).isdisjoint(i.modifiers):

@@ -5,6 +5,7 @@ With barriers each group has a frame, and rounds go as in runner.py.
 
 from collections.abc import Sequence
 
+from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.native.layout import Environment, Status
 from gpulease.daemon.drivers.cpu.translate.ir import TRUE, Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
@@ -22,6 +23,13 @@ class LaneRunnerWriter(RunnerWriter):
         super().__init__(thread, frame_bytes=frame_bytes, local_bytes=local_bytes, waits=waits)
         self._lanes = lanes
         self._groups = constant("i32", 0)
+
+    @property
+    def needs(self) -> Needs:
+        """What a block takes: a frame for each group, of which a block of narrow rows has as many as threads."""
+        if not self._waits.sites:
+            return Needs(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
+        return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
         ir = self.ir

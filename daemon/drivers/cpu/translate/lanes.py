@@ -68,7 +68,7 @@ class LaneTranslator(ThreadTranslator):
     ) -> None:
         super().__init__(function, variable_places, declarations, Callees())
         body = function.instructions
-        if not self.waits.is_short or not body or any(i.opcode not in _OPCODES for i in body):
+        if not self.waits.is_short or not body or function.call_bytes or any(i.opcode not in _OPCODES for i in body):
             raise NotTogether
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
@@ -77,7 +77,7 @@ class LaneTranslator(ThreadTranslator):
             self._lanes = uniformity_of(body, effects, self._gives_each_its_own)
         except (Unordered, TooComplex):
             raise NotTogether from None
-        if len(self._lanes.blocks) > MAX_LANE_BLOCKS or any(n in self._lanes.apart for n in self._waiting_blocks()):
+        if len(self._lanes.blocks) > MAX_LANE_BLOCKS or not all(map(self._is_common, self.waits.sites)):
             raise NotTogether
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
@@ -446,9 +446,13 @@ class LaneTranslator(ThreadTranslator):
         bits = register.type.bits
         return max(1, bits * (self.ir.lanes if self._varies(register) else 1) // 8)
 
-    def _waiting_blocks(self) -> list[int]:
+    def _is_common(self, index: int) -> bool:
+        """Whether all lanes that have not ended come to an instruction at once."""
+        guard = self.function.instructions[index].guard
+        if guard is not None and self._varies(guard.register):
+            return False
         blocks = enumerate(self._lanes.blocks)
-        return [n for n, block in blocks if any(block.start <= site < block.end for site in self.waits.sites)]
+        return all(n not in self._lanes.apart for n, block in blocks if block.start <= index < block.end)
 
     # --- The function ------------------------------------------------------------------------------------------
 

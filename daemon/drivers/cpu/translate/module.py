@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import (
+    MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
     MAX_OPTIMISED_FUNCTIONS,
@@ -58,7 +59,8 @@ class Part:
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
-        if self.is_optimised and self._add_together(function, places, number):
+        is_small = len(function.instructions) <= MAX_LANE_INSTRUCTIONS
+        if self.is_optimised and is_small and self._add_together(function, places, number):
             return
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
@@ -93,6 +95,7 @@ class Part:
         )
         self._definitions += [definition, runner.write(f"kernel{number}")]
         self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
         return True
 
     def _add_callee(self, name: str, places: dict[str, int]) -> None:

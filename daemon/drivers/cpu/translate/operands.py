@@ -24,6 +24,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 
 LAUNCH = Value("ptr", "%launch")
 ENVIRONMENT = Value("ptr", "%environment")
+LOCAL = Value("ptr", "%local")
 
 
 def ir_type(scalar: Scalar) -> str:
@@ -48,7 +49,7 @@ class OperandTranslator:
 
     def local_window(self) -> Value:
         """Where the thread's local memory begins."""
-        return Value("ptr", "%local")
+        return LOCAL
 
     def problem(self, reason: str) -> ImageRejected:
         """The refusal of the instruction at hand."""
