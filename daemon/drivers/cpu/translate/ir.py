@@ -147,6 +147,10 @@ class IrWriter:
         """A plain load; `extra` is what follows the pointer."""
         return self.value(type_name, f"load {type_name}, {pointer}{extra}")
 
+    def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
+        """What lies at a constant distance behind a pointer and does not change while a kernel runs."""
+        return self.load(type_name, self.offset(pointer, distance), extra=INVARIANT)
+
     def store(self, value: Value, pointer: Value) -> None:
         """A plain store."""
         self.emit(f"store {value}, {pointer}")

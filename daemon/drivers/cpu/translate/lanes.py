@@ -467,7 +467,7 @@ class LaneTranslator(ThreadTranslator):
 
     def _prologue(self) -> list[str]:
         """Slots for registers and masks, all 0, and the way to where the lanes wait."""
-        opening = VectorWriter(self.declarations, self.ir.lanes)
+        opening = VectorWriter(self.declarations, self.ir.lanes, "opening.")
         opening.block("entry")
         for register in self._used_registers():
             kind = f"i{register.type.bits}"
@@ -482,6 +482,7 @@ class LaneTranslator(ThreadTranslator):
         opening.emit(f"store {self._mask_type} %given, {_MASK}")
         for name, kind in sorted(self._rooms):
             opening.raw(f"{name} = alloca {kind}, align 64")
+        self.ir.open_fixed(opening)
         numbers = opening.each("i32")
         opening.raw(f"{_INDEX} = add {opening.whole(_FIRST)}, {numbers.text}")
         if self._resumes:

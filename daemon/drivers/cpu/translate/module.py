@@ -11,6 +11,7 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
@@ -41,7 +42,7 @@ class Part:
         needs: What each kernel's blocks take.
     """
 
-    is_optimised: bool
+    effort: Effort
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     needs: dict[str, Needs] = field(default_factory=dict)
@@ -59,9 +60,6 @@ class Part:
     def add(self, function: Function, places: dict[str, int]) -> None:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
-        is_small = len(function.instructions) <= MAX_LANE_INSTRUCTIONS
-        if self.is_optimised and is_small and self._add_together(function, places, number):
-            return
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
         self._definitions.append(thread.translate(f"thread{number}"))
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
@@ -79,8 +77,11 @@ class Part:
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 
-    def _add_together(self, function: Function, places: dict[str, int], number: int) -> bool:
-        """Translate a kernel whose threads can run together; False for any other."""
+    def add_together(self, function: Function, places: dict[str, int]) -> bool:
+        """Translate a kernel whose threads can run together; False for any other. Raises ImageRejected."""
+        number = len(self.runners)
+        if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
+            return False
         try:
             lanes = LaneTranslator(function, places, self._declarations)
             definition = lanes.translate(f"thread{number}")
@@ -100,7 +101,11 @@ class Part:
 
     def _add_callee(self, name: str, places: dict[str, int]) -> None:
         translator = FunctionTranslator(
-            self.callees.functions[name], places, self._declarations, self.callees, is_optimised=self.is_optimised
+            self.callees.functions[name],
+            places,
+            self._declarations,
+            self.callees,
+            is_optimised=self.effort is not Effort.LEAST,
         )
         self._definitions.append(translator.translate(self.callees.name(name) or ""))
 
@@ -112,9 +117,9 @@ def translate(image: Image) -> list[Part]:
     places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
     functions = {function.name: function for function in image.subroutines}
     watching = watching_functions(image)
-    optimised, plain = (
-        Part(is_optimised, Callees(functions, addressed, len(image.variables), watching))
-        for is_optimised in (True, False)
+    together, optimised, plain = (
+        Part(effort, Callees(functions, addressed, len(image.variables), watching))
+        for effort in (Effort.FEW, Effort.FULL, Effort.LEAST)
     )
     graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
@@ -126,10 +131,11 @@ def translate(image: Image) -> list[Part]:
         accesses = sum(accesses for accesses, _ in sizes)
         if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
-            optimised.add(function, places)
+            if not together.add_together(function, places):
+                optimised.add(function, places)
         else:
             plain.add(function, places)
-    return [part for part in (optimised, plain) if part.runners]
+    return [part for part in (together, optimised, plain) if part.runners]
 
 
 def _size(function: Function) -> tuple[int, int]:

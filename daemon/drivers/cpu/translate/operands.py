@@ -120,7 +120,7 @@ class OperandTranslator:
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
             if variable.name not in self._variable_places:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
-            table = self.ir.load("ptr", self.ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
+            table = self.ir.fixed("ptr", LAUNCH, Launch.variables.offset)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
         start = self.function.dynamic_shared_offset if variable.is_dynamic else variable.offset

@@ -5,7 +5,7 @@ among its operands widens the others. What can't be written so, raw text or a br
 """
 
 from gpulease.daemon.drivers.cpu.native.layout import Status
-from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, IrWriter, Value, constant
 
 # What names of vectors begin with, and no other name does.
 _WIDE = "%wide"
@@ -20,7 +20,7 @@ class NotWide(Exception):
 
 def is_wide(value: Value) -> bool:
     """Whether a value is a vector."""
-    return value.text.startswith(_WIDE)
+    return value.text.startswith((_WIDE, "<"))
 
 
 class VectorWriter(IrWriter):
@@ -31,11 +31,13 @@ class VectorWriter(IrWriter):
         arguments: What the thread's indices are here: vectors, or one lane's.
     """
 
-    def __init__(self, declarations: set[str], lanes: int) -> None:
-        super().__init__(declarations)
+    def __init__(self, declarations: set[str], lanes: int, prefix: str = "") -> None:
+        super().__init__(declarations, prefix)
         self.lanes = lanes
         self.blamed = constant("i32", 0)
         self.arguments: dict[str, Value] = {}
+        # What is loaded once, where the function begins.
+        self.opening: dict[tuple[str, str, int], Value] = {}
 
     # --- What may be wide --------------------------------------------------------------------------------------
 
@@ -104,6 +106,18 @@ class VectorWriter(IrWriter):
         passed = ", ".join(map(self.whole, arguments))
         return self.wide_value(type_name, f"call {self.wide_type(type_name)} @{name}({passed})")
 
+    def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
+        """What does not change is loaded where the function begins: see `open_fixed`."""
+        return self.opening.setdefault(
+            (type_name, pointer.text, distance), Value(type_name, f"%fixed{len(self.opening)}")
+        )
+
+    def open_fixed(self, opening: IrWriter) -> None:
+        """Write the loads of what `fixed` has been asked for."""
+        for (kind, pointer, distance), value in self.opening.items():
+            place = opening.offset(Value("ptr", pointer), distance)
+            opening.emit(f"{value.text} = load {kind}, {place}{INVARIANT}")
+
     def argument(self, name: str) -> Value:
         """One of the thread's indices."""
         return self.arguments.get(name) or super().argument(name)
@@ -156,9 +170,8 @@ class VectorWriter(IrWriter):
         return f"{self.wide_type(value.type)} {self.widen(value).text}"
 
     def each(self, type_name: str, step: int = 1) -> Value:
-        """0 for the first lane, `step` for the second and so on: a constant, to be added to vectors."""
-        numbers = ", ".join(f"{type_name} {lane * step}" for lane in range(self.lanes))
-        return self.wide_value(type_name, f"add {self.wide_type(type_name)} <{numbers}>, zeroinitializer")
+        """0 for the first lane, `step` for the second and so on."""
+        return Value(type_name, f"<{', '.join(f'{type_name} {lane * step}' for lane in range(self.lanes))}>")
 
     def first(self, value: Value) -> Value:
         """The first lane's."""

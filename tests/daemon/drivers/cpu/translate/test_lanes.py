@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from gpulease.daemon.drivers.cpu.limits import MAX_LANE_INSTRUCTIONS
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate import module
 from gpulease.daemon.drivers.interface import KernelFault
@@ -171,7 +172,7 @@ def test_a_fault_is_the_threads_that_made_it(run_block: RunBlock, monkeypatch: p
     for block, who in (((16, 1, 1), 5), ((21, 1, 1), 20), ((3, 4, 2), 16), ((8, 8, 16), 1023)):
         rows = [[number, 1, number == who] for number in range(block[0] * block[1] * block[2])]
         said = []
-        for most in (module.MAX_LANE_INSTRUCTIONS, 0):
+        for most in (MAX_LANE_INSTRUCTIONS, 0):
             with monkeypatch.context() as patch:
                 patch.setattr(module, "MAX_LANE_INSTRUCTIONS", most)
                 with pytest.raises(KernelFault) as caught:
