@@ -74,6 +74,10 @@ class IrWriter:
         """One of the function's numbers, which has the name of a special register."""
         return Value("i32", f"%{name}")
 
+    def flat_thread(self) -> Value | None:
+        """The thread's number in its block, if it is at hand."""
+        return None
+
     def value(self, type_name: str, expression: str) -> Value:
         """Name an expression's result."""
         name = f"%{self.fresh()}"

@@ -32,10 +32,7 @@ class LaneRunnerWriter(RunnerWriter):
         return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
-        ir = self.ir
-        width, height, depth = self._sizes["block"]
-        self._groups = ir.binary("udiv", ir.binary("add", width, self._lanes - 1), self._lanes)
-        sizes = (self._groups, height, depth)
+        ir, sizes = self.ir, self._count_groups()
         if not self._waits.sites:
             self._nest(sizes, [], lambda group: self._run_group(group, block))
             return
@@ -48,6 +45,12 @@ class LaneRunnerWriter(RunnerWriter):
         ir.branch_if(ir.load("i1", waiting), again, done)
         ir.block(done)
 
+    def _count_groups(self) -> Sequence[Value]:
+        """How many there are along each axis."""
+        width, height, depth = self._sizes["block"]
+        self._groups = self.ir.binary("udiv", self.ir.binary("add", width, self._lanes - 1), self._lanes)
+        return self._groups, height, depth
+
     def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
         """From start to end; groups that run alone share their local windows."""
         self._call_group(group, block, Value("ptr", "null"), self._area(Environment.local.offset))
@@ -55,7 +58,7 @@ class LaneRunnerWriter(RunnerWriter):
     def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
         """Up to the next barrier or the end, unless it has ended before."""
         ir, frame = self.ir, self._group_frame(group)
-        flat = self._flat((self._first(group), *group[1:]))
+        flat = self._flat(self._thread_of(group, constant("i32", 0)))
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
         ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
@@ -70,23 +73,64 @@ class LaneRunnerWriter(RunnerWriter):
         ir.block(after)
 
     def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
-        ir, first = self.ir, self._first(group)
-        left = ir.binary("sub", self._sizes["block"][0], first)
+        ir, left = self.ir, self._left(group)
         some = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", left, "i64")), 1)
         is_whole = ir.compare("icmp uge", left, self._lanes)
         mask = ir.cast("trunc", ir.select(is_whole, constant("i64", -1), some), f"i{self._lanes}")
-        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, first, *group[1:], *block)))
+        first = self._thread_of(group, constant("i32", 0))
+        arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, *first, *block)))
         status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
         lane = ir.binary("lshr", status, _LANE_SHIFT)
         kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
-        self._stop_if_faulted(kind, (ir.binary("add", first, lane), *group[1:]), block)
+        stop, go_on = ir.fresh("stop"), ir.fresh("goon")
+        ir.branch_if(ir.compare("icmp eq", kind, Status.FAULT), stop, go_on)
+        ir.block(stop)
+        self._stop(self._thread_of(group, lane), block)
+        ir.block(go_on)
         return kind
 
-    def _first(self, group: Sequence[Value]) -> Value:
-        return self.ir.binary("mul", group[0], self._lanes)
+    def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:
+        """The indices of a lane's thread."""
+        return [self.ir.binary("add", self.ir.binary("mul", group[0], self._lanes), lane), *group[1:]]
+
+    def _left(self, group: Sequence[Value]) -> Value:
+        """How many threads there are from the group's first on."""
+        return self.ir.binary("sub", self._sizes["block"][0], self.ir.binary("mul", group[0], self._lanes))
 
     def _group_frame(self, group: Sequence[Value]) -> Value:
         ir = self.ir
         row = ir.binary("add", ir.binary("mul", group[2], self._sizes["block"][1]), group[1])
         number = ir.binary("add", ir.binary("mul", row, self._groups), group[0])
         return self._frame(ir.cast("zext", number, "i64"))
+
+
+class WarpRunnerWriter(LaneRunnerWriter):
+    """The same for groups that are warps: neighbours by their number in the block, of whatever rows."""
+
+    @property
+    def needs(self) -> Needs:
+        """What a block takes; its last warp may lack threads."""
+        if not self._waits.sites:
+            return super().needs
+        each = -(-self._frame_bytes // self._lanes)
+        return Needs(0, self._local_bytes, self._frame_bytes, each, parks=False)
+
+    def _count_groups(self) -> Sequence[Value]:
+        threads = self._threads()
+        return [self.ir.binary("udiv", self.ir.binary("add", threads, self._lanes - 1), self._lanes)]
+
+    def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:
+        ir, (width, height, _) = self.ir, self._sizes["block"]
+        flat = ir.binary("add", ir.binary("mul", group[0], self._lanes), lane)
+        row = ir.binary("udiv", flat, width)
+        return [ir.binary("urem", flat, width), ir.binary("urem", row, height), ir.binary("udiv", row, height)]
+
+    def _left(self, group: Sequence[Value]) -> Value:
+        return self.ir.binary("sub", self._threads(), self.ir.binary("mul", group[0], self._lanes))
+
+    def _threads(self) -> Value:
+        width, height, depth = self._sizes["block"]
+        return self.ir.binary("mul", self.ir.binary("mul", width, height), depth)
+
+    def _group_frame(self, group: Sequence[Value]) -> Value:
+        return self._frame(self.ir.cast("zext", group[0], "i64"))

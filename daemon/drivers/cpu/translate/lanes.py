@@ -23,13 +23,14 @@ from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.catalogue import PURE_OPCODES, find_form
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
-from gpulease.daemon.drivers.cpu.translate.lane_access import is_private, translate_access
+from gpulease.daemon.drivers.cpu.translate.lane_access import translate_access
+from gpulease.daemon.drivers.cpu.translate.lane_exchange import EXCHANGES, kinds_of, open_warp, translate_exchange
 from gpulease.daemon.drivers.cpu.translate.liveness import TooComplex, effect_of, registers_of
-from gpulease.daemon.drivers.cpu.translate.specials import ARGUMENTS
+from gpulease.daemon.drivers.cpu.translate.specials import ARGUMENTS, WARP_THREADS
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.cpu.translate.uniformity import Unordered, leaves_at, uniformity_of
-from gpulease.daemon.drivers.cpu.translate.vectors import NotWide, VectorWriter, is_wide
-from gpulease.daemon.drivers.cpu.translate.waiting import FRAME
+from gpulease.daemon.drivers.cpu.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
+from gpulease.daemon.drivers.cpu.translate.waiting import FRAME, Waits, find_waits
 
 # How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
 LANES = 16
@@ -41,21 +42,13 @@ LOCAL_STEP = 256
 _EFFECTS = ("ld", "st", "atom", "red", "cp", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "nanosleep")
 _BRANCHES = ("bra", "ret", "exit")
 _BARRIERS = ("bar", "barrier")
-_OPCODES = PURE_OPCODES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
+_OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
 # A predicate of a single lane takes a byte in memory.
 _HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
 
-# The first lane's tid.x, and all lanes'.
-_FIRST = Value("i32", "%tid.x")
-_INDEX = "%wide.tid.x"
-
 _ALIVE = Value("ptr", "%alive")
 _MASK = Value("ptr", "%mask")
-
-
-class NotTogether(Exception):
-    """The threads of this kernel are run one by one."""
 
 
 class LaneTranslator(ThreadTranslator):
@@ -63,29 +56,37 @@ class LaneTranslator(ThreadTranslator):
 
     ir: VectorWriter
 
-    def __init__(
-        self, function: Function, variable_places: dict[str, int], declarations: set[str], lanes: int = LANES
-    ) -> None:
+    def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, variable_places, declarations, Callees())
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or any(i.opcode not in _OPCODES for i in body):
             raise NotTogether
+        self._kinds_of = kinds_of(body)
+        self.is_warp = bool(self._kinds_of.exchanges)
+        lanes = WARP_THREADS if self.is_warp else LANES
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
         try:
-            self._lanes = uniformity_of(body, effects, self._gives_each_its_own)
+            self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
             raise NotTogether from None
-        if len(self._lanes.blocks) > MAX_LANE_BLOCKS or not all(map(self._is_common, self.waits.sites)):
+        if len(self._lanes.blocks) > MAX_LANE_BLOCKS:
             raise NotTogether
+        common = frozenset(range(len(self._lanes.blocks))) - self._lanes.apart
+        for sites, blocks in ((self.waits.sites, common), (self._kinds_of.exchanges, self._lanes.meeting)):
+            if not all(self._lies_in(index, blocks) for index in sites):
+                raise NotTogether
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
         self._shared = 0
         for bits in self._lanes.live:
             self._shared |= bits
         self.local_step = round_up(self.local_limit, LOCAL_STEP)
-        self.ir.arguments = {"tid.x": Value("i32", _INDEX)}
+        indices = ARGUMENTS[:3] if self.is_warp else ARGUMENTS[:1]
+        self.ir.arguments = {name: Value("i32", f"%wide.{name}") for name in indices}
+        if self.is_warp:
+            self.ir.flat = Value("i32", "%wide.flat")
         self._mask_type = f"i{lanes}"
         self._rooms: set[tuple[str, str]] = set()
         self._block = 0
@@ -96,8 +97,14 @@ class LaneTranslator(ThreadTranslator):
         # Whether none but ended lanes are missing; whether the instruction is under a guard that varies.
         self._takes_all = self._is_guarded = False
 
-    def _gives_each_its_own(self, index: int) -> bool:
-        return is_private(self.function.instructions[index])
+    def _find_waits(self) -> Waits:
+        """Barriers alone: exchanges are made at once."""
+        body = self.function.instructions
+        waits = find_waits([i for i in body if i.opcode not in EXCHANGES and "warp" not in i.modifiers])
+        if not waits.is_short:
+            return waits
+        sites = frozenset(n for n, i in enumerate(body) if i.opcode in _BARRIERS and "warp" not in i.modifiers)
+        return Waits(sites, frozenset(), is_short=not find_waits(body).yields, words=0)
 
     def translate(self, name: str) -> str:
         """The function's IR, under that name. Raises ImageRejected, NotTogether."""
@@ -280,7 +287,9 @@ class LaneTranslator(ThreadTranslator):
     def _translate_masked(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
         mark, carry = self.ir.mark(), self.carry
         try:
-            if not translate_access(self, instruction, modifiers):
+            if instruction.opcode in EXCHANGES or "warp" in instruction.modifiers:
+                translate_exchange(self, instruction, modifiers)
+            elif not translate_access(self, instruction, modifiers):
                 form.translate(self, instruction, modifiers)
         except NotWide:
             self.ir.rewind(mark)
@@ -322,18 +331,20 @@ class LaneTranslator(ThreadTranslator):
     def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
         """Registers, indices and local memory are one lane's."""
         ir = self.ir
-        blamed, arguments = ir.blamed, ir.arguments
-        self._lane, self._rooms_of = lane, rooms
-        ir.blamed = lane
-        ir.arguments = {"tid.x": ir.binary("add", _FIRST, lane)}
+        blamed, self._rooms_of = ir.blamed, rooms
+        self._lane = ir.blamed = ir.lane = lane
         yield
-        ir.blamed, ir.arguments = blamed, arguments
-        self._lane, self._rooms_of = None, {}
+        ir.blamed, self._rooms_of = blamed, {}
+        self._lane = ir.lane = None
 
     def room(self, name: str, kind: str) -> Value:
         """Memory of the function's, one of a name."""
         self._rooms.add((f"%{name}", kind))
         return Value("ptr", f"%{name}")
+
+    def alive(self) -> Value:
+        """The lanes that have not ended, or all that take part where none else are left."""
+        return self.mask if self._takes_all else self.ir.load(self._mask_type, _ALIVE)
 
     def fail_lane(self, lane: Value) -> None:
         """End the kernel with a fault that is a lane's."""
@@ -446,13 +457,12 @@ class LaneTranslator(ThreadTranslator):
         bits = register.type.bits
         return max(1, bits * (self.ir.lanes if self._varies(register) else 1) // 8)
 
-    def _is_common(self, index: int) -> bool:
-        """Whether all lanes that have not ended come to an instruction at once."""
+    def _lies_in(self, index: int, among: frozenset[int]) -> bool:
+        """Whether an instruction lies in one of these blocks, and no guard parts the lanes there."""
         guard = self.function.instructions[index].guard
         if guard is not None and self._varies(guard.register):
             return False
-        blocks = enumerate(self._lanes.blocks)
-        return all(n not in self._lanes.apart for n, block in blocks if block.start <= index < block.end)
+        return any(block.start <= index < block.end for n, block in enumerate(self._lanes.blocks) if n in among)
 
     # --- The function ------------------------------------------------------------------------------------------
 
@@ -483,8 +493,10 @@ class LaneTranslator(ThreadTranslator):
         for name, kind in sorted(self._rooms):
             opening.raw(f"{name} = alloca {kind}, align 64")
         self.ir.open_fixed(opening)
-        numbers = opening.each("i32")
-        opening.raw(f"{_INDEX} = add {opening.whole(_FIRST)}, {numbers.text}")
+        if self.is_warp:
+            open_warp(opening)
+        else:
+            opening.raw(f"%wide.tid.x = add {opening.whole(Value('i32', '%tid.x'))}, {opening.each('i32').text}")
         if self._resumes:
             opening.emit("%resume = load i32, ptr %frame")
             cases = [(number + 1, label) for number, label in enumerate(self._resumes)]

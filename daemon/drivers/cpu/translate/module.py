@@ -18,13 +18,14 @@ from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
-from gpulease.daemon.drivers.cpu.translate.lane_runner import LaneRunnerWriter
-from gpulease.daemon.drivers.cpu.translate.lanes import LANES, LOCAL_STEP, LaneTranslator, NotTogether
+from gpulease.daemon.drivers.cpu.translate.lane_runner import LaneRunnerWriter, WarpRunnerWriter
+from gpulease.daemon.drivers.cpu.translate.lanes import LOCAL_STEP, LaneTranslator
 from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+from gpulease.daemon.drivers.cpu.translate.vectors import NotTogether
 from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
@@ -87,9 +88,10 @@ class Part:
             definition = lanes.translate(f"thread{number}")
         except NotTogether:
             return False
-        runner = LaneRunnerWriter(
+        writer = WarpRunnerWriter if lanes.is_warp else LaneRunnerWriter
+        runner = writer(
             f"thread{number}",
-            lanes=LANES,
+            lanes=lanes.ir.lanes,
             frame_bytes=lanes.frame_bytes,
             local_bytes=lanes.local_step,
             waits=lanes.waits,

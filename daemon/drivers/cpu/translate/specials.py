@@ -126,6 +126,8 @@ def block_threads(ir: IrWriter) -> Value:
 
 def flat_thread(ir: IrWriter) -> Value:
     """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
+    if (known := ir.flat_thread()) is not None:
+        return known
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")
     rows = ir.binary("add", ir.binary("mul", ir.argument("tid.z"), height), ir.argument("tid.y"))
     return ir.binary("add", ir.binary("mul", rows, width), ir.argument("tid.x"))

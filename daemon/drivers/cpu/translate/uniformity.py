@@ -10,7 +10,7 @@ ways from the branch lead: its end. Two things follow where every block on these
 A branch to where a kernel ends parts nobody: lanes only become fewer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction, Operand, Special, Target, Vector
@@ -18,6 +18,9 @@ from gpulease.daemon.drivers.cpu.translate.liveness import Block, Effect, blocks
 
 # Special registers that differ within a row of a block.
 _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
+
+# These differ within a warp too.
+_VARYING_IN_WARPS = (*_VARYING, "tid.y", "tid.z")
 
 _LEAVES = ("ret", "exit")
 
@@ -34,12 +37,31 @@ class Uniformity:
         live: The registers needed where each block begins, as bits.
         varying: Registers that may differ between lanes, as bits.
         apart: Blocks that may be run by a part of the lanes.
+        meeting: Those of them, and all others, in which lanes may meet: see `_Ways.lets_meet`.
     """
 
     blocks: tuple[Block, ...]
     live: tuple[int, ...]
     varying: int
     apart: frozenset[int]
+    meeting: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What instructions mean for lanes, by their places.
+
+    Attributes:
+        private: Those that give each lane a result of its own.
+        common: Those that give all lanes the same, made of what each has.
+        barriers: Where all threads of a block meet.
+        exchanges: Where lanes meet.
+    """
+
+    private: frozenset[int] = frozenset()
+    common: frozenset[int] = frozenset()
+    barriers: frozenset[int] = frozenset()
+    exchanges: frozenset[int] = frozenset()
 
 
 def leaves_at(body: Sequence[Instruction], index: int) -> bool:
@@ -47,37 +69,35 @@ def leaves_at(body: Sequence[Instruction], index: int) -> bool:
     return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
 
 
-def uniformity_of(
-    body: Sequence[Instruction], effects: Sequence[Effect], is_private: Callable[[int], bool]
-) -> Uniformity:
-    """Look through a kernel; `is_private` tells which instructions give each lane a result of its own.
-
-    Raises Unordered, and TooComplex as liveness does.
-    """
+def uniformity_of(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds) -> Uniformity:
+    """Look through a kernel. Raises Unordered, and TooComplex as liveness does."""
     blocks = blocks_of(body)
     live = live_at_starts(blocks, effects)
     ways = _Ways(body, blocks)
     written = [written_by(instruction, effect) for instruction, effect in zip(body, effects, strict=True)]
     varying, apart = 0, frozenset[int]()
     while True:
-        grown = _spread(body, effects, is_private, varying)
+        grown = _spread(body, effects, kinds, varying)
         branches = [number for number in range(len(blocks)) if _parts(body, blocks[number], grown)]
         regions = [ways.from_branch(number) for number in branches]
         for sides, end in regions:
             grown |= _mixed(sides, end, blocks, written, live)
         apart = frozenset(number for sides, _ in regions for side in sides for number in side)
         if grown == varying:
-            return Uniformity(tuple(blocks), tuple(live), varying, apart)
+            meeting = ways.lets_meet(dict(zip(branches, regions, strict=True)), kinds)
+            return Uniformity(tuple(blocks), tuple(live), varying, apart, meeting)
         varying = grown
 
 
-def _spread(
-    body: Sequence[Instruction], effects: Sequence[Effect], is_private: Callable[[int], bool], varying: int
-) -> int:
+def _spread(body: Sequence[Instruction], effects: Sequence[Effect], kinds: Kinds, varying: int) -> int:
     """The registers that varying ones make vary, in the order of the code: later rounds do the rest."""
     for index, (instruction, effect) in enumerate(zip(body, effects, strict=True)):
-        depends = effect.reads & varying or is_private(index)
-        if depends or any(_is_varying(operand) for operand in instruction.operands):
+        depends = effect.reads & varying or index in kinds.private
+        guard = instruction.guard is not None and varying >> instruction.guard.register.index & 1
+        if index in kinds.common and not guard:
+            continue
+        specials = _VARYING_IN_WARPS if kinds.exchanges else _VARYING
+        if depends or any(_is_varying(operand, specials) for operand in instruction.operands):
             varying |= written_by(instruction, effect)
     return varying
 
@@ -90,12 +110,12 @@ def written_by(instruction: Instruction, effect: Effect) -> int:
     return sum({1 << register.index for operand in named for register in registers_of(operand)})
 
 
-def _is_varying(operand: Operand) -> bool:
+def _is_varying(operand: Operand, specials: tuple[str, ...]) -> bool:
     match operand:
         case Special(name):
-            return name.removeprefix("%").startswith(_VARYING)
+            return name.removeprefix("%").startswith(specials)
         case Vector(elements):
-            return any(_is_varying(element) for element in elements)
+            return any(_is_varying(element, specials) for element in elements)
     return False
 
 
@@ -128,7 +148,7 @@ class _Ways:
 
     def __init__(self, body: Sequence[Instruction], blocks: Sequence[Block]) -> None:
         self._end = len(blocks)
-        self._blocks = blocks
+        self._blocks, self._body = blocks, body
         every, going_on = ([self._followers(body, block, keep=keep) for block in blocks] for keep in (True, False))
         arriving = self._arriving(going_on)
         # Of a loop that only ends lanes leave, the ways out are kept: else it would lead nowhere.
@@ -145,6 +165,40 @@ class _Ways:
         if any(block >= end for side in sides for block in side):
             raise Unordered
         return (sides[0], sides[1] if len(sides) > 1 else set()), end
+
+    def lets_meet(self, regions: Mapping[int, tuple[tuple[set[int], set[int]], int]], kinds: Kinds) -> frozenset[int]:
+        """The blocks in which lanes may meet: those that are not there can't come later, or meet others elsewhere.
+
+        All lanes are there, or those that are not wait behind a choice with nothing on the other way, for a barrier.
+        """
+        found = set(range(self._end))
+        for number, (sides, end) in regions.items():
+            others = [sides[1], sides[0]]
+            for side, other in zip(sides, others, strict=True):
+                if other or number in side or not self._awaits_barrier(end, kinds):
+                    found -= side
+        return frozenset(found)
+
+    def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
+        """Whether every way from a block comes to a barrier before the end or an exchange."""
+        seen: set[int] = set()
+        pending = [start]
+        while pending:
+            number = pending.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            if number == self._end or leaves_at(self._body, self._blocks[number].start):
+                return False
+            places = range(self._blocks[number].start, self._blocks[number].end)
+            first = next((n for n in places if n in kinds.barriers or n in kinds.exchanges), None)
+            if first is None:
+                pending.extend(self._blocks[number].follows)
+                if self._end in self._follows[number] or self._body[places[-1]].opcode in _LEAVES:
+                    return False
+            elif first in kinds.exchanges or self._body[first].guard is not None:
+                return False
+        return True
 
     def _followers(self, body: Sequence[Instruction], block: Block, *, keep: bool) -> list[int]:
         """The blocks that may follow, without or with those where the kernel ends."""

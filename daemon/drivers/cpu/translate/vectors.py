@@ -18,6 +18,10 @@ class NotWide(Exception):
     """This can only be written for one lane at a time."""
 
 
+class NotTogether(Exception):
+    """The threads of this kernel are run one by one."""
+
+
 def is_wide(value: Value) -> bool:
     """Whether a value is a vector."""
     return value.text.startswith((_WIDE, "<"))
@@ -28,7 +32,9 @@ class VectorWriter(IrWriter):
 
     Attributes:
         blamed: The lane whose thread is named if the kernel faults here.
-        arguments: What the thread's indices are here: vectors, or one lane's.
+        arguments: The threads' indices that are vectors.
+        flat: The threads' numbers in their block, if they are at hand.
+        lane: The lane for which code is being written, if not for all.
     """
 
     def __init__(self, declarations: set[str], lanes: int, prefix: str = "") -> None:
@@ -36,6 +42,8 @@ class VectorWriter(IrWriter):
         self.lanes = lanes
         self.blamed = constant("i32", 0)
         self.arguments: dict[str, Value] = {}
+        self.flat: Value | None = None
+        self.lane: Value | None = None
         # What is loaded once, where the function begins.
         self.opening: dict[tuple[str, str, int], Value] = {}
 
@@ -120,7 +128,15 @@ class VectorWriter(IrWriter):
 
     def argument(self, name: str) -> Value:
         """One of the thread's indices."""
-        return self.arguments.get(name) or super().argument(name)
+        index = self.arguments.get(name)
+        return super().argument(name) if index is None else self._here(index)
+
+    def flat_thread(self) -> Value | None:
+        """The threads' numbers in their block, or the lane's."""
+        return None if self.flat is None else self._here(self.flat)
+
+    def _here(self, value: Value) -> Value:
+        return value if self.lane is None else self.value_of(value, self.lane)
 
     # --- What may not ------------------------------------------------------------------------------------------
 
