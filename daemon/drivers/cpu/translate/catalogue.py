@@ -71,6 +71,7 @@ _PURE = (
     INTEGER,
     CARRY,
     MULTIMEDIA,
+    VIDEO,
     FLOATING,
     DIRECTED,
     APPROXIMATE,
@@ -82,6 +83,7 @@ _PURE = (
     MOVEMENT,
     CONVERSION,
     NARROWING,
+    MINIFLOATS,
 )
 PURE_OPCODES = frozenset(form.opcode for family in _PURE for form in family.forms)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
 from gpulease.daemon.drivers.cpu.ptx.scalars import Scalar
-from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction, Register, Space
+from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction, Operand, Register, Space
 from gpulease.daemon.drivers.cpu.translate.access import (
     GRANULE_BYTES,
     RECORD_FAULT,
@@ -21,6 +21,7 @@ from gpulease.daemon.drivers.cpu.translate.access import (
 )
 from gpulease.daemon.drivers.cpu.translate.forms import Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import LIKELY, IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.memory import check_policy, elements
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, bits_type
 from gpulease.daemon.drivers.cpu.translate.vectors import NotWide, is_wide
 
@@ -41,12 +42,15 @@ def is_private(i: Instruction) -> bool:
     """Whether lanes may get different results of an instruction though they give it the same operands."""
     if i.opcode == "ld":
         return not _is_shared_load(i)
+    if i.opcode == "cvta":
+        # Each lane's local memory lies elsewhere.
+        return "local" in i.modifiers
     return i.opcode in _COUNTED
 
 
 def _is_shared_load(i: Instruction) -> bool:
-    named = {"global", "const", "shared", "shared::cta", "param", "param::entry"}
-    return not named.isdisjoint(i.modifiers) and not set(_EACH_TIME) & set(i.modifiers)
+    spaces = {modifier.partition("::")[0] for modifier in i.modifiers}
+    return not spaces.isdisjoint(("global", "const", "shared", "param")) and spaces.isdisjoint(_EACH_TIME)
 
 
 def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
@@ -72,7 +76,9 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
         return False
     if space not in _SPACES or "vec" in m:
         raise NotWide
-    _Access(t, operand, operand.base, space, m.scalar()).translate(i)
+    check_policy(t, i, m, 2)
+    (moved,) = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
+    _Access(t, operand, operand.base, space, m.scalar()).translate(moved, stores=i.opcode == "st")
     return True
 
 
@@ -88,12 +94,12 @@ class _Access:
         self._offset = operand.offset
         self._kind = f"i{scalar.bits}"
 
-    def translate(self, i: Instruction) -> None:
+    def translate(self, moved: Operand, *, stores: bool) -> None:
         """Both ways, and which is taken."""
         t, ir = self.t, self.ir
         value = None
-        if i.opcode == "st":
-            value = t.to_bits(t.read_wide(i.operands[1], self._scalar), self._scalar)
+        if stores:
+            value = t.to_bits(t.read_wide(moved, self._scalar), self._scalar)
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
@@ -108,7 +114,7 @@ class _Access:
         if value is None:
             phi = f"phi {ir.wide_type(self._kind)} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
             result = t.from_bits(ir.wide_value(self._kind, phi), self._scalar)
-            t.write_wide(i.operands[0], self._scalar, result)
+            t.write_wide(moved, self._scalar, result)
 
     def _first_address(self) -> Value:
         """What the first lane's address is, or would be, as i64."""

@@ -39,9 +39,12 @@ LANES = 16
 LOCAL_STEP = 256
 
 # Whose instructions have an effect, and can be run lane by lane.
-_EFFECTS = ("ld", "st", "atom", "red", "cp", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "nanosleep")
+_MEMORY = ("ld", "st", "atom", "red", "cp", "membar", "fence", "prefetch", "prefetchu", "createpolicy", "discard")
+_EFFECTS = (*_MEMORY, "trap", "brkpt", "nanosleep")
 _BRANCHES = ("bra", "ret", "exit")
 _BARRIERS = ("bar", "barrier")
+# With one of these an instruction is about a phase of an mbarrier, for which threads may wait.
+_PHASED = ("async", "bulk", "mbarrier")
 _OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
 # A predicate of a single lane takes a byte in memory.
@@ -59,7 +62,7 @@ class LaneTranslator(ThreadTranslator):
     def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, variable_places, declarations, Callees())
         body = function.instructions
-        if not self.waits.is_short or not body or function.call_bytes or any(i.opcode not in _OPCODES for i in body):
+        if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
             raise NotTogether
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
@@ -104,7 +107,7 @@ class LaneTranslator(ThreadTranslator):
         if not waits.is_short:
             return waits
         sites = frozenset(n for n, i in enumerate(body) if i.opcode in _BARRIERS and "warp" not in i.modifiers)
-        return Waits(sites, frozenset(), is_short=not find_waits(body).yields, words=0)
+        return Waits(sites, frozenset(), is_short=not find_waits(body).yields, words=0, parks=False)
 
     def translate(self, name: str) -> str:
         """The function's IR, under that name. Raises ImageRejected, NotTogether."""
@@ -504,6 +507,12 @@ class LaneTranslator(ThreadTranslator):
         else:
             opening.branch("start")
         return opening.lines[1:]
+
+
+def _is_known(i: Instruction) -> bool:
+    """Whether there is a way to do it for lanes."""
+    is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
+    return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])
 
 
 def _held(register: Register) -> str:
