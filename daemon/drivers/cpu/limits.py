@@ -101,6 +101,15 @@ MAX_LIVE_REGISTERS = 2048
 # with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
 MAX_SAVED_REGISTERS = 100_000
 
+# Code for lanes takes two to three times as long to compile; kernels past this length keep one thread's.
+MAX_LANE_INSTRUCTIONS = 2048
+
+# Blocks of a kernel whose threads run together: each has a mask in every other's way, and real kernels have tens.
+MAX_LANE_BLOCKS = 256
+
+# What such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
+MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
+
 # --- Printing --------------------------------------------------------------------------------------------------
 
 # What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
