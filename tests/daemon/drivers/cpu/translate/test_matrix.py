@@ -93,7 +93,7 @@ FLOATS = [
         ("m16n8k16", "bf16", "bf16", "f32", "f32"),
         ("m16n8k4", "tf32", "tf32", "f32", "f32"),
         ("m16n8k8", "tf32", "tf32", "f32", "f32"),
-        ("m16n8k32", "e5m2", "e5m2", "f32", "f32"),
+        ("m16n8k32", "e5m2", "e4m3", "f32", "f32"),
         ("m16n8k32", "e4m3", "e5m2", "f32", "f32"),
     ]
 ]
@@ -158,7 +158,7 @@ def test_bytes(run_block: RunBlock, shape: str, a: str, b: str, stops: str) -> N
             assert found[row][column] == total % 2**32
 
 
-@pytest.mark.parametrize("shape", ["m8n8k4", "m16n8k4"])
+@pytest.mark.parametrize("shape", ["m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"])
 def test_doubles(run_block: RunBlock, shape: str) -> None:
     draw, layout = random.Random(3), SHAPES[f"{shape}.64"]
     sizes = ((layout.m, layout.k), (layout.k, layout.n), (layout.m, layout.n))
@@ -168,11 +168,14 @@ def test_doubles(run_block: RunBlock, shape: str) -> None:
     held = [parts(m, place, n, 64) for m, place, n in zip(as_bits, places, layout.counts, strict=True)]
     names, start = [], 0
     for count in layout.counts:
-        names.append("{" + ", ".join(f"%a{start + n}" for n in range(count)) + "}")
+        names.append("{" + ", ".join(f"%v{start + n}" for n in range(count)) + "}")
         start += count
     into = "{" + ", ".join(f"%o{n}" for n in range(layout.counts[2])) + "}"
-    text = f"mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64 {into}, {', '.join(names)};"
-    kept = run_block(text, [a + b + c for a, b, c in zip(*held, strict=True)])
+    own = ".reg .b64 %v<16>; mul.wide.u32 %d0, %i, 128; add.u64 %d0, %area, %d0;"
+    take = "".join(f"ld.global.u64 %v{n}, [%d0+{8 * n}];" for n in range(start))
+    text = f"{own} {take} mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64 {into}, {', '.join(names)};"
+    area = bytearray(b"".join(struct.pack(f"<{start}Q", *a, *b, *c).ljust(128) for a, b, c in zip(*held, strict=True)))
+    kept = run_block(text, [[]] * 32, area=area)
     found = together(kept, layout.c, layout.counts[2], layout, 64)
     for row in range(layout.m):
         for column in range(layout.n):
@@ -222,8 +225,9 @@ def test_matrices_are_loaded(run_block: RunBlock, count: int, trans: str, space:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("trans", ["", ".trans"])
-@pytest.mark.parametrize("space", ["", ".shared"])
+@pytest.mark.parametrize(
+    ("trans", "space"), [("", ""), (".trans", ".shared"), ("", ".shared::cta"), (".trans", ".shared::cta")]
+)
 def test_matrices_are_stored(run_block: RunBlock, count: int, trans: str, space: str) -> None:
     rows = []
     for g, t in LANES:
