@@ -21,5 +21,5 @@ def test_what_no_test_met_is_told() -> None:
     family.form("add{.sat}.type", 3, type=("u32", "s32"))(lambda t, i, m: None)
     family.form("exit", 0)(lambda t, i, m: None)
     met: set[Choice] = {(0, "", ""), (0, "sat", "sat"), (0, "type", "u32")}
-    assert never_met(family.forms, met) == ["add{.sat}.type: sat=, type=s32", "exit: ="]
+    assert never_met(family.forms, met) == ["add{.sat}.type: sat left out, type s32", "exit: never"]
     assert never_met(family.forms, met | {(0, "sat", ""), (0, "type", "s32"), (1, "", "")}) == []
