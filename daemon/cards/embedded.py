@@ -24,6 +24,8 @@ class EmbeddedCards:
     """
 
     driver = "cpu"
+    allowance_bytes = 0
+    slack_bytes = 0
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         for size_bytes in sizes_bytes:

@@ -18,10 +18,21 @@ UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
 """How far the bytes that belong to no listed process may move without being a leak; a context's share is larger."""
 
 
+ALLOWANCE_BYTES: Final = 176 << 20
+"""For what the driver takes of a card in pages of 2 MiB beside what a tenant asked for. Nearly all of it is for modules
+that use assertions or the device's heap: 148 MiB of local memory and heap, once, were seen on an H100. Without it a
+tenant whose lease is full could not load a kernel with an assertion."""
+
+SLACK_BYTES: Final = 16 << 20
+"""What the rules miss, gaps between small modules for one; a session beyond it is ended."""
+
+
 class NvidiaCards:
     """The cards NVML lists. Raises CardsUnavailable if the driver can't be used."""
 
     driver = "cuda"
+    allowance_bytes = ALLOWANCE_BYTES
+    slack_bytes = SLACK_BYTES
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: lease at most this much of each card, None for all of it."""

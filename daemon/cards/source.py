@@ -38,6 +38,14 @@ class CardSource(Protocol):
     def driver(self) -> str:
         """The driver whose workers compute on these cards."""
 
+    @property
+    def allowance_bytes(self) -> int:
+        """What a session may take besides its context and its slice: rounding, code, local memory. On the node."""
+
+    @property
+    def slack_bytes(self) -> int:
+        """What a card may show beyond all that for a session before it is ended: what no rule foresaw. On the node."""
+
     def discover(self) -> list[CardFacts]:
         """All cards. Raises CardsUnavailable."""
 

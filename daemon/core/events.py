@@ -7,6 +7,7 @@ Lease ids are u128. An event for a lease that is unknown or has ended is harmles
 from dataclasses import dataclass
 from enum import Enum
 
+from gpulease.daemon.core.leases import Cause
 from gpulease.protocol.opcodes import Exclusivity
 
 
@@ -110,6 +111,15 @@ class SessionFaulted:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionCondemned:
+    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT or UNRESPONSIVE."""
+
+    lease_id: int
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
 
@@ -168,6 +178,7 @@ Event = (
     | FreeRequested
     | RevokeRequested
     | SessionFaulted
+    | SessionCondemned
     | TimerFired
     | WaitTimerFired
     | HoldTimerFired

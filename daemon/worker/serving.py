@@ -206,6 +206,9 @@ class Server:
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY
+        if session.may_have_grown:
+            session.may_have_grown = False
+            report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)
 

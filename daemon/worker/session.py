@@ -71,11 +71,13 @@ class Session:
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
+        may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
 
     def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
+        self.may_have_grown = False
         self._context = context
         self._ledger = ledger
         self._page = page
@@ -253,7 +255,7 @@ class Session:
         self._ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes)
         self._ledger.add_allocation(address, size_bytes)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return _done(frame, Handle(address))
 
     def _mem_free(self, frame: Frame) -> bytes:
@@ -261,7 +263,7 @@ class Session:
         self._ledger.check_allocation(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return _empty(frame)
 
     def _mem_write(self, frame: Frame) -> bytes:
@@ -289,18 +291,21 @@ class Session:
     def _module_load(self, frame: Frame) -> bytes:
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
-        module = self._context.module_load(image)
+        module = self._context.module_load(image, self._ledger.check_module)
+        self.may_have_grown = True
         kernels = tuple(
             KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
             for name, kernel in module.kernels.items()
         )
         number = self._ledger.add_module(module, len(image))
+        self._count()
         try:
             return _done(frame, ModuleLoaded(number, kernels))
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._ledger.remove_module(number)
             self._context.module_unload(module, self._check_lease)
+            self._count()
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
     def _module_unload(self, frame: Frame) -> bytes:
@@ -309,12 +314,21 @@ class Session:
         self._planner.forget()
         self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
+        self._count()
         return _empty(frame)
+
+    def _count(self) -> None:
+        self._ledger.rounding_bytes = self._context.rounding_bytes
+        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.charged_bytes
 
     def _launch(self, frame: Frame) -> bytes:
         plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
         self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        if self._planner.has_new_kernel:
+            self._planner.has_new_kernel = False
+            self.may_have_grown = True
+            self._count()
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else _empty(frame)
 

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.callees import FIRST_HANDLE, HANDLE_STEP
 from gpulease.daemon.drivers.cpu.translate.linking import link
 from gpulease.daemon.drivers.cpu.translate.module import translate
-from gpulease.daemon.drivers.interface import Dim3, ImageRejected, OutOfMemory, Parameter
+from gpulease.daemon.drivers.interface import Admit, Dim3, ImageRejected, OutOfMemory, Parameter, admit_all
 
 # Numbers of functions in this process: a pointer to one means nothing to another module.
 _HANDLES = itertools.count()
@@ -49,6 +49,7 @@ class CpuKernel:
     entry: int
     variables: int
     needs: Needs
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,18 +57,21 @@ class CpuModule:
     """A loaded image and what must live as long as its kernels can run."""
 
     kernels: Mapping[str, CpuKernel]
+    device_bytes: int
     codes: tuple[NativeCode, ...]
     variable_addresses: tuple[int, ...]
     # Keeps the table that kernels read the addresses from.
     variable_table: Any
+    kept_bytes: int = 0
 
 
-def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> CpuModule:
+def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int, admit: Admit = admit_all) -> CpuModule:
     """Parse, translate, compile and place. Raises ImageRejected; nothing is left behind then."""
     tree = link(parse(_decode(image)))
     wanted = sum(variable.size for variable in tree.variables)
     if wanted > slice_bytes:
         raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
+    admit(wanted, 0)
     parts = translate(tree)
     try:
         codes = tuple(compile_ir(part.text, is_optimised=part.is_optimised) for part in parts)
@@ -96,7 +100,7 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
         )
         for offset, function in enumerate(tree.functions)
     }
-    return CpuModule(kernels, codes, addresses, table)
+    return CpuModule(kernels, wanted, codes, addresses, table)
 
 
 def _decode(image: bytes) -> str:

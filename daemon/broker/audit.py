@@ -1,0 +1,71 @@
+"""Whether a session holds no more of its card than was admitted, looked at whenever the driver may have taken more.
+
+Allocations are counted before they are made; modules and local memory are foreseen by rules (drivers/cuda). This is
+the proof that the rules hold: the card's own figure for the process. One that is over, or can't be had, ends the
+session.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.source import CardSource, CardsUnavailable
+from gpulease.daemon.core import Cause, Event, LeaseState, LeaseTable, SessionCondemned
+
+_log = logging.getLogger("gpulease.audit")
+
+
+class Auditor:
+    """Looks at sessions, each at most once at a time."""
+
+    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
+        self._table = table
+        self._source = source
+        self._workers = workers
+        self._post = post
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._again: set[int] = set()
+
+    def look(self, lease_id: int) -> None:
+        """Look at a session, and once more if that is asked for meanwhile."""
+        if lease_id in self._tasks:
+            self._again.add(lease_id)
+            return
+        task = asyncio.get_running_loop().create_task(self._look(lease_id))
+        self._tasks[lease_id] = task
+        task.add_done_callback(lambda _: self._done(lease_id))
+
+    async def stop(self) -> None:
+        """Stop looking altogether."""
+        tasks = list(self._tasks.values())
+        self._again.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _done(self, lease_id: int) -> None:
+        del self._tasks[lease_id]
+        if lease_id in self._again:
+            self._again.discard(lease_id)
+            self.look(lease_id)
+
+    async def _look(self, lease_id: int) -> None:
+        lease, pid = self._table.get(lease_id), self._workers.pid(lease_id)
+        if lease is None or lease.state is not LeaseState.ACTIVE or not pid:
+            return
+        allowed = self._table.charge_bytes(lease_id)
+        try:
+            held = await asyncio.to_thread(self._source.process_bytes, lease.card_uuid, pid)
+        except CardsUnavailable as error:
+            reason = str(error)
+        else:
+            if held <= allowed:
+                return
+            reason = (
+                f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
+            )
+        # A worker that ended meanwhile is not on the card any more, and its end is told by whoever reaped it.
+        if self._workers.is_alive(lease_id):
+            _log.warning("lease %032x: %s", lease_id, reason)
+            self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))
