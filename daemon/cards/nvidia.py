@@ -20,7 +20,7 @@ UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
 
 ALLOWANCE_BYTES: Final = 176 << 20
 """For what the driver takes of a card in pages of 2 MiB beside what a tenant asked for. Nearly all of it is for modules
-that use assertions or the device's heap: 148 MiB of local memory and heap, once, were seen on an H100. Without it a
+that use assertions or the device's heap: 150 MiB of local memory and heap, once, were seen on an H100. Without it a
 tenant whose lease is full could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20

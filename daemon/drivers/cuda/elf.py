@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.cuda.pages import SHARING_BYTES, whole_pages
+from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, SHARING_BYTES, whole_pages
 from gpulease.daemon.drivers.interface import ImageRejected
 
 MODULE_GRAIN_BYTES: Final = 64 << 10
@@ -88,8 +88,11 @@ def _weigh(cubin: bytes) -> Weight:
 
 
 def _rounded(size: int) -> int:
-    """As the driver places a section: like an allocation of that size."""
-    return whole_pages(size) if size > SHARING_BYTES else -(-size // SECTION_GRAIN_BYTES) * SECTION_GRAIN_BYTES
+    """As the driver places a section: like an allocation of that size, with as many of it in a page as fit whole."""
+    if size > SHARING_BYTES:
+        return whole_pages(size)
+    grains = -(-size // SECTION_GRAIN_BYTES) * SECTION_GRAIN_BYTES
+    return PAGE_BYTES // (PAGE_BYTES // grains) if grains else 0
 
 
 def _sections(cubin: bytes) -> tuple[list[_Section], _Section]:

@@ -31,10 +31,13 @@ class LocalMemory:
     buffers_bytes: int
 
     def kept_by(self, local_bytes: int) -> int:
-        """What a kernel with so many bytes of local memory a thread makes the context keep besides."""
+        """What a kernel with so many bytes of local memory a thread makes the context keep.
+
+        What system calls take comes on top of it, before or after; one sum covers both orders.
+        """
         if local_bytes <= self.stack_bytes:
             return 0
-        return whole_pages((local_bytes - self.stack_bytes) * self.threads) + whole_pages(self.buffers_bytes)
+        return whole_pages((local_bytes - self.stack_bytes) * self.threads) + self.kept_by_system_calls
 
     @property
     def kept_by_system_calls(self) -> int:

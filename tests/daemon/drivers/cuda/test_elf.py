@@ -81,6 +81,8 @@ def in_grains(size: int) -> int:
         ((CODE, Section(".debug_frame", PROGBITS, 0, 9 * MIB)), in_grains(384)),
         ((CODE, Section(".nv.shared.k", NOBITS, 3, 200 << 10)), in_grains(384)),
         ((CODE, Section(".nv.global", NOBITS, 3, MIB)), in_grains(MIB + 512)),
+        # Two of these fill a page of 2 MiB, with a gap.
+        ((CODE, Section(".nv.global", NOBITS, 3, 700_000)), in_grains(MIB + 512)),
         ((CODE, Section(".nv.global", NOBITS, 3, 40 * MIB + 1)), in_grains(42 * MIB + 512)),
         ((CODE, Section(".nv.constant3", PROGBITS, 2, 65536, bytes(65536))), in_grains(65536 + 512)),
     ],

@@ -47,8 +47,9 @@ def test_a_page_goes_back_with_its_last_allocation() -> None:
 )
 def test_local_memory_is_never_charged_too_little(local_bytes: int, measured_mib: int) -> None:
     charged_mib = H100.kept_by(local_bytes) / MIB
-    assert measured_mib <= charged_mib <= measured_mib + (12 if measured_mib else 0)
+    # An H100 keeps 150 MiB more if a module with system calls was loaded too.
+    assert charged_mib == 0 if not measured_mib else measured_mib + 150 <= charged_mib <= measured_mib + 154
 
 
 def test_system_calls_fit_the_allowance() -> None:
-    assert 148 * MIB <= H100.kept_by_system_calls <= 152 * MIB
+    assert 150 * MIB <= H100.kept_by_system_calls <= 154 * MIB

@@ -1,0 +1,1 @@
+"""`gpulease verify`: what leases promise, proved on this host."""
