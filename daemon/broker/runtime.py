@@ -13,6 +13,7 @@ from collections.abc import Callable
 from gpulease.daemon.broker.audit import Auditor
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.watchman import Watchman
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
@@ -63,6 +64,7 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._auditor = Auditor(table, source, workers, self.post)
         workers.look_with(self._auditor.look)
+        self._watchman = Watchman(workers, self.post)
         self._events: deque[Event] = deque()
         self._is_busy = False
         self._last_request = 0
@@ -83,6 +85,7 @@ class Runtime:
         for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer):
             if handle is not None:
                 handle.cancel()
+        await self._watchman.stop()
         await self._auditor.stop()
         await self._reclaimer.stop()
 
@@ -148,8 +151,16 @@ class Runtime:
 
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
+        self._watchman.start()
         is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
-        spec = WorkerSpec(effect.lease_id, effect.card_uuid, effect.size_bytes, is_shared, self._source.allowance_bytes)
+        spec = WorkerSpec(
+            effect.lease_id,
+            effect.card_uuid,
+            effect.size_bytes,
+            is_shared,
+            self._source.allowance_bytes,
+            effect.max_kernel_ms,
+        )
         self.workers.spawn(spec)
 
     def _arm(self, effect: ArmTimer) -> None:

@@ -36,6 +36,7 @@ class Worker:
     channel: socket.socket
     pid: int = 0
     pidfd: int = -1
+    is_ready: bool = False
     is_killed: bool = False
     hand_overs: int = 0
 
@@ -74,6 +75,10 @@ class Workers:
         for worker in list(self._workers.values()):
             self._kill(worker)
             self._forget(worker)
+
+    def serving(self) -> list[Worker]:
+        """Those that have said that they are ready and were not ordered dead."""
+        return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
 
     def pid(self, lease_id: int) -> int:
         """The worker's process id, 0 if there is none."""
@@ -193,6 +198,7 @@ class Workers:
             case {"op": "look"}:
                 self._on_look(lease_id)
             case {"op": "ready"}:
+                worker.is_ready = True
                 self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:
                 self._post(WorkerFailed(lease_id, reason))

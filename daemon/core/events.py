@@ -30,6 +30,7 @@ class AcquireRequested:
         ttl_ms: How long the lease lives, counted from the moment its worker is ready.
         selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: How long to wait in line if there is no room; 0 not to wait.
+        max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
     """
 
     request: int
@@ -40,6 +41,7 @@ class AcquireRequested:
     exclusivity: Exclusivity = Exclusivity.SHARED
     selector: str | None = None
     wait_ms: int = 0
+    max_kernel_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

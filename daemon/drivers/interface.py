@@ -187,6 +187,15 @@ class Context(Protocol):
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for all launches."""
 
+    def watch(self, poll: Poll) -> None:
+        """Keep count of launches that end from now on, and call `poll` before each launch and while one waits for room.
+
+        `poll` may raise then; the launch was not queued.
+        """
+
+    def progress(self) -> tuple[int, int]:
+        """How many launches were queued, and how many of them are known to have ended; only after `watch`."""
+
     def fault(self) -> KernelFault | None:
         """A pending fault, without waiting; it is then forgotten as if raised."""
 

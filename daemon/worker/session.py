@@ -9,6 +9,7 @@ Knows frames and the driver, no sockets.
 """
 
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -17,6 +18,7 @@ from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejecte
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
@@ -59,6 +61,8 @@ _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
+_LOOKED_NS: Final = int(Counter.LOOKED_NS)
+_DOING: Final = int(Counter.DOING)
 _REQUEST_ID: Final = struct.Struct(">Q")
 
 
@@ -71,10 +75,13 @@ class Session:
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
+        watch: Its kernels' times.
         may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
 
-    def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
+    def __init__(
+        self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage, max_kernel_ms: int = 0
+    ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self.may_have_grown = False
@@ -83,6 +90,9 @@ class Session:
         self._page = page
         self._counters = page.counters
         self._planner = Planner(ledger, lease_id)
+        self.watch = KernelWatch(context, page.counters, max_kernel_ms)
+        if self.watch.is_on:
+            context.watch(self._check_lease)
         self._kept: Failure | None = None
         self._staging = bytearray()
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
@@ -105,12 +115,16 @@ class Session:
         if frame.request_id == 0:
             raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
-        if frame.flags == 0:
-            return self._answer(frame)
-        if frame.flags == _QUIET:
+        if frame.flags not in (0, _QUIET):
+            raise FramingError("a client sent a reply")
+        self._counters[_DOING] = frame.op
+        try:
+            if frame.flags == 0:
+                return self._answer(frame)
             self._obey(frame)
             return None
-        raise FramingError("a client sent a reply")
+        finally:
+            self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
         """Do the expected launches at the front of what a connection sent, up to the first frame that is not one.
@@ -124,6 +138,7 @@ class Session:
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
         latest, request_id, count = None, 0, 0
+        self._counters[_DOING] = _LAUNCH
         try:
             while True:
                 pattern = plan.pattern
@@ -146,8 +161,10 @@ class Session:
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 latest = plan
                 plan = plan.follower or plan
-        except DriverError as error:
+        except (DriverError, LeaseOver) as error:
             self._keep(error, _LAUNCH, request_id)
+        finally:
+            self._counters[_DOING] = 0
         reader.start = start
         self._took(latest, count)
 
@@ -344,7 +361,14 @@ class Session:
             raise BodyError("PING can't be quiet: only session operations can")
         return _done(frame, parse_body(Ping, frame.payload))
 
+    def look(self) -> None:
+        """Show the broker that this process goes round, and how long its kernel has run."""
+        now_ns = time.monotonic_ns()
+        self._counters[_LOOKED_NS] = now_ns
+        self.watch.look(now_ns)
+
     def _check_lease(self) -> None:
+        self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
 

@@ -152,6 +152,14 @@ class CpuContext:
         )
         self._stream.submit(head + params, is_shared=spread is not IN_ORDER)
 
+    def watch(self, poll: Poll) -> None:
+        """See the interface."""
+        self._stream.poll = poll
+
+    def progress(self) -> tuple[int, int]:
+        """See the interface; the stream counts in any case."""
+        return self._stream.progress()
+
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""
         self._stream.wait(poll)

@@ -11,6 +11,7 @@ import pycuda.driver as cuda
 
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
 from gpulease.daemon.drivers.cuda.local import LocalMemory
+from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -50,6 +51,7 @@ class CudaContext:
         self._stream = cuda.Stream()
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
+        self._markers: Markers | None = None
         self._launches = 0
         self._last_tag = 0
         self._last_kernel = ""
@@ -123,6 +125,8 @@ class CudaContext:
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch: the parameter buffer goes to the driver as it is."""
+        if self._markers is not None:
+            self._markers.make_room()
         try:
             kernel.function._launch_kernel(grid, block, params, shared_bytes, self._stream)
         except cuda.Error as error:
@@ -131,6 +135,8 @@ class CudaContext:
             raise LaunchRejected(
                 f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
             ) from None
+        if self._markers is not None:
+            self._call(self._markers.add)
         self._launches += 1
         self._last_tag = tag
         self._last_kernel = kernel.name
@@ -145,6 +151,16 @@ class CudaContext:
                 poll()
                 time.sleep(min(waited / 16, MAX_SLEEP_S))
         self._launches = 0
+
+    def watch(self, poll: Poll) -> None:
+        """Mark each launch with an event from now on."""
+        self._markers = Markers(self._stream, poll)
+
+    def progress(self) -> tuple[int, int]:
+        """What the events say; after a fault nothing runs."""
+        if self._markers is None:
+            return 0, 0
+        return self._markers.progress()
 
     def fault(self) -> KernelFault | None:
         """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""

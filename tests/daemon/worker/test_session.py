@@ -130,7 +130,7 @@ def test_counters(bench: Bench) -> None:
     bench.quiet(Opcode.LAUNCH, bench.bias(module, handle))
     bench.ask(Opcode.SYNC, Empty())
     bench.refused(Opcode.MEM_FREE, Handle(1))
-    counted = {counter: bench.page.counter(counter) for counter in Counter}
+    counted = {counter: bench.page.counter(counter) for counter in Counter if counter < Counter.LOOKED_NS}
     assert counted == {
         Counter.LAUNCHES: 1,
         Counter.SYNCS: 1,
