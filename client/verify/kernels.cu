@@ -22,6 +22,20 @@ __global__ void scale(float* x, unsigned n, float a)
     if (i < n) x[i] *= a;
 }
 
+__global__ void fill(unsigned* x, unsigned long long n, unsigned v)
+{
+    unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) x[i] = v;
+}
+
+__global__ void count_set(const unsigned* x, unsigned long long n, unsigned* count)
+{
+    unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
+    unsigned found = 0;
+    for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) found += x[i] != 0;
+    if (found) atomicAdd(count, found);
+}
+
 __global__ void stray(unsigned* x, unsigned long long byte_offset) { *(unsigned*)((char*)x + byte_offset) = 1; }
 
 __global__ void misaligned(unsigned* x) { *(volatile unsigned*)((char*)x + 1) = 1; }

@@ -50,7 +50,7 @@ async def _probe(
     while not isinstance(await _next_event(events, card), WorkerExited):
         pass
     await _wait_for_proof(source, card, pid)
-    return overhead + source.allowance_bytes + source.slack_bytes
+    return overhead + source.reserve_bytes
 
 
 async def _next_event(events: "asyncio.Queue[Event]", card: CardFacts) -> Event:

@@ -152,6 +152,7 @@ class Runtime:
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
         self._watchman.start()
+        self._auditor.start()
         is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
         spec = WorkerSpec(
             effect.lease_id,

@@ -32,7 +32,7 @@ class NvidiaCards:
 
     driver = "cuda"
     allowance_bytes = ALLOWANCE_BYTES
-    slack_bytes = SLACK_BYTES
+    reserve_bytes = ALLOWANCE_BYTES + SLACK_BYTES
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: lease at most this much of each card, None for all of it."""

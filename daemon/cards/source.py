@@ -40,11 +40,11 @@ class CardSource(Protocol):
 
     @property
     def allowance_bytes(self) -> int:
-        """What a session may take besides its context and its slice: rounding, code, local memory. On the node."""
+        """What a session may take besides its context and its slice: rounding, code, local memory."""
 
     @property
-    def slack_bytes(self) -> int:
-        """What a card may show beyond all that for a session before it is ended: what no rule foresaw. On the node."""
+    def reserve_bytes(self) -> int:
+        """What each session is charged to the node for that, and for what no rule foresaw; one that takes more ends."""
 
     def discover(self) -> list[CardFacts]:
         """All cards. Raises CardsUnavailable."""

@@ -119,6 +119,10 @@ class Module(Protocol):
         """What its code, constants and variables take of the card until it is unloaded, rounded as the card does."""
 
     @property
+    def shared_bytes(self) -> int:
+        """How many of those lie in pages shared with other modules: the card may keep such pages until all are gone."""
+
+    @property
     def kept_bytes(self) -> int:
         """What the context must set aside for it and then keeps. One store serves all, so the greatest counts."""
 
@@ -137,11 +141,11 @@ def keep_waiting() -> None:
 class Admit(Protocol):
     """What a driver asks before it loads an image; it raises ImageRejected if there is no room."""
 
-    def __call__(self, device_bytes: int, kept_bytes: int) -> None:
+    def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         """See `Module`, which will say the same."""
 
 
-def admit_all(device_bytes: int, kept_bytes: int) -> None:
+def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
     """The `Admit` that leaves it to the card."""
 
 

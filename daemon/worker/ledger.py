@@ -60,7 +60,9 @@ class Ledger:
         self.rounding_bytes = 0
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
-        self._module_bytes = 0
+        self._own_bytes = 0
+        self._shared_bytes = 0
+        self._most_shared_bytes = 0
         self._kept_bytes = 0
         self._allocations: dict[int, int] = {}
         self._modules: dict[int, LoadedModule] = {}
@@ -79,7 +81,8 @@ class Ledger:
 
     @property
     def _besides_bytes(self) -> int:
-        return self.rounding_bytes + self._module_bytes + self._kept_bytes
+        # Pages that modules share are charged at their most: one small module keeps a whole page from going back.
+        return self.rounding_bytes + self._own_bytes + self._most_shared_bytes + self._kept_bytes
 
     def check_alloc(self, size_bytes: int) -> None:
         """Raises Refused unless the slice has room for `size_bytes` more."""
@@ -137,9 +140,10 @@ class Ledger:
                 )
             )
 
-    def check_module(self, device_bytes: int, kept_bytes: int) -> None:
+    def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         """Raises ImageRejected unless there is room for a module that takes so much of the card."""
-        more_bytes = device_bytes + max(0, kept_bytes - self._kept_bytes)
+        more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
+        more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
             raise ImageRejected(
                 f"the module takes {more_bytes} bytes of the card for code, variables and what its system calls need; "
@@ -160,7 +164,9 @@ class Ledger:
 
     def add_module(self, module: Module, image_bytes: int) -> int:
         """A number for a loaded module."""
-        self._module_bytes += module.device_bytes
+        self._own_bytes += module.device_bytes - module.shared_bytes
+        self._shared_bytes += module.shared_bytes
+        self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
         self._kept_bytes = max(self._kept_bytes, module.kept_bytes)
         self._last_module += 1
         self._modules[self._last_module] = LoadedModule(module, image_bytes)
@@ -178,7 +184,10 @@ class Ledger:
         """It was unloaded."""
         loaded = self._modules.pop(number)
         self._image_bytes -= loaded.image_bytes
-        self._module_bytes -= loaded.module.device_bytes
+        self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
+        self._shared_bytes -= loaded.module.shared_bytes
+        if not self._modules:
+            self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
         size_bytes = self._allocations.get(handle)

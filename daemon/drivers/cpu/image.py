@@ -62,6 +62,7 @@ class CpuModule:
     variable_addresses: tuple[int, ...]
     # Keeps the table that kernels read the addresses from.
     variable_table: Any
+    shared_bytes: int = 0
     kept_bytes: int = 0
 
 
@@ -71,7 +72,7 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int, adm
     wanted = sum(variable.size for variable in tree.variables)
     if wanted > slice_bytes:
         raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
-    admit(wanted, 0)
+    admit(wanted, 0, 0)
     parts = translate(tree)
     try:
         codes = tuple(compile_ir(part.text, is_optimised=part.is_optimised) for part in parts)

@@ -36,10 +36,12 @@ class Weight:
 
     Attributes:
         device_bytes: Of the card, for as long as it is loaded.
+        shared_bytes: How many of those lie in pages shared with other modules.
         has_system_calls: Whether it calls functions of the driver's own that make the context grow.
     """
 
     device_bytes: int
+    shared_bytes: int
     has_system_calls: bool
 
 
@@ -83,14 +85,14 @@ def _weigh(cubin: bytes) -> Weight:
             elif info & 0xF == _OBJECT and index in sizes:
                 sums[index] = sums.get(index, 0) + size
                 sizes[index] = max(sizes[index], value + size, sums[index])
-    total = sum(_rounded(size) for size in sizes.values())
-    return Weight(-(-total // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES, has_system_calls)
+    own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
+    shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
+    shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
+    return Weight(own + shared, shared, has_system_calls)
 
 
-def _rounded(size: int) -> int:
-    """As the driver places a section: like an allocation of that size, with as many of it in a page as fit whole."""
-    if size > SHARING_BYTES:
-        return whole_pages(size)
+def _share(size: int) -> int:
+    """What a small section takes of a page, in which as many of its size lie as fit whole."""
     grains = -(-size // SECTION_GRAIN_BYTES) * SECTION_GRAIN_BYTES
     return PAGE_BYTES // (PAGE_BYTES // grains) if grains else 0
 

@@ -43,6 +43,7 @@ class CudaModule:
 
     kernels: Mapping[str, CudaKernel]
     device_bytes: int
+    shared_bytes: int
     kept_bytes: int
     loaded: Any
 
@@ -52,14 +53,14 @@ def load_image(image: bytes, admit: Admit, local: LocalMemory) -> CudaModule:
     cubin = image if image.startswith(_ELF) else _compile(image)
     weight = weigh(cubin)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
-    admit(weight.device_bytes, kept_bytes)
+    admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
     listed = _list_kernels(cubin)
     try:
         loaded = cuda.module_from_buffer(cubin)
         kernels = {name: _kernel(loaded, name, parameters, local) for name, parameters in listed.items()}
     except cuda.Error as error:
         raise ImageRejected(f"the driver can't load the image: {error}", log=str(error)) from None
-    return CudaModule(kernels, weight.device_bytes, kept_bytes, loaded)
+    return CudaModule(kernels, weight.device_bytes, weight.shared_bytes, kept_bytes, loaded)
 
 
 def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory) -> CudaKernel:

@@ -28,6 +28,7 @@ class MadeCards:
 
     held: int | None
     looks: int = 0
+    reserve_bytes: int = 1
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         assert (card_uuid, pid) == ("GPU-a", PID)
@@ -106,5 +107,19 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
             scene.auditor.look(5)
         await settled(scene, 2)
         assert scene.cards.looks == 2
+
+    run(story)
+
+
+@pytest.mark.parametrize("reserve_bytes", [0, 1])
+def test_rounds_find_what_nobody_asked_to_look_at(monkeypatch: pytest.MonkeyPatch, reserve_bytes: int) -> None:
+    monkeypatch.setattr("gpulease.daemon.broker.audit.ROUND_S", 0.01)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(SIZE + OVERHEAD + 1, reserve_bytes=reserve_bytes))
+        scene.auditor.start()
+        await asyncio.sleep(0.2)
+        await scene.auditor.stop()
+        assert bool(scene.posted) is bool(reserve_bytes)
 
     run(story)

@@ -26,6 +26,7 @@ class MadeKernel:
 class MadeModule:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     device_bytes: int = 0
+    shared_bytes: int = 0
     kept_bytes: int = 0
 
 

@@ -17,6 +17,7 @@ class NoKernels:
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     device_bytes: int = 0
+    shared_bytes: int = 0
     kept_bytes: int = 0
 
 
@@ -74,12 +75,26 @@ def test_a_module_must_fit_before_it_is_loaded(device_bytes: int, kept_bytes: in
     ledger.add_allocation(0x1000, 200)
     ledger.keep(200)
     if fits:
-        ledger.check_module(device_bytes, kept_bytes)
+        ledger.check_module(device_bytes, 0, kept_bytes)
         return
     with pytest.raises(ImageRejected, match=f"takes {device_bytes} bytes of the card.*room for 700") as caught:
-        ledger.check_module(device_bytes, kept_bytes)
+        ledger.check_module(device_bytes, 0, kept_bytes)
     assert caught.value.hint
     assert ledger.charged_bytes == 300
+
+
+def test_pages_that_modules_share_are_charged_until_all_are_gone() -> None:
+    ledger = Ledger(SLICE)
+    numbers = [ledger.add_module(NoKernels(device_bytes=300, shared_bytes=200), 1) for _ in range(2)]
+    assert ledger.charged_bytes == 600
+    ledger.remove_module(numbers[0])
+    assert ledger.charged_bytes == 500
+    # The next one has room in the page that is kept.
+    ledger.check_module(700, 200, 0)
+    with pytest.raises(ImageRejected, match="takes 501 bytes"):
+        ledger.check_module(701, 200, 0)
+    ledger.remove_module(numbers[1])
+    assert ledger.charged_bytes == 0
 
 
 def test_nothing_can_not_be_allocated() -> None:

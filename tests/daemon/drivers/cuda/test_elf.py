@@ -83,12 +83,14 @@ def in_grains(size: int) -> int:
         ((CODE, Section(".nv.global", NOBITS, 3, MIB)), in_grains(MIB + 512)),
         # Two of these fill a page of 2 MiB, with a gap.
         ((CODE, Section(".nv.global", NOBITS, 3, 700_000)), in_grains(MIB + 512)),
-        ((CODE, Section(".nv.global", NOBITS, 3, 40 * MIB + 1)), in_grains(42 * MIB + 512)),
+        ((CODE, Section(".nv.global", NOBITS, 3, 40 * MIB + 1)), 42 * MIB + in_grains(512)),
         ((CODE, Section(".nv.constant3", PROGBITS, 2, 65536, bytes(65536))), in_grains(65536 + 512)),
     ],
 )
 def test_what_is_placed_on_the_card_counts(sections: tuple[Section, ...], taken: int) -> None:
-    assert weigh(cubin(*sections)).device_bytes == taken
+    weight = weigh(cubin(*sections))
+    assert weight.device_bytes == taken
+    assert weight.device_bytes - weight.shared_bytes in (0, 42 * MIB)
 
 
 def test_sizes_beyond_the_headers_32_bits_are_the_symbols() -> None:
