@@ -1,8 +1,8 @@
 """Whether a session holds no more of its card than was admitted.
 
-Looked at whenever the driver may have taken more, and once a second besides. Allocations are counted before they are made; modules and local memory are foreseen by rules (drivers/cuda). This is
-the proof that the rules hold: the card's own figure for the process. One that is over, or can't be had, ends the
-session.
+Allocations are counted before they are made; modules and local memory are foreseen by rules (drivers/cuda). This is
+the proof that the rules hold: the card's own figure for the process, looked at whenever the driver may have taken more,
+and once a second besides. A session that is over, or whose figure can't be had, is ended.
 """
 
 import asyncio

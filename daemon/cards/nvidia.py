@@ -56,7 +56,10 @@ class NvidiaCards:
 
         Without that figure neither admission nor the proof of a reclaim would mean anything.
         """
-        held = self._processes(card_uuid).get(pid, 0)
+        try:
+            held = self._processes(card_uuid).get(pid, 0)
+        except pynvml.NVMLError as error:
+            raise CardsUnavailable(f"NVML can't list what runs on {card_uuid}: {error}", hint=_hint(error)) from None
         if held == 0:
             raise CardsUnavailable(
                 f"NVML does not show what process {pid} holds on {card_uuid}",

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,25 @@ def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
             session.sync()
         assert daemon.query(lease.lease_id)["cause"] == "unresponsive"
         neighbour.check()
+
+
+@pytest.mark.parametrize("grows_by", ["load", "first launch"])
+def test_a_session_that_holds_more_than_was_admitted_ends(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, grows_by: str
+) -> None:
+    inflated = tmp_path / "inflated"
+    daemon = start_daemon(faults=Faults(inflate_while=inflated))
+    lease = daemon.builder(seconds=60).acquire()
+    session = GpuSession(lease)
+    module, out = session.module_load(FAULTS), session.mem_alloc(4)
+    session.sync()
+    inflated.touch()
+    assert lease.query()["state"] == "active"
+    if grows_by == "load":
+        session.module_load(FAULTS)
+    else:
+        session.launch(module, "fill_u32", [1], [1], KernelArgs().push_buffer(out).push_u32(1).push_u32(7))
+    daemon.wait_for_end(lease.lease_id)
+    assert daemon.query(lease.lease_id)["cause"] == "over_slice"
+    with pytest.raises(GpuSessionFailed, match="held more of the card than was leased"):
+        session.sync()
