@@ -1,5 +1,6 @@
 """Fixtures every test may use, and the leak check that every test passes through."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.daemon import Daemon
+from helpers.forms_met import FormsMet, is_whole
 from helpers.leaks import Holdings, check_for_leaks
 
 with suppress(ImportError):
@@ -14,6 +16,23 @@ with suppress(ImportError):
 
     # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
     uvloop.new_event_loop().close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_whole(config):
+        config.pluginmanager.register(FormsMet())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels that this run has compiled are kept for its daemons and later tests, and nowhere else."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # What the processes of one run have in common.
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPULEASE_CPU_CACHE", str(folder / "compiled"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "cuda": "daemon/drivers/cuda/",
     "llvmlite": "daemon/drivers/cpu/",
     "construct": "protocol/",
-    # Reports on the wire; the messages between the daemon's own processes.
-    "msgpack": ("protocol/primitives.py", "daemon/channel.py"),
+    # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
+    "msgpack": ("protocol/primitives.py", "daemon/channel.py", "daemon/drivers/cpu/compiled.py"),
 }
 
 # Put together here, so that this file does not hold what it forbids.

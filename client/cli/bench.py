@@ -10,6 +10,7 @@ from typing import Final
 
 import click
 
+from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, expiry, hot_path
 from gpulease.client.blocking import ask
 from gpulease.client.cli.demo import transform_ptx
@@ -43,6 +44,16 @@ _LEASE_ROWS: Final = (
     ("expiry_free_p99_ms", "deadline to memory proved free, endless kernel, p99"),
 )
 
+_KERNEL_ROWS: Final = (
+    ("matmul", "tiled matmul 256 x 256 x 256"),
+    ("saxpy", "saxpy 1M"),
+    ("softmax", "softmax 256 x 1024"),
+    ("layernorm", "layernorm 256 x 1024"),
+    ("small", "saxpy of 32 in one block"),
+    ("load_cold", "load these kernels, never seen"),
+    ("load_again", "load them in another worker"),
+)
+
 Figures = dict[str, float]
 _POSITIVE: Final = click.IntRange(min=1)
 
@@ -70,6 +81,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, direct = _rounds(address, card["driver"], rounds, launches)
         lease_figures = acquisition(address, leases) | expiry(address, leases)
+        kernels = kernel_figures(address)
     report = {
         "driver": card["driver"],
         "card": card["name"],
@@ -78,6 +90,9 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
+        "kernels": {
+            name: {figure: round(value, 4) for figure, value in figures.items()} for name, figures in kernels.items()
+        },
     }
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
@@ -132,4 +147,16 @@ def _tables(report: dict[str, object]) -> str:
                 [[text, f"{leases[name]:.2f}"] for name, text in _LEASE_ROWS],
             )
         )
+    if isinstance(report["kernels"], dict):
+        parts.append(_kernel_table(report["kernels"]))
     return "\n\n".join(parts)
+
+
+def _kernel_table(kernels: dict[str, Figures]) -> str:
+    rows = []
+    for name, text in _KERNEL_ROWS:
+        figures = kernels[name]
+        shown = [f"{figures[column]:.3f}" if column in figures else "" for column in ("leased_ms", "numpy_ms", "ratio")]
+        rates = [f"{figures[rate]:.2f}" if rate in figures else "" for rate in ("gflop_s", "gflop_s_per_core")]
+        rows.append([text, *shown, *rates])
+    return table(["kernel with its wait, ms", "leased", "numpy", "leased/numpy", "GFLOP/s", "a core"], rows)

@@ -14,7 +14,8 @@ from gpulease.client import GpuBuilder, GpuSession, KernelArgs, LoadFailed
 from gpulease.client.blocking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
-from helpers.parity import RESULT_BYTES, ROW_BYTES, ROWS, Spelled, results_of, rows_bytes, spelled_instructions
+from helpers.parity import ROWS, Spelled, results_of, spelled_instructions
+from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes
 
 
 def record() -> dict[str, Any]:

@@ -11,7 +11,8 @@ from helpers.exact import KINDS, Kind, Number, decode, encode
 Place = Callable[[int, int, int], tuple[int, int]]
 
 TF32 = KINDS["f32"]
-FORMATS = {**KINDS, "tf32": TF32, "e4m3": Kind(8, 3, 7), "e5m2": Kind(8, 2, 15)}
+E4M3 = Kind(8, 3, 7)
+FORMATS = {**KINDS, "tf32": TF32, "e4m3": E4M3, "e5m2": Kind(8, 2, 15)}
 PLACES_BEHIND = 25
 
 
@@ -87,6 +88,33 @@ SHAPES = {
     ),
     "m16n8k4.64": Shape(16, 8, 4, (2, 1, 4), lambda g, t, i: (g + 8 * i, t), lambda g, t, i: (t, g), _c16),
 }
+
+
+def of_bytes(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[str, str]) -> int:
+    """The same of floats of 8 bits: as f16, the lower two of each four first, then the upper two; then C is added."""
+    half, single = KINDS["f16"], KINDS["f32"]
+    sofar = 0
+    for upper in (0, 2):
+        chosen = [k for k in range(len(a)) if k % 4 in (upper, upper + 1)]
+        left = [as_half(a[k], kinds[0]) for k in chosen]
+        right = [as_half(b[k], kinds[1]) for k in chosen]
+        sofar = dot(left, right, sofar, (half, half), single, single)
+    left_over, added = decode(sofar, single), decode(c, single)
+    if isinstance(left_over, Fraction) and isinstance(added, Fraction):
+        return encode(left_over + added, single)
+    return encode(float(left_over) + float(added), single)
+
+
+def as_half(byte: int, kind: str) -> int:
+    """A float of 8 bits as f16: exact. E4m3 has numbers where others have infinity, and one NaN."""
+    magnitude, sign = byte & 0x7F, (byte & 0x80) << 8
+    if kind == "e5m2":
+        return byte << 8
+    if magnitude == 0x7F:
+        return KINDS["f16"].nan
+    if magnitude >= 0x78:
+        return sign | encode(Fraction(32 * (magnitude % 8 + 8)), KINDS["f16"])
+    return sign | encode(decode(magnitude, E4M3), KINDS["f16"])
 
 
 def exponent(bits: int, kind: Kind) -> int:

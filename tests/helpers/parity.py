@@ -12,11 +12,9 @@ from typing import Final
 
 from gpulease.daemon.drivers.cpu.translate.catalogue import FAMILIES
 from gpulease.daemon.drivers.cpu.translate.forms import Form
+from helpers.rows import OPERAND_NAMES, RESULT_BYTES, rows_ptx
 
-OPERAND_NAMES: Final = "abce"
 ROWS: Final = 48
-ROW_BYTES: Final = 32
-RESULT_BYTES: Final = 8
 
 WIDTHS: Final = {
     **{f"{kind}{bits}": bits for kind in "usb" for bits in (8, 16, 32, 64)},
@@ -24,6 +22,8 @@ WIDTHS: Final = {
     "bf16": 16,
     "f16x2": 32,
     "bf16x2": 32,
+    "u16x2": 32,
+    "s16x2": 32,
     "f32": 32,
     "f64": 64,
     "pred": 1,
@@ -56,11 +56,15 @@ class Spelled:
     result: str
 
     @property
+    def body(self) -> str:
+        """The instruction as it stands in a kernel of rows."""
+        names = OPERAND_NAMES[: len(self.operands)]
+        return f"{self.text} %d, {', '.join('%' + name for name in names)};"
+
+    @property
     def ptx(self) -> str:
         """A module whose kernel `row` runs it on each row of operands."""
-        names = OPERAND_NAMES[: len(self.operands)]
-        body = f"{self.text} %d, {', '.join('%' + name for name in names)};"
-        return instruction_ptx(body, self.operands, self.result)
+        return rows_ptx([self.body], self.operands, self.result)
 
     def rows(self) -> list[tuple[int, ...]]:
         """Bit patterns of the operands, the same every time."""
@@ -127,8 +131,31 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
     match opcode:
         case "cvt" if len(kinds) == 2 and len(form.arity) == 1 and form.arity[0] == 2:
             return _plain(text, (kinds[1],), kinds[0])
-        case "setp" if not {"and", "or", "xor"} & set(parts) and not kind.endswith("x2"):
-            return _plain(text, (kind, kind), "pred")
+        case "cvt" if "pack" in parts:
+            return _plain(text, ("s32", "s32", *kinds[2:]), "b32")
+        case "cvt" if kinds[0].endswith("x2") and form.arity == (3,):
+            return _plain(text, ("f32", "f32"), kinds[0])
+        case "setp" | "set" if not _stands_for_all(opcode, set(parts)):
+            return None
+        case "setp" if not kind.endswith("x2"):
+            return _plain(text, (kind, kind, *_further_predicate(parts)), "pred")
+        case "set":
+            return _plain(text, (kind, kind, *_further_predicate(parts)), kinds[0])
+        case "testp":
+            return _plain(text, (kind,), "pred")
+        case "slct":
+            return _plain(text, (kinds[0], kinds[0], kind), kinds[0])
+        case "cnot":
+            return _plain(text, (kind,), kind)
+        case "sad":
+            return _plain(text, (kind,) * 3, kind)
+        case "dp2a" | "dp4a":
+            result = "u32" if kinds == ["u32", "u32"] else "s32"
+            return _plain(text, (kinds[0], kinds[1], result), result)
+        case "fns":
+            return _plain(text, ("b32",) * 3, "b32")
+        case "bmsk" | "szext":
+            return _plain(text, (kind,) * 2, kind)
         case "selp":
             return _plain(text, (kind, kind, "pred"), kind)
         case "shl" | "shr":
@@ -146,64 +173,23 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
     return None
 
 
+def _stands_for_all(opcode: str, parts: set[str]) -> bool:
+    """Every comparison is tried by plain setp; of their thousands of combinations a few will do."""
+    if {"and", "or", "xor"} & parts:
+        return "lt" in parts and (opcode == "setp" or "xor" in parts)
+    return opcode == "setp" or bool({"lt", "equ", "nan", "ls"} & parts)
+
+
+def _further_predicate(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """What a comparison's result is combined with, if with anything (PTX ISA section 9.7.6)."""
+    return ("pred",) * bool({"and", "or", "xor"} & set(parts))
+
+
 def _plain(text: str, operands: tuple[str, ...], result: str) -> Spelled | None:
     # Predicates are kept in registers only the tests' own selp can store.
-    if result == "pred" and not text.startswith("setp"):
+    if result == "pred" and not text.startswith(("setp", "testp")):
         return None
     return Spelled(text, operands, result)
-
-
-def register_of(kind: str) -> str:
-    """What a register that holds the type is declared as: PTX has none of 8 bits, and few of the small floats'."""
-    return {"u8": "b16", "s8": "b16", "b8": "b16", "f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(
-        kind, kind
-    )
-
-
-def memory_type_of(kind: str) -> str:
-    """What the type is loaded and stored as."""
-    return {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}.get(kind, kind)
-
-
-def instruction_ptx(body: str, operands: tuple[str, ...], result: str) -> str:
-    """A kernel that runs `body` on %a, %b, %c, %e of each row and keeps %d (a predicate as 0 or 1)."""
-    names = OPERAND_NAMES[: len(operands)]
-    registers = [(n, register_of(t)) for n, t in zip(names, operands, strict=True)] + [("d", register_of(result))]
-    declared = "\n    ".join(f".reg .{kind} %{name};" for name, kind in registers)
-    loads = "\n    ".join(_load(n, t, 8 * k) for k, (n, t) in enumerate(zip(names, operands, strict=True)))
-    store = f"st.global.{memory_type_of(result)} [%q], %d;"
-    if result == "pred":
-        store = "selp.u32 %s, 1, 0, %d;\n    st.global.u32 [%q], %s;"
-    return f""".version 8.0
-.target sm_80
-.address_size 64
-.visible .entry row(.param .u64 rows, .param .u64 results)
-{{
-    .reg .b32 %i, %s, %t;
-    .reg .b64 %p, %q;
-    {declared}
-    mov.u32 %i, %tid.x;
-    ld.param.u64 %p, [rows];
-    ld.param.u64 %q, [results];
-    mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
-    mad.wide.u32 %q, %i, {RESULT_BYTES}, %q;
-    {loads}
-    {body}
-    {store}
-    ret;
-}}
-"""
-
-
-def _load(name: str, kind: str, offset: int) -> str:
-    if kind == "pred":
-        return f"ld.global.u32 %t, [%p+{offset}];\n    setp.ne.u32 %{name}, %t, 0;"
-    return f"ld.global.{memory_type_of(kind)} %{name}, [%p+{offset}];"
-
-
-def rows_bytes(rows: list[tuple[int, ...]]) -> bytes:
-    """Rows as they lie in memory: four little-endian 8-byte fields each."""
-    return b"".join(b"".join(value.to_bytes(8, "little") for value in (*row, 0, 0, 0, 0)[:4]) for row in rows)
 
 
 def results_of(data: bytes, kind: str) -> list[str]:

@@ -188,6 +188,17 @@ __global__ void groups(const int* x, int* sums, int* scans, int* sizes) {
     }
 }
 
+// Tiles of two warps, which meet by atomics in shared memory that CUDA keeps for itself from compute_80 on.
+__global__ void wide_tiles(const int* x, int* sums, int* ranks) {
+    __shared__ cg::block_tile_memory<256> room;
+    auto block = cg::this_thread_block(room);
+    auto tile = cg::tiled_partition<64>(block);
+    int t = block.thread_rank();
+    sums[t] = cg::reduce(tile, x[t], cg::plus<int>());
+    tile.sync();
+    ranks[t] = tile.meta_group_rank() * 100 + tile.thread_rank();
+}
+
 #if __CUDA_ARCH__ >= 800
 __global__ void reductions(const int* x, int* y) {
     int t = threadIdx.x, own = x[t];

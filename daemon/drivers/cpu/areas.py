@@ -43,6 +43,17 @@ class Needs:
     frame_bytes_per_thread: int
     parks: bool
 
+    def areas(self, threads: int) -> tuple[int, int]:
+        """Bytes of local windows and of frames of a block of so many threads, in whole steps."""
+        local = self.local_bytes + threads * self.local_bytes_per_thread
+        frames = self.frame_bytes + threads * self.frame_bytes_per_thread
+        return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
+
+    def fit(self, threads: int) -> bool:
+        """Whether there is room for one such block."""
+        local, frames = self.areas(threads)
+        return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
+
 
 class Areas:
     """The environments of a context's blocks, and what theirs is.
@@ -63,13 +74,12 @@ class Areas:
         self.address = ctypes.addressof(self._places)
 
     def spread(self, needs: Needs, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
-        """How to divide a launch of such blocks among so many host threads."""
+        """How to divide a launch of such blocks, of which one fits, among so many host threads."""
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
-        local = round_up(needs.local_bytes + threads * needs.local_bytes_per_thread, _STRIDE_STEP)
-        frames = round_up(needs.frame_bytes + threads * needs.frame_bytes_per_thread, _STRIDE_STEP)
+        local, frames = needs.areas(threads)
         places = min(
             MAX_RESIDENT_BLOCKS,
             RESIDENT_SHARED_BYTES // (shared or 1),

@@ -149,6 +149,7 @@ class CpuContext:
             shared,
             kernel.number,
             *spread,
+            kernel.pace,
         )
         self._stream.submit(head + params, is_shared=spread is not IN_ORDER)
 

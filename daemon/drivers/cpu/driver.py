@@ -1,7 +1,9 @@
 """The embedded driver, as the daemon sees it (the interface's `Driver`)."""
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.native.library import bind_library
 from gpulease.daemon.drivers.cpu.stream import stream_code
+from gpulease.daemon.drivers.cpu.team import host_threads
 
 
 class CpuDriver:
@@ -13,8 +15,13 @@ class CpuDriver:
         return "cpu"
 
     def preload(self) -> None:
-        """Initialise LLVM and compile the stream's loop, which forked workers then share. Starts no thread."""
+        """Compile the driver's own native code, which forked workers then share. Starts no thread.
+
+        Raises DriverError for a setting that can't be used, before any worker would.
+        """
+        host_threads()
         stream_code()
+        bind_library()
 
     def open_context(self, card: str, slice_bytes: int) -> CpuContext:
         """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""

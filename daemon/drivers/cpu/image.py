@@ -1,4 +1,4 @@
-"""An image's bytes to a loaded module (the interface's `Module` and `Kernel`)."""
+"""A compiled image's kernels and variables in one context (the interface's `Module` and `Kernel`)."""
 
 import ctypes
 import itertools
@@ -8,20 +8,13 @@ from typing import Any
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.arena import Arena
-from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
-from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, compile_ir
-from gpulease.daemon.drivers.cpu.ptx.parser import parse
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Variable
-from gpulease.daemon.drivers.cpu.rejection import rejected
+from gpulease.daemon.drivers.cpu.cache import LoadedCode, load_code
+from gpulease.daemon.drivers.cpu.compiled import KernelFacts, ModuleVariable
 from gpulease.daemon.drivers.cpu.translate.callees import FIRST_HANDLE, HANDLE_STEP
-from gpulease.daemon.drivers.cpu.translate.linking import link
-from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import Admit, Dim3, ImageRejected, OutOfMemory, Parameter, admit_all
 
 # Numbers of functions in this process: a pointer to one means nothing to another module.
 _HANDLES = itertools.count()
-
-_BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +29,7 @@ class CpuKernel:
         entry: Host address of its runner.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
+        pace: Host address of how long its blocks took last (native/layout.py).
     """
 
     name: str
@@ -49,6 +43,7 @@ class CpuKernel:
     entry: int
     variables: int
     needs: Needs
+    pace: int
     kept_bytes: int = 0
 
 
@@ -58,71 +53,42 @@ class CpuModule:
 
     kernels: Mapping[str, CpuKernel]
     device_bytes: int
-    codes: tuple[NativeCode, ...]
+    code: LoadedCode
     variable_addresses: tuple[int, ...]
-    # Keeps the table that kernels read the addresses from.
-    variable_table: Any
+    # Keeps the table that kernels read the addresses from, and their paces.
+    tables: tuple[Any, Any]
     shared_bytes: int = 0
     kept_bytes: int = 0
 
 
 def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int, admit: Admit = admit_all) -> CpuModule:
-    """Parse, translate, compile and place. Raises ImageRejected; nothing is left behind then."""
-    tree = link(parse(_decode(image)))
-    wanted = sum(variable.size for variable in tree.variables)
-    if wanted > slice_bytes:
-        raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
-    admit(wanted, 0, 0)
-    parts = translate(tree)
-    try:
-        codes = tuple(compile_ir(part.text, is_optimised=part.is_optimised) for part in parts)
-    except BadIr as error:
-        raise ImageRejected("the embedded driver failed to translate this image", log=str(error)) from None
-    entries = {
-        name: code.address(runner)
-        for part, code in zip(parts, codes, strict=True)
-        for name, runner in part.runners.items()
-    }
-    needs = {name: found for part in parts for name, found in part.needs.items()}
-    addresses = _place(tree.variables, arena)
-    names = [variable.name for variable in tree.variables]
+    """Compile and place. Raises ImageRejected; nothing is left behind then."""
+    code = load_code(image, slice_bytes=slice_bytes)
+    variables = code.image.variables
+    device_bytes = sum(variable.size for variable in variables)
+    admit(device_bytes, 0, 0)
+    addresses = _place(variables, arena)
+    names = [variable.name for variable in variables]
     named = dict(zip(names, addresses, strict=True))
-    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in tree.addressed or ()}
-    _relocate(tree.variables, named | handles, arena)
+    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}
+    _relocate(variables, named | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
+    paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
     kernels = {
-        function.name: _kernel(
-            function,
+        facts.name: _kernel(
+            facts,
             number=first_number + offset,
-            entry=entries[function.name],
+            entry=code.codes[facts.part].address(facts.symbol),
             variables=ctypes.addressof(table),
-            needs=needs[function.name],
+            pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
         )
-        for offset, function in enumerate(tree.functions)
+        for offset, facts in enumerate(code.image.kernels)
     }
-    return CpuModule(kernels, wanted, codes, addresses, table)
+    return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
 
 
-def _decode(image: bytes) -> str:
-    """The PTX text, or a refusal of what is none."""
-    kind = _BINARY_MAGICS.get(image[:4])
-    if kind is not None:
-        raise ImageRejected(
-            f"this image is {kind}: the embedded driver takes PTX text only",
-            hint="Compile with nvcc -ptx.",
-        )
-    if len(image) > MAX_IMAGE_BYTES:
-        raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
-    try:
-        # The driver API takes C strings: zeros behind the text belong to them.
-        return image.rstrip(b"\0").decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = image.count(b"\n", 0, error.start) + 1
-        raise rejected("this is no text", line=line) from None
-
-
-def _place(variables: tuple[Variable, ...], arena: Arena) -> tuple[int, ...]:
+def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
     """Give each variable its memory and first value; those without bytes get the null address."""
     addresses: list[int] = []
     try:
@@ -136,7 +102,7 @@ def _place(variables: tuple[Variable, ...], arena: Arena) -> tuple[int, ...]:
     return tuple(addresses)
 
 
-def _relocate(variables: tuple[Variable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
+def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
     """Write the addresses that initialisers name."""
     for variable in variables:
         for relocation in variable.relocations:
@@ -153,17 +119,18 @@ def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
             arena.free(address)
 
 
-def _kernel(function: Function, *, number: int, entry: int, variables: int, needs: Needs) -> CpuKernel:
+def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace: int) -> CpuKernel:
     return CpuKernel(
-        name=function.name,
+        name=facts.name,
         number=number,
-        parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
-        parameter_bytes=function.parameter_bytes,
-        max_threads_per_block=min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK),
-        required_block=function.bounds.required,
-        static_shared_bytes=function.shared_bytes,
-        dynamic_shared_offset=function.dynamic_shared_offset,
+        parameters=facts.parameters,
+        parameter_bytes=facts.parameter_bytes,
+        max_threads_per_block=facts.max_threads_per_block,
+        required_block=facts.required_block,
+        static_shared_bytes=facts.static_shared_bytes,
+        dynamic_shared_offset=facts.dynamic_shared_offset,
         entry=entry,
         variables=variables,
-        needs=needs,
+        needs=facts.needs,
+        pace=pace,
     )

@@ -12,6 +12,7 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.cpu import native
+from gpulease.daemon.drivers.cpu.kept_code import load_ir
 from gpulease.daemon.drivers.cpu.limits import (
     CLOSE_WAIT_S,
     IDLE_SPINS,
@@ -21,7 +22,7 @@ from gpulease.daemon.drivers.cpu.limits import (
     SPIN_S,
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol, compile_ir
+from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, StreamState
 from gpulease.daemon.drivers.cpu.team import Helpers, start_thread
 from gpulease.daemon.drivers.interface import Poll
@@ -54,7 +55,7 @@ def stream_code() -> NativeCode:
     for name in ("sem_wait", "sem_trywait", "sem_post", "sched_yield"):
         bind_symbol(f"gpulease_{name}", getattr(_LIBC, name))
     texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll")]
-    return compile_ir("\n".join(texts))
+    return load_ir("\n".join(texts))
 
 
 class Stream:

@@ -1,7 +1,7 @@
 """The threads that share the blocks of a launch: the stream's, and helpers beside it that stay in native code too.
 
-Helpers sleep while there is nothing to share. The stream's thread begins every launch by itself and wakes them once
-what is left of it takes longer than waking does (native/team.ll).
+Helpers sleep while there is nothing to share. The stream's thread wakes them if a launch takes longer than waking does,
+going by how long the kernel's blocks took the last time, and by those it has run itself meanwhile (native/team.ll).
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import threading
 from gpulease.daemon.drivers.cpu.limits import HELPER_YIELDS, MAX_HOST_THREADS, STREAM_STACK_BYTES, WAKE_NS
 from gpulease.daemon.drivers.cpu.native.compiler import NativeCode
 from gpulease.daemon.drivers.cpu.native.layout import Team
+from gpulease.daemon.drivers.interface import DriverError
 
 # How many host threads run a worker's blocks, at most; an operator's setting.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
@@ -19,12 +20,18 @@ _LIBC = ctypes.CDLL(None)
 
 
 def host_threads() -> int:
-    """How many threads may run blocks: as many as this process has cores, or the operator allows, or are useful."""
+    """How many threads may run blocks: as many as this process has cores, or the operator allows, or are useful.
+
+    Raises DriverError for a setting that is no number of threads.
+    """
     cores = len(os.sched_getaffinity(0))
-    allowed = os.environ.get(THREADS_VARIABLE, "")
-    # What is no number limits nothing; 0 would leave nobody to run blocks.
-    wanted = max(1, int(allowed)) if allowed.isdecimal() else cores
-    return min(cores, wanted, MAX_HOST_THREADS)
+    allowed = os.environ.get(THREADS_VARIABLE) or str(cores)
+    if not allowed.isdecimal() or int(allowed) == 0:
+        raise DriverError(
+            f"{THREADS_VARIABLE} is {allowed!r}, which is no number of threads",
+            hint="Set it to 1 or more, or to nothing for as many as there are cores.",
+        )
+    return min(cores, int(allowed), MAX_HOST_THREADS)
 
 
 def start_thread(code: NativeCode, function: str, argument: int, name: str) -> threading.Thread:

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpulease.client.cli.__main__ import main
+from gpulease.client.cli.bench import _kernel_table
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.tables import seconds_text, size_text, table
 from gpulease.protocol.address import ADDRESS_VARIABLE
@@ -101,6 +102,10 @@ def test_bench(gpulease: Gpulease) -> None:
     report = json.loads(done.stdout)
     assert set(report["leased"]) == set(report["direct"])
     assert all(value > 0 for figures in ("leased", "direct", "leases") for value in report[figures].values())
+    kernels = report["kernels"]
+    assert all(value > 0 for figures in kernels.values() for value in figures.values())
+    assert kernels["load_again"]["leased_ms"] < kernels["load_cold"]["leased_ms"]
+    assert _kernel_table(kernels).count("\n") == len(kernels) == 7
     wrong = gpulease("bench", "--driver", "cuda")
     assert wrong.exit_code == 1
     assert "computes with cpu, not cuda" in wrong.stderr

@@ -4,7 +4,8 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.cpu import native
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol, compile_ir
+from gpulease.daemon.drivers.cpu.kept_code import load_ir
+from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol
 
 RELEASE_WARP = "gpulease_release_warp"
 SETTLE_BLOCK = "gpulease_settle_block"
@@ -23,7 +24,7 @@ DECLARATIONS = (
 @cache
 def block_code() -> NativeCode:
     """Compile and let IR find it. Starts no thread."""
-    code = compile_ir(files(native).joinpath("block.ll").read_text("ascii"))
+    code = load_ir(files(native).joinpath("block.ll").read_text("ascii"))
     for name in (RELEASE_WARP, SETTLE_BLOCK, SAME_WORDS, REDUCE_WORDS):
         bind_symbol(name, code.address(name))
     return code

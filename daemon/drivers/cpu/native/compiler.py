@@ -38,8 +38,8 @@ def initialise() -> None:
     bind_symbol(CLOCK_GETTIME, ctypes.CDLL(None).clock_gettime)
 
 
-def compile_ir(text: str, *, is_optimised: bool = True) -> NativeCode:
-    """Check and compile IR. Raises BadIr."""
+def emit_object(text: str, *, is_optimised: bool = True) -> bytes:
+    """IR to object code, which names what it calls and holds no address of this process. Raises BadIr."""
     initialise()
     try:
         module = llvm.parse_assembly(text)
@@ -56,15 +56,32 @@ def compile_ir(text: str, *, is_optimised: bool = True) -> NativeCode:
         passes = llvm.create_new_module_pass_manager()
         passes.add_sroa_pass()
     passes.run(module, builder)
-    engine = llvm.create_mcjit_compiler(module, machine)
+    data: bytes = machine.emit_object(module)
+    return data
+
+
+def load_object(data: bytes) -> NativeCode:
+    """Object code to code that can be called; what it names must have been bound."""
+    initialise()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(OPTIMISATION_LEVEL))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
     return NativeCode(engine)
 
 
+def target_identity() -> str:
+    """What code is made by and for: another one's code may not run here, or not be the same."""
+    return f"{llvm.llvm_version_info} {llvm.get_default_triple()} {_host()}"
+
+
 def _target_machine(level: int) -> Any:
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=level
-    )
+    cpu, features = _host()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=level)
+
+
+@cache
+def _host() -> tuple[str, str]:
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
 def bind_symbol(name: str, function: Any) -> None:

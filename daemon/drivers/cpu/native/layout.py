@@ -109,7 +109,8 @@ class Launch(ctypes.Structure):
     """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream.
 
     Its blocks are handed out `chunk` at a time, to at most `places` environments whose areas lie a stride apart; if
-    `chunk` is 0 they all run one after another in the first.
+    `chunk` is 0 they all run one after another in the first. `pace` is the address of how long a block of this kernel
+    took last, in nanoseconds, 0 if that is not known.
     """
 
     _fields_ = (
@@ -123,14 +124,16 @@ class Launch(ctypes.Structure):
         ("kernel", ctypes.c_uint32),
         ("chunk", ctypes.c_uint32),
         ("places", ctypes.c_uint32),
-        ("shared_stride", ctypes.c_uint64),
-        ("local_stride", ctypes.c_uint64),
-        ("frame_stride", ctypes.c_uint64),
+        ("shared_stride", ctypes.c_uint32),
+        ("local_stride", ctypes.c_uint32),
+        ("frame_stride", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("pace", ctypes.c_uint64),
     )
 
 
 # The same head for `struct`, which fills it several times faster than ctypes does.
-LAUNCH_HEAD = struct.Struct("<4Q10I3Q")
+LAUNCH_HEAD = struct.Struct("<4Q13I4xQ")
 
 PARAMETERS_OFFSET = ctypes.sizeof(Launch)
 

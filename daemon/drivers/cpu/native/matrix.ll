@@ -7,7 +7,7 @@
 ; Floats are added as an H100's tensor cores do (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, and
 ; P. Xie et al., "MMA-Sim", 2025): products are exact, all terms are cut, towards zero, to 25 binary places behind the
 ; greatest exponent, and their exact sum is cut to f32 or rounded to f16. A term's exponent is the sum of its factors',
-; and -126 for one that is 0; zeros lose their sign.
+; and -126 for one that is 0; zeros lose their sign. Floats of 8 bits become f16 first.
 
 declare i32 @llvm.smax.i32(i32, i32)
 declare double @llvm.fabs.f64(double)
@@ -69,11 +69,9 @@ define internal i32 @exponent_of(i32 %bits, i32 %least) alwaysinline {
 
 define internal i32 @least_exponent(i32 %kind) alwaysinline {
   %is.half = icmp eq i32 %kind, 0
-  %is.fourth = icmp eq i32 %kind, 3
-  %is.fifth = icmp eq i32 %kind, 4
-  %is.short = or i1 %is.half, %is.fifth
-  %wide = select i1 %is.short, i32 -14, i32 -126
-  %least = select i1 %is.fourth, i32 -6, i32 %wide
+  %is.byte = icmp ugt i32 %kind, 2
+  %is.short = or i1 %is.half, %is.byte
+  %least = select i1 %is.short, i32 -14, i32 -126
   ret i32 %least
 }
 
@@ -86,12 +84,34 @@ define internal i32 @elements_in(i32 %kind) alwaysinline {
   ret i32 %count
 }
 
-; A row of A or a column of B, out of the words of four lanes: its numbers and their exponents.
+; A row of A or a column of B, out of the words of four lanes: its numbers and their exponents. Of bytes the lower two
+; of all words come first, then the upper two.
 define internal void @unpack(ptr %first, i64 %stride, i64 %step, i32 %chunks, i32 %kind, ptr %values, ptr %exponents) {
 entry:
-  %least = call i32 @least_exponent(i32 %kind)
   %count = call i32 @elements_in(i32 %kind)
   %width = udiv i32 32, %count
+  %is.byte = icmp ugt i32 %kind, 2
+  %end = select i1 %is.byte, i32 16, i32 32
+  call void @unpack_part(ptr %first, i64 %stride, i64 %step, i32 %chunks, i32 %kind, ptr %values, ptr %exponents,
+      i32 %width, i32 0, i32 %end)
+  br i1 %is.byte, label %upper, label %done
+upper:
+  %lower = shl i32 %chunks, 3
+  %lower.wide = zext i32 %lower to i64
+  %upper.values = getelementptr double, ptr %values, i64 %lower.wide
+  %upper.exponents = getelementptr i32, ptr %exponents, i64 %lower.wide
+  call void @unpack_part(ptr %first, i64 %stride, i64 %step, i32 %chunks, i32 %kind, ptr %upper.values,
+      ptr %upper.exponents, i32 8, i32 16, i32 32)
+  br label %done
+done:
+  ret void
+}
+
+; The elements of some bits of each word.
+define internal void @unpack_part(ptr %first, i64 %stride, i64 %step, i32 %chunks, i32 %kind, ptr %values,
+    ptr %exponents, i32 %width, i32 %begin, i32 %end) {
+entry:
+  %least = call i32 @least_exponent(i32 %kind)
   br label %chunk
 chunk:
   %number = phi i32 [ 0, %entry ], [ %number.next, %chunk.done ]
@@ -105,7 +125,7 @@ lane:
   %word = load i32, ptr %at
   br label %each
 each:
-  %shift = phi i32 [ 0, %lane ], [ %shift.next, %each ]
+  %shift = phi i32 [ %begin, %lane ], [ %shift.next, %each ]
   %into = phi i64 [ %place.lane, %lane ], [ %place.next, %each ]
   %bits = call i32 @element(i32 %word, i32 %shift, i32 %kind)
   %float = bitcast i32 %bits to float
@@ -117,7 +137,7 @@ each:
   store i32 %exponent, ptr %exponent.at
   %place.next = add i64 %into, 1
   %shift.next = add i32 %shift, %width
-  %more = icmp ult i32 %shift.next, 32
+  %more = icmp ult i32 %shift.next, %end
   br i1 %more, label %each, label %lane.done
 lane.done:
   %lane.next = add i32 %lane.number, 1
@@ -258,6 +278,28 @@ define internal i16 @round_to_f16(double %value) {
   ret i16 %result
 }
 
+; The same of bytes: an H100 takes two steps of half the terms, the first from 0, and adds C to what has been cut to f32.
+define internal double @dot_bytes(ptr %a, ptr %a.exponents, ptr %b, ptr %b.exponents, i64 %count, double %c) {
+  %half = lshr i64 %count, 1
+  %lower = call double @dot(ptr %a, ptr %a.exponents, ptr %b, ptr %b.exponents, i64 %half, double 0.0, i32 -126)
+  %lower.bits = call i32 @cut_to_f32(double %lower)
+  %lower.float = bitcast i32 %lower.bits to float
+  %lower.cut = fpext float %lower.float to double
+  %lower.exponent = call i32 @exponent_of(i32 %lower.bits, i32 -126)
+  %a.upper = getelementptr double, ptr %a, i64 %half
+  %b.upper = getelementptr double, ptr %b, i64 %half
+  %ae.upper = getelementptr i32, ptr %a.exponents, i64 %half
+  %be.upper = getelementptr i32, ptr %b.exponents, i64 %half
+  %both = call double @dot(ptr %a.upper, ptr %ae.upper, ptr %b.upper, ptr %be.upper, i64 %half, double %lower.cut,
+      i32 %lower.exponent)
+  %both.bits = call i32 @cut_to_f32(double %both)
+  %both.float = bitcast i32 %both.bits to float
+  %c.float = fptrunc double %c to float
+  %sum = fadd float %both.float, %c.float
+  %result = fpext float %sum to double
+  ret double %result
+}
+
 ; `c.is.half` and `d.is.half`: C or the result is f16, not f32.
 define void @gpulease_multiply_floats(ptr %shown, i64 %stride, i32 %lane, ptr %into, i32 %rows, i32 %columns,
     i32 %chunks, i32 %a.kind, i32 %b.kind, i1 %c.is.half, i1 %d.is.half) {
@@ -266,6 +308,7 @@ entry:
   %a.exponents = alloca [64 x i32], align 64
   %b.values = alloca [32 x double], align 64
   %b.exponents = alloca [32 x i32], align 64
+  %is.byte = icmp ugt i32 %a.kind, 2
   %elements = call i32 @elements_in(i32 %a.kind)
   %words = shl i32 %chunks, 2
   %count = mul i32 %words, %elements
@@ -345,8 +388,17 @@ c.loaded:
   %used.start = mul i64 %z.wide, %length
   %used.values = getelementptr double, ptr %a.values, i64 %used.start
   %used.exponents = getelementptr i32, ptr %a.exponents, i64 %used.start
-  %value = call double @dot(ptr %used.values, ptr %used.exponents, ptr %b.values, ptr %b.exponents, i64 %length,
+  br i1 %is.byte, label %of.bytes, label %of.words
+of.bytes:
+  %bytes.value = call double @dot_bytes(ptr %used.values, ptr %used.exponents, ptr %b.values, ptr %b.exponents,
+      i64 %length, double %c)
+  br label %added
+of.words:
+  %words.value = call double @dot(ptr %used.values, ptr %used.exponents, ptr %b.values, ptr %b.exponents, i64 %length,
       double %c, i32 %c.exponent)
+  br label %added
+added:
+  %value = phi double [ %bytes.value, %of.bytes ], [ %words.value, %of.words ]
   br i1 %d.is.half, label %d.half, label %d.float
 d.half:
   %d.half.bits = call i16 @round_to_f16(double %value)

@@ -4,7 +4,8 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.cpu import native
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol, compile_ir
+from gpulease.daemon.drivers.cpu.kept_code import load_ir
+from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol
 
 MULTIPLY_FLOATS = "gpulease_multiply_floats"
 MULTIPLY_BYTES = "gpulease_multiply_bytes"
@@ -17,7 +18,7 @@ KINDS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 @cache
 def matrix_code() -> NativeCode:
     """Compile and let IR find it. Starts no thread."""
-    code = compile_ir(files(native).joinpath("matrix.ll").read_text("ascii"))
+    code = load_ir(files(native).joinpath("matrix.ll").read_text("ascii"))
     for name in (MULTIPLY_FLOATS, MULTIPLY_BYTES, MULTIPLY_DOUBLES):
         bind_symbol(name, code.address(name))
     return code

@@ -2,7 +2,7 @@
 ;
 ; %team is a Team (layout.py); offsets: launch 0, places 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
 ; stop 72, fault 80, used 88, state 128, idle 136, work 192, done 224.
-; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 80, frame_stride 88.
+; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 76, frame_stride 80, pace 88.
 ; An Environment has: arena 0, shadow 8, last_granule 16, shared 24, local 32, frames 40, fault 48, prints 56, block 64,
 ; resumes 72, next 80, and takes 128; a Fault takes 80.
 ;
@@ -14,6 +14,7 @@ declare i32 @gpulease_sem_post(ptr)
 declare i32 @gpulease_sched_yield()
 declare i32 @gpulease_clock_gettime(i32, ptr)
 declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @llvm.usub.sat.i64(i64, i64)
 
 define internal i64 @now() {
@@ -59,11 +60,14 @@ there:
   br i1 %is.first, label %done, label %fill
 fill:
   %shared.at = getelementptr i8, ptr %launch, i64 72
-  %shared = load i64, ptr %shared.at
-  %local.at = getelementptr i8, ptr %launch, i64 80
-  %local = load i64, ptr %local.at
-  %frames.at = getelementptr i8, ptr %launch, i64 88
-  %frames = load i64, ptr %frames.at
+  %shared.narrow = load i32, ptr %shared.at
+  %shared = zext i32 %shared.narrow to i64
+  %local.at = getelementptr i8, ptr %launch, i64 76
+  %local.narrow = load i32, ptr %local.at
+  %local = zext i32 %local.narrow to i64
+  %frames.at = getelementptr i8, ptr %launch, i64 80
+  %frames.narrow = load i32, ptr %frames.at
+  %frames = zext i32 %frames.narrow to i64
   call void @set_area(ptr %first, ptr %place, i64 0, i64 0, i64 0)
   call void @set_area(ptr %first, ptr %place, i64 8, i64 0, i64 0)
   call void @set_area(ptr %first, ptr %place, i64 16, i64 0, i64 0)
@@ -104,8 +108,8 @@ done:
 
 ; Run blocks until none is left or one has faulted. A block that only waits for others is set aside in its place, and
 ; another begun; once all set aside have had a turn and none of them has ended, as many again may begin.
-; `wakes` is whether to wake the helpers as soon as what is left seems worth it.
-define internal void @run_blocks(ptr %team, ptr %launch, i1 %wakes) {
+; `wakes` is whether to wake the helpers as soon as what is left seems worth it. Returns how many blocks have ended.
+define internal i64 @run_blocks(ptr %team, ptr %launch, i1 %wakes) {
 entry:
   %free.at = alloca ptr
   %head.at = alloca ptr
@@ -115,6 +119,8 @@ entry:
   %left.at = alloca i64
   %ended.at = alloca i1
   %wakes.at = alloca i1
+  %count.at = alloca i64
+  store i64 0, ptr %count.at
   store ptr null, ptr %free.at
   store ptr null, ptr %head.at
   store ptr null, ptr %tail.at
@@ -211,6 +217,10 @@ ended:
   store ptr %others, ptr %link.at
   store ptr %place, ptr %free.at
   store i1 true, ptr %ended.at
+  %count = load i64, ptr %count.at
+  %size = sub i64 %last, %first
+  %count.more = add i64 %count, %size
+  store i64 %count.more, ptr %count.at
   br label %turn
 waits:
   store ptr null, ptr %link.at
@@ -282,7 +292,32 @@ rouse:
   br label %step
 
 leave:
-  ret void
+  %total = load i64, ptr %count.at
+  ret i64 %total
+}
+
+; Wake helpers for a whole launch if its kernel's blocks were long the last time, or are not known. Says whether not.
+define internal i1 @leave_asleep(ptr %team, ptr %launch, i64 %pace) {
+entry:
+  %blocks.at = getelementptr i8, ptr %launch, i64 8
+  %blocks = load i64, ptr %blocks.at
+  %needed.at = getelementptr i8, ptr %team, i64 24
+  %needed = load i64, ptr %needed.at
+  %pace.real = uitofp i64 %pace to double
+  %blocks.real = uitofp i64 %blocks to double
+  %needed.real = uitofp i64 %needed to double
+  %cost = fmul double %pace.real, %blocks.real
+  %is.short = fcmp olt double %cost, %needed.real
+  %is.known = icmp ne i64 %pace, 0
+  %sleeps = and i1 %is.short, %is.known
+  br i1 %sleeps, label %done, label %rouse
+rouse:
+  ; The stream's thread takes one itself.
+  %others = sub i64 %blocks, 1
+  call void @wake(ptr %team, i64 %others)
+  br label %done
+done:
+  ret i1 %sleeps
 }
 
 ; Run a launch. Returns its status; the fault's record is then named in the team.
@@ -304,11 +339,22 @@ entry:
   %is.alone = icmp eq i64 %helpers, 0
   br i1 %is.alone, label %alone, label %open
 alone:
-  call void @run_blocks(ptr %team, ptr %launch, i1 false)
+  %count.alone = call i64 @run_blocks(ptr %team, ptr %launch, i1 false)
   br label %end
 open:
+  %pace.at.at = getelementptr i8, ptr %launch, i64 88
+  %pace.at = load ptr, ptr %pace.at.at
+  %pace = load i64, ptr %pace.at
   store atomic i64 4611686018427387904, ptr %state.at seq_cst, align 8
-  call void @run_blocks(ptr %team, ptr %launch, i1 true)
+  %wakes = call i1 @leave_asleep(ptr %team, ptr %launch, i64 %pace)
+  %begun = call i64 @now()
+  %count = call i64 @run_blocks(ptr %team, ptr %launch, i1 %wakes)
+  %ended = call i64 @now()
+  %some = call i64 @llvm.umax.i64(i64 %count, i64 1)
+  %elapsed = sub i64 %ended, %begun
+  %each = udiv i64 %elapsed, %some
+  %pace.new = call i64 @llvm.umax.i64(i64 %each, i64 1)
+  store i64 %pace.new, ptr %pace.at
   %closed = atomicrmw and ptr %state.at, i64 -4611686018427387905 seq_cst
   br label %look
 look:
@@ -370,7 +416,7 @@ try:
   br i1 %is.in, label %run, label %look
 run:
   %launch = load ptr, ptr %team
-  call void @run_blocks(ptr %team, ptr %launch, i1 false)
+  %count = call i64 @run_blocks(ptr %team, ptr %launch, i1 false)
   %before = atomicrmw sub ptr %state.at, i64 1 seq_cst
   %is.last = icmp eq i64 %before, 2305843009213693953
   br i1 %is.last, label %tell, label %again

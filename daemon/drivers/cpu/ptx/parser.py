@@ -21,6 +21,10 @@ _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
 # Marks a module's shared variable, which has no place until a kernel names it.
 _NO_PLACE = -1
 
+# Shared memory that is CUDA's own (PTX ISA section 10, %reserved_smem_offset): a kernel that asks where it lies gets it
+# like a variable. Cooperative groups count on 288 bytes, for the barriers of tiles of several warps.
+_RESERVED_SHARED = Variable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
+
 
 def parse(text: str) -> Image:
     """The tree of a PTX text. Raises ImageRejected."""
@@ -31,6 +35,7 @@ class _ImageParser:
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.scope = Scope(None)
+        self.scope.declare(_RESERVED_SHARED.name, _RESERVED_SHARED)
         self.functions: dict[str, Function] = {}
         self.subroutines: dict[str, Function] = {}
         self.signatures: dict[str, Signature] = {}
@@ -105,7 +110,7 @@ class _ImageParser:
             case "file" | "loc":
                 cursor.skip_line(at.line)
             case "section":
-                cursor.skip_line(at.line)
+                cursor.expect("directive")
                 cursor.skip_braces()
             case "pragma":
                 cursor.expect("string")

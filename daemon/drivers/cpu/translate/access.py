@@ -77,6 +77,23 @@ def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Va
     return _address(t, operand), space
 
 
+def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -> Value:
+    """The offset in shared memory that an operand names, by itself or as a generic address; not checked yet."""
+    address, space = address_in(t, operand, Space.GENERIC if is_generic else Space.SHARED)
+    if space is Space.GENERIC:
+        return t.ir.binary("sub", address, t.ir.cast("ptrtoint", window_base(t, Space.SHARED), "i64"))
+    if space is not Space.SHARED:
+        raise t.problem(f"an address in .{space.value} where one in .shared is needed")
+    return address
+
+
+def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Access, *, is_generic: bool) -> Value:
+    """A host pointer for an access of shared memory, whichever way its address is given."""
+    offset = shared_offset(t, operand, is_generic=is_generic)
+    fail_unless(t, is_valid(t, offset, Space.SHARED, size), access, Space.SHARED, offset, size)
+    return pointer_at(t, offset, Space.SHARED)
+
+
 def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, wanted: Value | None = None) -> Value:
     """Whether an access of `size` bytes may be made there."""
     if space in _WINDOWS:

@@ -21,12 +21,13 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
-FAMILY = Family("Atomic operations", "9.7.13")
+# Cooperative groups write these three behind the operation, Triton the other way round, and ptxas takes both.
+FAMILY = Family("Atomic operations", "9.7.13", loose=("order", "scope", "space"))
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_SPACES = ("global", "shared", "shared::cta")
+_SPACES = ("global", "shared", "shared::cta", "shared::cluster")
 
 _TYPES = {
     "add": ("u32", "s32", "u64", "f32", "f64"),
@@ -48,9 +49,10 @@ Update = Callable[[Value], Value]
 
 
 def _forms(function: Callable[["ThreadTranslator", Instruction, Modifiers], None]) -> None:
-    """All spellings of the operations with one operand."""
+    """All spellings of the operations with one operand; those of libcu++ name the operation first."""
     for operation, types in _TYPES.items():
         _register(function, f".{operation}.type", type=types)
+        FAMILY.form(f"atom.{operation}.order.scope.type", 3, order=_ORDERS, scope=_SCOPES, type=types)(function)
     _register(function, ".add.noftz.type", type=_HALF_TYPES)
 
 
@@ -108,6 +110,7 @@ for _rest, _vectors, _kinds in (
 @FAMILY.form(
     "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
 )
+@FAMILY.form("atom.exch.order.scope.type", 3, order=_ORDERS, scope=_SCOPES, type=("b32", "b64"))
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store an operand; the result is what was there."""
     scalar = m.scalar()
@@ -121,6 +124,7 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form(
     "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
 )
+@FAMILY.form("atom.cas.order.scope.type", 4, order=_ORDERS, scope=_SCOPES, type=("b16", "b32", "b64"))
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store the second operand if the first was there; the result is what was there."""
     scalar, ir = m.scalar(), t.ir

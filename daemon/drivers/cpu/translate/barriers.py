@@ -30,6 +30,7 @@ _MAX_COUNT = 1024
 # A barrier's kind is its number, and from this bit on what it does.
 _KIND_SHIFT = 4
 _REDUCTIONS = ("popc", "and", "or")
+_CLUSTER = (1 + len(_REDUCTIONS)) << _KIND_SHIFT
 
 
 @FAMILY.form("bar{.cta}.sync", (1, 2), writes=False)
@@ -72,6 +73,17 @@ def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     came, trues = _reduce(t, i, m["op"])
     result = t.ir.compare("icmp eq", trues, came) if m["op"] == "and" else t.ir.compare("icmp ne", trues, 0)
     t.write(i.operands[0], PREDICATE, result)
+
+
+@FAMILY.form("barrier.cluster.arrive{.order}{.aligned}", 0, writes=False, order=("release", "relaxed"))
+def arrive_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: the wait that belongs to it waits for all (section 9.7.13.3)."""
+
+
+@FAMILY.form("barrier.cluster.wait{.acquire}{.aligned}", 0, writes=False)
+def wait_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Wait for all threads of the cluster, which is the block, to come here too."""
+    wait_at_barrier(t, constant("i32", _CLUSTER), constant("i32", 0))
 
 
 def _reduce(t: "ThreadTranslator", i: Instruction, operation: str) -> tuple[Value, Value]:

@@ -5,6 +5,7 @@ from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.approximate import FAMILY as APPROXIMATE
 from gpulease.daemon.drivers.cpu.translate.atomics import FAMILY as ATOMICS
 from gpulease.daemon.drivers.cpu.translate.barriers import FAMILY as BARRIERS
+from gpulease.daemon.drivers.cpu.translate.bulk import FAMILY as BULK
 from gpulease.daemon.drivers.cpu.translate.calls import FAMILY as CALLS
 from gpulease.daemon.drivers.cpu.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.cpu.translate.comparison import FAMILY as COMPARISON
@@ -19,20 +20,25 @@ from gpulease.daemon.drivers.cpu.translate.integer import FAMILY as INTEGER
 from gpulease.daemon.drivers.cpu.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.cpu.translate.matrix import FAMILY as MATRIX
 from gpulease.daemon.drivers.cpu.translate.memory import FAMILY as MEMORY
+from gpulease.daemon.drivers.cpu.translate.minifloats import FAMILY as MINIFLOATS
 from gpulease.daemon.drivers.cpu.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.cpu.translate.multimedia import FAMILY as MULTIMEDIA
 from gpulease.daemon.drivers.cpu.translate.narrowing import FAMILY as NARROWING
 from gpulease.daemon.drivers.cpu.translate.ordering import FAMILY as ORDERING
+from gpulease.daemon.drivers.cpu.translate.phases import FAMILY as PHASES
+from gpulease.daemon.drivers.cpu.translate.placement import FAMILY as PLACEMENT
 from gpulease.daemon.drivers.cpu.translate.relation import FAMILY as RELATION
 from gpulease.daemon.drivers.cpu.translate.selection import FAMILY as SELECTION
 from gpulease.daemon.drivers.cpu.translate.specials import NAMES
 from gpulease.daemon.drivers.cpu.translate.tiles import FAMILY as TILES
+from gpulease.daemon.drivers.cpu.translate.video import FAMILY as VIDEO
 from gpulease.daemon.drivers.cpu.translate.warp import FAMILY as WARP
 
 FAMILIES = (
     INTEGER,
     CARRY,
     MULTIMEDIA,
+    VIDEO,
     FLOATING,
     DIRECTED,
     APPROXIMATE,
@@ -42,9 +48,11 @@ FAMILIES = (
     SELECTION,
     LOGIC,
     MOVEMENT,
+    PLACEMENT,
     MEMORY,
     CONVERSION,
     NARROWING,
+    MINIFLOATS,
     CONTROL,
     CALLS,
     BARRIERS,
@@ -54,6 +62,8 @@ FAMILIES = (
     ATOMICS,
     ORDERING,
     COPYING,
+    BULK,
+    PHASES,
 )
 
 

@@ -8,6 +8,7 @@ alone where the float or the integer has 64 bits; of an f64 to 8 bits, where the
 from gpulease.daemon.drivers.cpu.ptx.scalars import Kind, Scalar
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.translate.floating import finish, flush
+from gpulease.daemon.drivers.cpu.translate.formats import F32, Format
 from gpulease.daemon.drivers.cpu.translate.forms import FLOATS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator, ir_type
@@ -99,13 +100,14 @@ def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: V
     return t.ir.select(is_nan, constant(kind, 1 << (into.bits - 1)), number)
 
 
-def keep_nan(t: OperandTranslator, value: Value, result: Value) -> Value:
-    """The bits of an f32 made from a double, where that is NaN its sign and the upper part of its payload."""
+def keep_nan(t: OperandTranslator, value: Value, result: Value, into: Format = F32) -> Value:
+    """The bits of a narrower float made from a double, where that is NaN its sign and the upper part of its payload."""
     ir = t.ir
     bits = ir.cast("bitcast", value, "i64")
-    sign = ir.binary("and", ir.binary("lshr", bits, 32), 1 << 31)
-    payload = ir.binary("and", ir.binary("lshr", bits, 29), 0x7FFFFF)
-    nan = ir.cast("trunc", ir.binary("or", ir.binary("or", sign, payload), 0x7FC00000), "i32")
+    sign = ir.binary("and", ir.binary("lshr", bits, 64 - into.bits), into.sign)
+    payload = ir.binary("and", ir.binary("lshr", bits, 52 - into.digits), (1 << into.digits) - 1)
+    quiet = into.infinity | 1 << (into.digits - 1)
+    nan = ir.cast("trunc", ir.binary("or", ir.binary("or", sign, payload), quiet), f"i{into.bits}")
     return ir.select(ir.compare("fcmp uno", value, value), nan, result)
 
 

@@ -8,6 +8,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Integer, Negated
 from gpulease.daemon.drivers.cpu.translate.access import checked_pointer
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
+from gpulease.daemon.drivers.cpu.translate.memory import check_policy
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
@@ -19,16 +20,25 @@ _PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
 _WORD = SCALARS["u32"]
 
 
-@FAMILY.form("cp.async.ca.into.global{.prefetch}", (3, 4), writes=False, into=_INTO, prefetch=_PREFETCHES)
-@FAMILY.form("cp.async.cg.into.global{.prefetch}", (3, 4), writes=False, into=_INTO, prefetch=_PREFETCHES)
+@FAMILY.form(
+    "cp.async.way.into.global{.policy}{.prefetch}",
+    (3, 4, 5),
+    writes=False,
+    way=("ca", "cg"),
+    into=_INTO,
+    policy=("L2::cache_hint",),
+    prefetch=_PREFETCHES,
+)
 def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """4, 8 or 16 bytes; of fewer that are taken, or none, the rest are zeros."""
     ir, size = t.ir, i.operands[2]
-    if not isinstance(size, Integer) or size.value not in ((16,) if "cg" in m else (4, 8, 16)):
+    if not isinstance(size, Integer) or size.value not in ((16,) if m["way"] == "cg" else (4, 8, 16)):
         raise t.problem("a copy is of 4, 8 or 16 bytes, with .cg of 16")
     kind = f"i{8 * size.value}"
     into = checked_pointer(t, i.operands[0], Space.SHARED, size.value, Access.STORE)
-    if len(i.operands) == 3:
+    count = len(i.operands) - ("policy" in m)
+    check_policy(t, i, m, 3 if count == 3 else 4)
+    if count == 3:
         ir.emit(f"store {_source(t, i, size.value, None)}, {into}, align {size.value}")
         return
     taken = _bytes_taken(t, i.operands[3], size.value)

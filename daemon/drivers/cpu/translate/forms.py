@@ -57,6 +57,7 @@ class Form:
         slots: For each modifier in order: its name, its choices, whether it may be left out.
         arity: How many operands it takes.
         writes: Whether the first operand is where the result goes.
+        loose: Slots at the front whose modifiers may be given at any place.
     """
 
     template: str
@@ -65,11 +66,12 @@ class Form:
     arity: tuple[int, ...]
     writes: bool
     translate: Translate
+    loose: tuple[str, ...] = ()
 
     def match(self, instruction: Instruction) -> Modifiers | None:
         """The instruction's modifiers by name, or None if it is spelled otherwise."""
         found: dict[str, str] = {}
-        given = list(instruction.modifiers)
+        given = self._arranged(instruction.modifiers)
         for name, choices, optional in self.slots:
             if given and given[0] in choices:
                 found[name] = given.pop(0)
@@ -79,13 +81,21 @@ class Form:
             return None
         return Modifiers(found)
 
+    def _arranged(self, modifiers: tuple[str, ...]) -> list[str]:
+        if not self.loose:
+            return list(modifiers)
+        places = {choice: name for name, choices, _ in self.slots if name in self.loose for choice in choices}
+        order = {name: place for place, name in enumerate(self.loose)}
+        return sorted(modifiers, key=lambda modifier: order.get(places.get(modifier, ""), len(order)))
+
 
 class Family:
     """Instructions described together in one section of the PTX ISA."""
 
-    def __init__(self, title: str, section: str) -> None:
+    def __init__(self, title: str, section: str, *, loose: tuple[str, ...] = ()) -> None:
         self.title = title
         self.section = section
+        self.loose = loose
         self.forms: list[Form] = []
 
     def form(
@@ -100,7 +110,7 @@ class Family:
                 for brace, name in _SLOT.findall(template[len(opcode) :])
             )
             counts = (arity,) if isinstance(arity, int) else arity
-            self.forms.append(Form(template, opcode, slots, counts, writes, translate))
+            self.forms.append(Form(template, opcode, slots, counts, writes, translate, self.loose))
             return translate
 
         return register

@@ -30,7 +30,7 @@ from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 from gpulease.daemon.drivers.interface import ImageRejected
 
 # Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
-MEETINGS = WAITING.union(("mbarrier", "wgmma"))
+MEETINGS = WAITING.union(("wgmma",))
 
 # Functions in functions; also bounds Python's stack.
 _MAX_DEPTH = 64

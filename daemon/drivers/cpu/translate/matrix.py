@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
-from gpulease.daemon.drivers.cpu.native.matrix import (
-    KINDS,
-    MULTIPLY_BYTES,
-    MULTIPLY_DOUBLES,
-    MULTIPLY_FLOATS,
-    matrix_code,
-)
+from gpulease.daemon.drivers.cpu.native.matrix import KINDS, MULTIPLY_BYTES, MULTIPLY_DOUBLES, MULTIPLY_FLOATS
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Space, Vector
-from gpulease.daemon.drivers.cpu.translate.access import address_in, fail_unless, is_valid, pointer_at, window_base
+from gpulease.daemon.drivers.cpu.translate.access import fail_unless, is_valid, pointer_at, shared_offset
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.fragments import Tiles, tiles_of
 from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
@@ -105,7 +99,6 @@ def multiply(
     for operand, count in zip(operands[1:], counts, strict=True):
         shown += [t.read(register, scalar) for register in registers_of(t, operand, count)]
     meet(t, shown)
-    matrix_code()
     frames, stride, offset = shown_words(t)
     into = own_room(t)
     arguments = [t.ir.offset(frames, offset), stride, lane(t), into, *details]
@@ -190,12 +183,7 @@ def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: int, access: Access) -> Value:
     """The offset in shared memory of the thread's row, checked if it counts; generic addresses must lie there too."""
     ir = t.ir
-    address, space = address_in(t, operand, Space.SHARED if "space" in m else Space.GENERIC)
-    if space is Space.GENERIC:
-        base = ir.cast("ptrtoint", window_base(t, Space.SHARED), "i64")
-        address = ir.binary("sub", address, base)
-    elif space is not Space.SHARED:
-        raise t.problem("rows of matrices lie in .shared")
+    address = shared_offset(t, operand, is_generic="space" not in m)
     valid = is_valid(t, address, Space.SHARED, _ROW_BYTES)
     if count < 4:
         valid = ir.binary("or", valid, ir.compare("icmp uge", lane(t), 8 * count))

@@ -10,7 +10,6 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
-from gpulease.daemon.drivers.cpu.native.block import block_code
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
@@ -64,7 +63,6 @@ class Part:
         self._definitions.append(thread.translate(f"thread{number}"))
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:
-            block_code()
             self._declarations.update(BLOCK_DECLARATIONS)
         runner = writer(
             f"thread{number}",

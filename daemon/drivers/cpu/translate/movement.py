@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.cpu.translate.operands import OperandTranslator, bi
 
 FAMILY = Family("Moves and address conversion", "9.7.9")
 
-_SPACES = ("global", "const", "shared", "shared::cta", "local")
+_SPACES = ("global", "const", "shared", "shared::cta", "shared::cluster", "local")
 _WINDOWS = (Space.SHARED, Space.LOCAL)
 _POINTER = SCALARS["u64"]
 _WORD = SCALARS["b32"]
@@ -50,7 +50,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvta.space.u64", 2, space=_SPACES)
 def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """An address in a space as a generic one."""
-    space = Space(m["space"].removesuffix("::cta"))
+    space = Space(m["space"].split("::")[0])
     source = i.operands[1]
     if isinstance(source, Symbol) and source.variable.space is not space:
         raise t.problem(f"{source.variable.name[:60]} does not lie in .{space.value}")
@@ -64,7 +64,7 @@ def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvta.to.space.u64", 2, space=_SPACES)
 def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """A generic address as one in a space; if it lies elsewhere the result is good for nothing, as on a GPU."""
-    space = Space(m["space"].removesuffix("::cta"))
+    space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")

@@ -10,6 +10,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 from gpulease.daemon.drivers.cpu.translate.conversion import TO_INTEGER, keep_nan, nearest_integer
 from gpulease.daemon.drivers.cpu.translate.floating import flush, saturate
 from gpulease.daemon.drivers.cpu.translate.formats import (
+    F16,
     F32,
     FORMATS,
     TF32,
@@ -45,10 +46,17 @@ _IRND = tuple(TO_INTEGER)
 @FAMILY.form("cvt.round{.relu}.into.source", 2, round=("rn", "rz"), into=("tf32",), source=("f32",))
 @FAMILY.form("cvt{.ftz}{.sat}.into.source", 2, into=("f32",), source=("f16",))
 @FAMILY.form("cvt{.sat}.into.source", 2, into=("f64",), source=("f16",))
-@FAMILY.form("cvt.into.source", 2, into=("f32", "f64"), source=("bf16",))
+@FAMILY.form("cvt.into.source", 2, into=("f64",), source=("bf16",))
 def float_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Rounded once if the target is shorter."""
     write_double(t, i, m, m["into"], read_double(t, i, 1, m, m["source"]))
+
+
+@FAMILY.form("cvt.f32.bf16", 2)
+def widened(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
+    """The upper half of the same bits, NaN's too."""
+    bits = t.ir.cast("zext", t.read(i.operands[1], SCALARS["b16"]), "i32")
+    t.write(i.operands[0], _WORD, t.ir.binary("shl", bits, 16))
 
 
 @FAMILY.form("cvt.round{.relu}.into.source", 3, round=("rn", "rz"), into=("f16x2", "bf16x2"), source=("f32",))
@@ -120,27 +128,34 @@ def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def read_double(t: OperandTranslator, i: Instruction, position: int, m: Modifiers, kind: str) -> Value:
-    """An operand of any floating type as a double; .ftz is of those that are f32."""
+    """An operand of any floating type as a double; .ftz is of those that are f32, but for one that becomes f16."""
     scalar = SCALARS[kind]
     value = t.read(i.operands[position], scalar)
     if kind == "f64":
         return value
     if kind == "f32":
-        return t.ir.cast("fpext", flush(t, value) if "ftz" in m else value, "double")
+        return t.ir.cast("fpext", flush(t, value) if "ftz" in m and m.get("into") != "f16" else value, "double")
     return decode(t, value, FORMATS[kind])
 
 
 def write_double(t: OperandTranslator, i: Instruction, m: Modifiers, kind: str, value: Value) -> None:
     """Round, clamp and write a result of any floating type."""
     if kind == "f64":
-        t.write(i.operands[0], _F64, saturate(t, _F64, value) if "sat" in m else value)
+        t.write(i.operands[0], _F64, saturate(t, _F64, value) if "sat" in m else quiet(t, value))
         return
     into = FORMATS[kind]
     scalar = _WORD if into == TF32 else SCALARS[kind]
     bits = encode(t, _narrowed(t, m, into, value), into)
-    if m.get("source") == "f64" and into == F32 and "sat" not in m:
-        bits = keep_nan(t, value, bits)
+    if m.get("source") == "f64" and into in (F32, F16) and "sat" not in m:
+        bits = keep_nan(t, value, bits, into)
     t.write(i.operands[0], scalar, bits)
+
+
+def quiet(t: OperandTranslator, value: Value) -> Value:
+    """A double whose NaN does not signal."""
+    bits = t.ir.cast("bitcast", value, "i64")
+    quieted = t.ir.cast("bitcast", t.ir.binary("or", bits, 1 << 51), "double")
+    return t.ir.select(t.ir.compare("fcmp uno", value, value), quieted, value)
 
 
 def _narrowed(t: OperandTranslator, m: Modifiers, into: Format, value: Value) -> Value:

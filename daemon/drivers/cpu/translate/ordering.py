@@ -6,8 +6,9 @@ Threads of a block run on one host thread: a fence among them keeps LLVM from mo
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS
-from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction
+from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Instruction, Integer
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
+from gpulease.daemon.drivers.cpu.translate.ir import constant
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
@@ -16,11 +17,15 @@ FAMILY = Family("Fences and hints", "9.7.9, 9.7.13, 9.7.19")
 
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _EVICTIONS = ("L2::evict_last", "L2::evict_normal")
+_POLICIES = ("L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged")
+_SECOND_POLICIES = ("L2::evict_first", "L2::evict_unchanged")
 
 
 @FAMILY.form("membar.level", 0, writes=False, level=("cta", "gl", "sys"))
 @FAMILY.form("fence{.order}.scope", 0, writes=False, order=("sc", "acq_rel", "acquire", "release"), scope=_SCOPES)
 @FAMILY.form("fence.proxy.alias", 0, writes=False)
+@FAMILY.form("fence.proxy.async{.space}", 0, writes=False, space=("global", "shared::cta", "shared::cluster"))
+@FAMILY.form("fence.mbarrier_init.release.cluster", 0, writes=False)
 def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """No access moves over this; `.cta` concerns threads of one host thread only."""
     among = 'syncscope("singlethread") ' if "cta" in i.modifiers else ""
@@ -35,6 +40,29 @@ def hint(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Nothing: it speaks of caches. Its address may be any."""
     if not isinstance(i.operands[0], Address):
         raise t.problem("expected an address in brackets")
+
+
+@FAMILY.form("discard{.global}.L2", 2, writes=False)
+def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: what was there may as well stay."""
+    hint(t, i, m)
+
+
+@FAMILY.form("createpolicy.fractional.way{.other}.b64", (1, 2), way=_POLICIES, other=_SECOND_POLICIES)
+@FAMILY.form("createpolicy.cvt.L2.b64", 2)
+@FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4, way=_POLICIES, other=_SECOND_POLICIES)
+def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """A number that means nothing: it speaks of caches."""
+    t.write(i.operands[0], SCALARS["b64"], constant("i64", 0))
+
+
+@FAMILY.form("setmaxnreg.way.sync.aligned.u32", 1, writes=False, way=("inc", "dec"))
+@FAMILY.form("pmevent", 1, writes=False)
+@FAMILY.form("pmevent.mask", 1, writes=False)
+def count(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
+    """Nothing: a thread has as many registers as it names, and nobody counts events."""
+    if not isinstance(i.operands[0], Integer):
+        raise t.problem("expected a constant")
 
 
 @FAMILY.form("nanosleep.u32", 1, writes=False)

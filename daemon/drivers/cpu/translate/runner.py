@@ -46,7 +46,7 @@ class RunnerWriter:
         """What a block takes."""
         if not self._waits.sites:
             return Needs(self._local_bytes, 0, 0, 0, parks=False)
-        return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=bool(self._waits.yields))
+        return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
 
     def write(self, name: str) -> str:
         """The function's IR."""

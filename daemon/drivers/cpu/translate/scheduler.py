@@ -35,7 +35,7 @@ class SchedulerWriter(RunnerWriter):
         width, height, depth = self._sizes["block"]
         threads = ir.binary("mul", ir.binary("mul", width, height), depth)
         again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
-        if self._waits.yields:
+        if self._waits.parks:
             begins = ir.fresh("begins")
             resumes = ir.load("i64", ir.offset(ENVIRONMENT, Environment.resumes.offset))
             ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)

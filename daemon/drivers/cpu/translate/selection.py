@@ -109,7 +109,10 @@ def find_nth_set(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         left = ir.select(ir.compare("icmp ugt", count, dropped), without, left)
     place = ir.intrinsic("llvm.cttz.i32", "i32", left, constant("i1", 0))
     place = ir.select(is_down, ir.binary("sub", constant("i32", 31), place), place)
-    t.write(i.operands[0], _WORD, ir.select(ir.compare("icmp eq", left, 0), constant("i32", -1), place))
+    place = ir.select(ir.compare("icmp eq", left, 0), constant("i32", -1), place)
+    # -2^31 has no magnitude in 32 bits, so the ISA's text says nothing of it; an H100 gives 0.
+    is_least = ir.compare("icmp eq", count, -(1 << 31))
+    t.write(i.operands[0], _WORD, ir.select(is_least, constant("i32", 0), place))
 
 
 @FAMILY.form("cnot.type", 2, type=BITS)

@@ -35,14 +35,35 @@ define internal i64 @global_time() noinline {{
 }}
 """
 
+# A cluster is one block: the number of clusters and their place in the grid are those of blocks.
+_CLUSTER = {f"cluster_ctaid.{axis}": 0 for axis in _AXES} | {f"cluster_nctaid.{axis}": 1 for axis in _AXES}
+_CLUSTER |= {"cluster_ctarank": 0, "cluster_nctarank": 1}
+_AS_BLOCKS = {f"clusterid.{axis}": f"ctaid.{axis}" for axis in _AXES}
+_AS_BLOCKS |= {f"nclusterid.{axis}": f"nctaid.{axis}" for axis in _AXES}
+
 # Lanes compared with the thread's own (PTX ISA section 10).
 _LANE_MASKS = ("lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt")
 
-NAMES = (*ARGUMENTS, *_LAUNCH_FIELDS, "laneid", "warpid", "nwarpid", *_LANE_MASKS, "clock", "clock64", *MACHINE)
+NAMES = (
+    *ARGUMENTS,
+    *_LAUNCH_FIELDS,
+    "laneid",
+    "warpid",
+    "nwarpid",
+    *_LANE_MASKS,
+    "clock",
+    "clock64",
+    *MACHINE,
+    *_CLUSTER,
+    *_AS_BLOCKS,
+)
 
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
     """A special register's value, or None if it is not supported."""
+    name = _AS_BLOCKS.get(name, name)
+    if name in _CLUSTER:
+        return constant("i32", _CLUSTER[name])
     if name in ARGUMENTS:
         return Value("i32", f"%{name}")
     if name in _LAUNCH_FIELDS:

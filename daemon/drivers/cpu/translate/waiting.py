@@ -36,6 +36,7 @@ _SHOWN_WORDS = {
     "movmatrix": 1,
     "mma": 5,
     "wmma": 9,
+    "mbarrier": 0,
 }
 WAITING = frozenset(_SHOWN_WORDS)
 
@@ -44,7 +45,7 @@ _DOUBLES_SHOWN = 16
 
 # Loads that may see what another thread has written since the last time.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
-_WATCHING = ("atom", "fence", "membar", "nanosleep")
+_WATCHING = ("atom", "fence", "membar", "nanosleep", "mbarrier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,14 @@ class Waits:
         yields: Those of them that go back in a loop which watches memory.
         is_short: Whether there is nothing but barrier 0 for all.
         words: How many words a thread can show.
+        parks: Whether a thread may yield, so that a block can come to have none but such.
     """
 
     sites: frozenset[int]
     yields: frozenset[int]
     is_short: bool
     words: int
+    parks: bool
 
     @property
     def head_bytes(self) -> int:
@@ -80,7 +83,8 @@ def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = froze
     yields = _watching_branches(body, watching_functions)
     is_short = not yields and all(_is_plain_barrier(body[index]) for index in waiting)
     words = max((_words(body[index]) for index in waiting), default=0)
-    return Waits(frozenset(waiting | yields), frozenset(yields), is_short, words)
+    parks = bool(yields) or any(body[index].opcode == "mbarrier" for index in waiting)
+    return Waits(frozenset(waiting | yields), frozenset(yields), is_short, words, parks)
 
 
 def _words(i: Instruction) -> int:

@@ -1,18 +1,17 @@
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.driver import CpuDriver
 from gpulease.daemon.drivers.cpu.image import CpuModule
+from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes, rows_ptx
 
 VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
 SLICE_BYTES = 64 << 20
-
-# How an operand of each width is held and moved.
-REGISTERS = {"u8": "b16", "s8": "b16", "pred": "pred"}
 
 
 @pytest.fixture
@@ -43,67 +42,45 @@ def resting(lasting: CpuContext) -> Iterator[CpuContext]:
     assert lasting.rest()
 
 
-def instruction_ptx(body: str, operands: Sequence[str], result: str) -> str:
-    """A kernel that runs `body` on %a, %b, %c of each row and keeps %d."""
-    names = "abcd"[: len(operands)]
-    registers = [(n, t) for n, t in zip(names, operands, strict=True)] + [("d", result)]
-    declared = "".join(f".reg .{REGISTERS.get(t, t)} %{n};\n" for n, t in registers)
-    loads = "".join(_load(n, t, 8 * k) for k, (n, t) in enumerate(zip(names, operands, strict=True)))
-    return f"""
-.version 8.0
-.target sm_75
-.address_size 64
-.visible .entry row(.param .u64 rows, .param .u64 results)
-{{
-    .reg .b32 %i, %s, %t;
-    .reg .b64 %p, %q, %w;
-    .reg .pred %x, %y;
-    {declared}
-    mov.u32 %i, %tid.x;
-    ld.param.u64 %p, [rows];
-    ld.param.u64 %q, [results];
-    mad.wide.u32 %p, %i, 32, %p;
-    mad.wide.u32 %q, %i, 8, %q;
-    {loads}
-    {body}
-    st.global.{"u8" if result == "pred" else result} [%q], {"%s" if result == "pred" else "%d"};
-    ret;
-}}
-"""
-
-
-def _load(name: str, kind: str, offset: int) -> str:
-    if kind == "pred":
-        return f"ld.global.u32 %t, [%p+{offset}];\nsetp.ne.u32 %{name}, %t, 0;\n"
-    return f"ld.global.{kind} %{name}, [%p+{offset}];\n"
-
-
 Rows = Sequence[tuple[int, ...]]
+
+# What the rows' kernels read and write at most: 1024 rows, and 128 results for each.
+ROWS_BYTES = ROW_BYTES * 1024
+RESULTS_BYTES = RESULT_BYTES * 1024 * 128
+
+
+ComputeAll = Callable[..., dict[str, list[int]]]
 
 
 @pytest.fixture
-def compute(resting: CpuContext) -> Iterator[Callable[[str, Sequence[str], str, Rows], list[int]]]:
-    """Runs one instruction on rows of bit patterns; the results' bit patterns."""
+def compute_all(resting: CpuContext) -> Iterator[ComputeAll]:
+    """Runs instructions on rows of bit patterns; by instruction, its results' bit patterns."""
     modules: dict[str, CpuModule] = {}
-    rows_at, results_at = resting.mem_alloc(32 * 1024), resting.mem_alloc(8 * 1024)
+    rows_at, results_at = resting.mem_alloc(ROWS_BYTES), resting.mem_alloc(RESULTS_BYTES)
 
-    def run(body: str, operands: Sequence[str], result: str, rows: Rows) -> list[int]:
-        if result == "pred":
-            body += "\nselp.u32 %s, 1, 0, %d;"
-        text = instruction_ptx(body, operands, result)
+    def run(
+        bodies: Iterable[str], operands: Sequence[str], result: str, rows: Rows, module: str = ""
+    ) -> dict[str, list[int]]:
+        bodies = list(bodies)
+        text = rows_ptx(bodies, operands, result, module)
         if text not in modules:
             modules[text] = resting.module_load(text.encode())
-        data = b"".join(b"".join(v.to_bytes(8, "little") for v in (*row, 0, 0, 0, 0)[:4]) for row in rows)
-        resting.mem_write(rows_at, memoryview(data))
-        out = bytearray(8 * len(rows))
-        resting.mem_write(results_at, memoryview(bytes(out)))
+        resting.mem_write(rows_at, memoryview(rows_bytes(rows)))
+        found = np.zeros((len(rows), len(bodies)), "<u8")
+        resting.mem_write(results_at, memoryview(found.tobytes()))
         pointers = rows_at.to_bytes(8, "little") + results_at.to_bytes(8, "little")
         resting.launch(modules[text].kernels["row"], (1, 1, 1), (len(rows), 1, 1), 0, pointers, 0)
-        resting.mem_read(results_at, memoryview(out))
-        return [int.from_bytes(out[8 * k : 8 * k + 8], "little") for k in range(len(rows))]
+        resting.mem_read(results_at, found.data.cast("B"))
+        return dict(zip(bodies, found.T.tolist(), strict=True))
 
     yield run
     for module in modules.values():
         resting.module_unload(module)
     resting.mem_free(rows_at)
     resting.mem_free(results_at)
+
+
+@pytest.fixture
+def compute(compute_all: ComputeAll) -> Callable[[str, Sequence[str], str, Rows], list[int]]:
+    """Runs one instruction on rows of bit patterns; the results' bit patterns."""
+    return lambda body, operands, result, rows: compute_all([body], operands, result, rows)[body]

@@ -5,7 +5,7 @@ import pytest
 
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER
 from gpulease.daemon.drivers.cpu.limits import QUEUE_DEPTH
-from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, compile_ir
+from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, emit_object, load_object
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
 from gpulease.daemon.drivers.cpu.stream import Stream
 
@@ -30,7 +30,7 @@ define i32 @note(ptr %launch, ptr %environment, i64 %first, i64 %last) {{
 
 @pytest.fixture(scope="module")
 def code() -> NativeCode:
-    return compile_ir(IR)
+    return load_object(emit_object(IR))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ class Notes:
         self._stream, self._entry = stream, code.address("note")
 
     def submit(self, tag: int) -> None:
-        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER)
+        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER, 0)
         self._stream.submit(head + self._address.to_bytes(8, "little"))
 
     @property
@@ -102,4 +102,4 @@ def test_the_loop_s_offsets_are_the_structure_s() -> None:
 
 def test_bad_ir_is_an_error_not_a_crash() -> None:
     with pytest.raises(BadIr):
-        compile_ir("define i32 @f() { ret i64 0 }")
+        emit_object("define i32 @f() { ret i64 0 }")

@@ -3,15 +3,25 @@
 import ctypes
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from gpulease.daemon.drivers.cpu import team
+from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas, Needs
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.limits import MAX_RESIDENT_BLOCKS
+from gpulease.daemon.drivers.cpu.driver import CpuDriver
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_RESIDENT_BLOCKS,
+    MAX_THREADS_PER_BLOCK,
+)
+from gpulease.daemon.drivers.cpu.native.frame import BOARD_BYTES, MAX_HEAD_BYTES, SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import Environment, Fault, Launch, Team
 from gpulease.daemon.drivers.cpu.team import THREADS_VARIABLE, host_threads
-from gpulease.daemon.drivers.interface import KernelFault
+from gpulease.daemon.drivers.interface import DriverError, KernelFault
 
 HEAD = """
 .version 8.0
@@ -114,6 +124,42 @@ BODIES = {
 }
 PTX = HEAD + "".join(KERNEL.format(name=name, body=body) for name, body in BODIES.items())
 
+TOGETHER = (
+    HEAD
+    + """
+.func wait(.param .b64 at)
+{
+    .reg .pred %p;
+    .reg .b32 %v;
+    .reg .b64 %at;
+    ld.param.u64 %at, [at];
+LOOK:
+    ld.acquire.gpu.global.u32 %v, [%at];
+    setp.eq.u32 %p, %v, 0;
+    @%p bra LOOK;
+    ret;
+}
+.visible .entry meet(.param .u64 into)
+{
+    .reg .pred %p;
+    .reg .b32 %b;
+    .reg .b64 %at, %mine, %other;
+    ld.param.u64 %at, [into];
+    mov.u32 %b, %ctaid.x;
+    mad.wide.u32 %mine, %b, 4, %at;
+    st.release.gpu.global.u32 [%mine], 1;
+    xor.b32 %b, %b, 1;
+    mad.wide.u32 %other, %b, 4, %at;
+    {
+        .param .b64 given;
+        st.param.b64 [given], %other;
+        call wait, (given);
+    }
+    ret;
+}
+"""
+)
+
 
 @pytest.fixture(scope="module", params=[1, 3])
 def shared(request: pytest.FixtureRequest) -> Iterator[CpuContext]:
@@ -189,6 +235,33 @@ def test_launches_in_turn_wake_helpers_or_not(context: CpuContext) -> None:
         assert run(context, "count", blocks, 1, blocks).sum() == blocks
 
 
+def test_blocks_run_at_the_same_time() -> None:
+    """Block 0 waits in a function, where it can't be set aside, for block 1."""
+    context = CpuContext(1 << 20, hosts=2)
+    try:
+        kernel = context.module_load(TOGETHER.encode()).kernels["meet"]
+        into = context.mem_alloc(8)
+        context.launch(kernel, (2, 1, 1), (1, 1, 1), 0, into.to_bytes(8, "little"), 1)
+        found = bytearray(8)
+        context.mem_read(into, memoryview(found))
+        assert found == bytes([1, 0, 0, 0] * 2)
+    finally:
+        context.close()
+
+
+def test_without_threads_to_be_had_there_are_no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    context = CpuContext(1 << 22, hosts=3)
+    try:
+        context.module_load(PTX.encode())
+        monkeypatch.setattr(team, "start_thread", refuse)
+        assert (run(context, "count", 500, 1, 500) == 1).all()
+    finally:
+        context.close()
+
+
 def test_the_loop_s_offsets_are_the_structures() -> None:
     def offsets(structure: type[ctypes.Structure], names: str) -> list[int]:
         return [getattr(structure, name).offset for name in names.split()]
@@ -196,12 +269,13 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
     assert offsets(Team, "launch places helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
     assert offsets(Team, "next stop fault used") == list(range(64, 96, 8))
     assert offsets(Team, "state idle work done") == [128, 136, 192, 224]
-    assert offsets(Launch, "entry blocks chunk places shared_stride local_stride frame_stride") == [
+    assert offsets(Launch, "entry blocks chunk places shared_stride local_stride frame_stride pace") == [
         0,
         8,
         64,
         68,
         72,
+        76,
         80,
         88,
     ]
@@ -212,6 +286,36 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
 
 def test_the_operator_bounds_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(200))
-    for setting, threads in (("", 64), ("3", 3), ("0", 1), ("many", 64), ("-1", 64)):
+    for setting, threads in (("", 64), ("3", 3), ("100", 64)):
         monkeypatch.setenv(THREADS_VARIABLE, setting)
         assert host_threads() == threads
+
+
+@pytest.mark.parametrize("setting", ["0", "-1", "many", "1.5", "²"])
+def test_a_setting_that_is_no_number_of_threads_keeps_the_driver_from_starting(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, setting)
+    with pytest.raises(DriverError, match="no number of threads"):
+        CpuDriver().preload()
+
+
+def test_there_is_room_for_the_largest_block() -> None:
+    frame_bytes = MAX_HEAD_BYTES + SLOT_BYTES * MAX_LIVE_REGISTERS
+    largest = Needs(0, MAX_LOCAL_BYTES, BOARD_BYTES, frame_bytes, parks=True)
+    assert largest.fit(MAX_THREADS_PER_BLOCK)
+    assert not replace(largest, local_bytes_per_thread=5 * MAX_LOCAL_BYTES).fit(MAX_THREADS_PER_BLOCK)
+    assert not replace(largest, frame_bytes_per_thread=5 * frame_bytes).fit(MAX_THREADS_PER_BLOCK)
+
+
+def test_places_are_as_many_as_fit_and_lie_apart() -> None:
+    areas = Areas(Environment())
+    try:
+        needs = Needs(5000, 100, 0, 64, parks=False)
+        assert areas.spread(needs, 1, 32, 0, 4) == areas.spread(needs, 100, 32, 0, 1) == IN_ORDER
+        assert areas.spread(needs, 640, 32, 4097, 4) == (10, 1024, 8192, 12288, 4096)
+        assert areas.spread(replace(needs, parks=True), 1, 32, 0, 1) == (1, 1024, 0, 12288, 4096)
+        large = replace(needs, local_bytes_per_thread=MAX_LOCAL_BYTES)
+        assert areas.spread(large, 10**9, 1024, 0, 4)[:2] == (64, 3)
+    finally:
+        areas.close()

@@ -152,6 +152,14 @@ def test_cooperative_groups(team: Team) -> None:
     assert np.array_equal(sizes, expected.ravel())
 
 
+@pytest.mark.parametrize("warps", [2, 8])
+def test_cooperative_groups_of_several_warps(team: Team, warps: int) -> None:
+    x = integers(32 * warps)
+    _, sums, ranks = team.run("wide_tiles", 2, x.size, x, zeros(x.size), zeros(x.size))
+    assert np.array_equal(sums, np.repeat(x.reshape(-1, 64).sum(1), 64))
+    assert ranks.tolist() == [t // 64 * 100 + t % 64 for t in range(x.size)]
+
+
 def test_reductions(team: Team) -> None:
     if "reductions" not in team.kernels:
         pytest.skip("from compute_80 on")

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 
 VECTORS = sorted((Path(__file__).parents[5] / "vectors" / "gpu").glob("*.ptx"))
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
-TEXTS = [path.read_text() for path in VECTORS if "programs" not in path.name]
+TEXTS = [path.read_text() for path in VECTORS if "programs" not in path.name and path.stat().st_size < 40_000]
 
 
 def kernel(body: str) -> str:
@@ -116,6 +116,11 @@ def test_a_refusal_names_line_and_reason(text: str, line: int, said: str) -> Non
     assert said in str(error)
     assert error.line == line
     assert said in error.log
+
+
+def test_debug_sections_are_skipped_however_they_are_broken_into_lines() -> None:
+    sections = ".section .debug_macinfo {\t}\n.section .debug_str\n{\n.b8 1\n.b32 .debug_line\n} .section .x { {} }"
+    assert [function.name for function in parse(kernel("ret;") + sections).functions] == ["k"]
 
 
 def test_a_refusal_names_the_kernel() -> None:

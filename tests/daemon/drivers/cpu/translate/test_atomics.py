@@ -1,246 +1,189 @@
 """Every atomic form against its definition: what it gives and what it leaves, in each space, for drawn operands."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from helpers.atomics import outcome
 
 RunBlock = Callable[..., list[list[int]]]
-Step = Callable[[int, int], int]
+ComputeAll = Callable[..., dict[str, list[int]]]
 
-FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MASK: Final = 2**64 - 1
 
-# How the place is named: its space, and how %d0 gets its address.
-PLACES = {
-    "global": (".global", "mov.u64 %d0, %area;"),
-    "shared": (".shared", "mov.u64 %d0, sh;"),
-    "shared::cta": (".shared::cta", "mov.u64 %d0, sh;"),
-    "generic global": ("", "mov.u64 %d0, %area;"),
-    "generic shared": ("", "mov.u64 %d0, sh; cvta.shared.u64 %d0, %d0;"),
+# An odd number that mixes what was there with what is left into one result.
+MIX: Final = 0x9E3779B97F4A7C15
+
+# How the place is named: its space, and how %w gets its address, of 32 bytes that are the row's own.
+SHARED: Final = ".shared .align 16 .b8 sh[2048];"
+OWN: Final = "mov.u64 %w, sh; mad.wide.u32 %w, %i, 32, %w;"
+PLACES: Final = {
+    "global": (".global", "mov.u64 %w, %p;"),
+    "generic global": ("", "mov.u64 %w, %p;"),
+    "shared": (".shared", OWN),
+    "shared::cta": (".shared::cta", OWN),
+    "generic shared": ("", f"{OWN} cvta.shared.u64 %w, %w;"),
+}
+ORDERS: Final = {"atom": ("", ".relaxed", ".acquire", ".release", ".acq_rel"), "red": ("", ".relaxed", ".release")}
+SCOPES: Final = ("", ".cta", ".cluster", ".gpu", ".sys")
+
+WORDS: Final = ("u32", "s32", "u64", "s64")
+HALVES: Final = ("f16", "bf16", "f16x2", "bf16x2")
+OPERATIONS: Final = {
+    "add": ("u32", "s32", "u64", "f32", "f64", *HALVES),
+    "min": WORDS,
+    "max": WORDS,
+    **dict.fromkeys(("and", "or", "xor", "exch"), ("b32", "b64")),
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "cas": ("b16", "b32", "b64"),
+}
+VECTORS: Final = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4), "bf16x2": (2, 4)}
+SIZES: Final = {"b16": 2, "f16": 2, "bf16": 2, "f16x2": 4, "bf16x2": 4, "f32": 4, "f64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One spelling, and where it is tried."""
+
+    opcode: str
+    order: str
+    place: str
+    operation: str
+    kind: str
+    count: int = 1
+
+    @property
+    def bits(self) -> int:
+        """The width of one number."""
+        return 8 * SIZES.get(self.kind, int(self.kind[1:3]) // 8 if self.kind[1:3].isdigit() else 0)
+
+    @property
+    def body(self) -> str:
+        """Start the place with parts of %a, combine parts of %b in (and of %c); what came out, and what was left."""
+        space, address = PLACES[self.place]
+        bits, count = self.bits, self.count
+        names = {letter: [f"%{letter}{n}" for n in range(count)] for letter in "obcd"}
+        declared = "".join(f".reg .b{bits} {', '.join(group)};" for group in names.values())
+        operand, new, before = (listed(names[letter]) for letter in "bcd")
+        cut = "".join(
+            f"shr.u64 %v, {whole}, {8 * n}; cvt.u{bits}.u64 %{part}{n}, %v;"
+            for part, whole in (("o", "%a"), ("b", "%b"), ("c", "%c"))
+            for n in range(count)
+        ).replace("cvt.u64.u64", "mov.u64")
+        start = "".join(f"st{space}.b{bits} [%w+{n * bits // 8}], %o{n};" for n in range(count))
+        half = ".noftz" if self.kind in HALVES else ""
+        vector = f".v{count}" if count > 1 else ""
+        spelling = f"{self.opcode}{self.order}{space}.{self.operation}{half}{vector}.{self.kind}"
+        operands = ([before] if self.opcode == "atom" else []) + ["[%w]", operand]
+        operands += [new] if self.operation == "cas" else []
+        mix = "".join(
+            f"cvt.u64.u{bits} %v, %{part}{n}; mad.lo.u64 %d, %d, {MIX}, %v;" for part in "do" for n in range(count)
+        ).replace("cvt.u64.u64", "mov.u64")
+        left = "".join(f"ld{space}.b{bits} %o{n}, [%w+{n * bits // 8}];" for n in range(count))
+        return f".reg .b64 %v; {declared} {address} {cut} {start} {spelling} {', '.join(operands)}; {left} {mix}"
+
+    def expected(self, row: tuple[int, ...]) -> int:
+        """The mixed results; `red` gives nothing, where zeros stand."""
+        old, operand, new = ([value >> 8 * n & (1 << self.bits) - 1 for n in range(self.count)] for value in row)
+        ftz = "shared" not in self.place
+        left = [outcome(self.operation, self.kind, *parts, ftz=ftz) for parts in zip(old, operand, new, strict=True)]
+        total = 0
+        for value in (*(old if self.opcode == "atom" else [0] * self.count), *left):
+            total = total * MIX + value & MASK
+        return total
+
+
+def listed(registers: list[str]) -> str:
+    return registers[0] if len(registers) == 1 else f"{{{', '.join(registers)}}}"
+
+
+def forms(operation: str, kind: str, count: int, turn: int) -> Iterator[Form]:
+    """Each order and scope, with `atom` each place; which come together differs by the turn."""
+    places = list(PLACES)[: 2 if count > 1 else 5]
+    for opcode, orders in ORDERS.items():
+        if opcode == "atom" or operation not in ("exch", "cas"):
+            for n, scope in enumerate(SCOPES):
+                order = orders[(n + turn) % len(orders)]
+                yield Form(opcode, order + scope, places[(2 * n + turn) % len(places)], operation, kind, count)
+
+
+def all_forms() -> dict[str, list[Form]]:
+    """By operation and type."""
+    kinds = [(operation, kind, 1) for operation, some in OPERATIONS.items() for kind in some]
+    kinds += [("add", kind, count) for kind, counts in VECTORS.items() for count in counts]
+    found: dict[str, list[Form]] = {}
+    for turn, (operation, kind, count) in enumerate(kinds):
+        found.setdefault(f"{operation}.{kind}", []).extend(forms(operation, kind, count, turn))
+    return found
+
+
+FORMS: Final = all_forms()
+EDGES: Final = {
+    "f32": [0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x80800001, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x3F800000],
+    "half": [0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0xFC00, 0x7C01, 0x3F80, 0x7F80, 0x7F7F, 0xFF80],
 }
 
 
-def signed(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
+def numbers(kind: str) -> st.SearchStrategy[int]:
+    """64 bits whose parts are of interest."""
+    anything = st.integers(0, MASK)
+    if kind == "f64":
+        finite = st.floats(allow_nan=False, allow_infinity=False)
+        return finite.map(lambda value: int.from_bytes(struct.pack("<d", value), "little"))
+    if kind == "f32":
+        return st.sampled_from(EDGES["f32"]).map(lambda bits: bits << 32 | bits) | anything
+    if kind in HALVES:
+        halves = st.lists(st.sampled_from(EDGES["half"]) | st.integers(0, 2**16 - 1), min_size=4, max_size=4)
+        return halves.map(lambda parts: sum(part << 16 * n for n, part in enumerate(parts)))
+    tops = [edge << (bits - 1) for bits in (16, 32, 64) for edge in (1, 2)]
+    return st.sampled_from([0, 1, 2, MASK, *(top - 1 for top in tops), *tops[:-1]]) | anything
 
 
-def integer(kind: str, operation: str) -> Step:
-    bits = int(kind[1:])
-
-    def number(value: int) -> int:
-        return signed(value, bits) if kind[0] == "s" else value
-
-    table: dict[str, Step] = {
-        "add": lambda old, b: old + b,
-        "min": lambda old, b: old if number(old) <= number(b) else b,
-        "max": lambda old, b: old if number(old) >= number(b) else b,
-        "and": lambda old, b: old & b,
-        "or": lambda old, b: old | b,
-        "xor": lambda old, b: old ^ b,
-        "exch": lambda old, b: b,
-        "inc": lambda old, b: 0 if old >= b else old + 1,
-        "dec": lambda old, b: b if old == 0 or old > b else old - 1,
-    }
-    return lambda old, b: table[operation](old, b) % (1 << bits)
+@pytest.mark.parametrize("name", FORMS)
+@FEW
+@given(data=st.data())
+def test_gives_what_was_and_leaves_what_comes_of_it(compute_all: ComputeAll, data: st.DataObject, name: str) -> None:
+    operation, kind = name.split(".")
+    number = numbers(kind)
+    rows = data.draw(st.lists(st.tuples(number, number, number), min_size=4, max_size=24))
+    if operation == "cas":
+        rows += [(old, old, new) for old, _, new in rows]
+    wanted = {form.body: [form.expected(row) for row in rows] for form in FORMS[name]}
+    assert compute_all(wanted, ["b64"] * 3, "b64", rows, SHARED) == wanted
 
 
-FORMS = [
-    *(("add", kind) for kind in ("u32", "s32", "u64")),
-    *((operation, kind) for operation in ("min", "max") for kind in ("u32", "s32", "u64", "s64")),
-    *((operation, kind) for operation in ("and", "or", "xor", "exch") for kind in ("b32", "b64")),
-    ("inc", "u32"),
-    ("dec", "u32"),
-]
-
-
-def change(place: str, spelling: str, bits: int, *, with_red: bool = False) -> str:
-    """Start the place with %a0, combine %a1 in, keep what came out and what was left; and what `red` leaves beside."""
-    space, address = PLACES[place]
-    register = {16: "%h", 32: "%r", 64: "%d"}[bits]
-    narrow, widen = (f"cvt.u{bits}.u64", f"cvt.u64.u{bits}") if bits < 64 else ("mov.u64", "mov.u64")
-    names = {"d": f"{register}6", "b": f"{register}5", "c": f"{register}7"}
-    atom = spelling.format(space=space, a="[%d0]", **names)
-    red = spelling.replace("atom", "red").replace("{d}, ", "").format(space=space, a="[%d0+16]", **names)
-    return f"""
-    {address} {narrow} {register}4, %a0; {narrow} {register}5, %a1; {narrow} {register}7, %a2;
-    st{space}.b{bits} [%d0], {register}4; st{space}.b{bits} [%d0+16], {register}4;
-    {atom} {red if with_red else ""}
-    ld{space}.b{bits} {register}1, [%d0]; ld{space}.b{bits} {register}2, [%d0+16];
-    {widen} %o0, {register}6; {widen} %o1, {register}1; {widen} %o2, {register}2;
-    """
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "shared::cta"])
-@pytest.mark.parametrize(("operation", "kind"), FORMS)
-def test_integers(run_block: RunBlock, place: str, operation: str, kind: str) -> None:
-    bits = int(kind[1:])
-    with_red = operation != "exch"
-    text = change(place, f"atom{{space}}.{operation}.{kind} {{d}}, {{a}}, {{b}};", bits, with_red=with_red)
-    step = integer(kind, operation)
-    edges = st.sampled_from([0, 1, 2, (1 << bits) - 1, 1 << (bits - 1), (1 << (bits - 1)) - 1])
-    values = st.one_of(edges, st.integers(0, (1 << bits) - 1))
-
-    @settings(FEW, max_examples=8)
-    @given(values, values)
-    def run(old: int, operand: int) -> None:
-        expected = step(old, operand)
-        assert run_block(text, [[old, operand]])[0][:3] == [old, expected, expected if with_red else old]
-
-    run()
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bits", [16, 32, 64])
-def test_compare_and_swap(run_block: RunBlock, place: str, bits: int) -> None:
-    text = change(place, f"atom{{space}}.cas.b{bits} {{d}}, {{a}}, {{b}}, {{c}};", bits)
-    top = (1 << bits) - 1
-    for old, expected, new in [(5, 5, top), (5, 6, 7), (top, top, 0), (0, top, 1), (1 << (bits - 1), 0, 1)]:
-        assert run_block(text, [[old, expected, new]])[0][:2] == [old, new if old == expected else old]
-
-
-def flushed(bits: int) -> int:
-    return bits & 0x80000000 if not bits & 0x7F800000 else bits
-
-
-def sum_f32(left: int, right: int, *, ftz: bool) -> int:
-    if ftz:
-        left, right = flushed(left), flushed(right)
-    with np.errstate(all="ignore"):
-        total = np.array(left, "u4").view("f4") + np.array(right, "u4").view("f4")
-    if np.isnan(total):
-        return 0x7FFFFFFF
-    found = int(total.view("u4"))
-    return flushed(found) if ftz else found
-
-
-SINGLES = st.one_of(
-    st.sampled_from([0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800001, 0x7F800000, 0xFF800000]),
-    st.sampled_from([0x7FC00000, 0x7F7FFFFF, 0x3F800000]),
-    st.integers(0, 2**32 - 1),
-)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_f32_sums_flush_in_global_memory_only(run_block: RunBlock, place: str) -> None:
-    text = change(place, "atom{space}.add.f32 {d}, {a}, {b};", 32, with_red=True)
-
-    @FEW
-    @given(SINGLES, SINGLES)
-    def run(old: int, operand: int) -> None:
-        expected = sum_f32(old, operand, ftz="global" in place)
-        assert run_block(text, [[old, operand]])[0][:3] == [old, expected, expected]
-
-    run()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_f64_sums(run_block: RunBlock, place: str) -> None:
-    text = change(place, "atom{space}.add.f64 {d}, {a}, {b};", 64)
-
-    @FEW
-    @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False))
-    def run(old: float, operand: float) -> None:
-        pattern, other = (struct.unpack("<Q", struct.pack("<d", value))[0] for value in (old, operand))
-        with np.errstate(all="ignore"):
-            total = struct.unpack("<Q", (np.float64(old) + np.float64(operand)).tobytes())[0]
-        assert run_block(text, [[pattern, other]])[0][:2] == [pattern, total]
-
-    run()
-
-
-def sum_half(kind: str, left: int, right: int) -> int:
-    """By exact arithmetic in f64, then one rounding."""
-    if kind == "f16":
-        with np.errstate(all="ignore"):
-            parts = np.array([left, right], "u2").view("f2").astype("f8")
-            total = (parts[0] + parts[1]).astype("f2")
-        return 0x7FFF if np.isnan(total) else int(total.view("u2"))
-    wide = (np.array([left, right], "u4") << np.uint32(16)).view("f4").astype("f8")
-    with np.errstate(all="ignore"):
-        total = wide[0] + wide[1]
-    return 0x7FFF if np.isnan(total) else round_bf16(float(total), left & right & 0x8000)
-
-
-def round_bf16(total: float, zero_sign: int) -> int:
-    """A double to bf16, to nearest even: all its bits above the 16th of f32's pattern, by comparing neighbours."""
-    if total == 0:
-        return zero_sign
-    sign, size = (0x8000 if total < 0 else 0), abs(total)
-    largest = 0x7F7F
-
-    def value(bits: int) -> float:
-        return 2.0**128 if bits == 0x7F80 else struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-
-    low, high = 0, largest + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if value(middle) <= size else (low, middle)
-    below, above = size - value(low), value(high) - size
-    return sign | (high if above < below or (above == below and low & 1) else low)
-
-
-@pytest.mark.parametrize("place", ["global", "shared", "generic shared"])
-@pytest.mark.parametrize("kind", ["f16", "bf16", "f16x2", "bf16x2"])
-def test_half_sums(run_block: RunBlock, place: str, kind: str) -> None:
-    width = 32 if kind.endswith("x2") else 16
-    text = change(place, f"atom{{space}}.add.noftz.{kind} {{d}}, {{a}}, {{b}};", width, with_red=True)
-    edges = [0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0xFC00, 0x7C01, 0x3F80, 0x7F80, 0x7F7F, 0xFF80]
-    one = st.one_of(st.sampled_from(edges), st.integers(0, 2**16 - 1))
-    halves = st.lists(one, min_size=width // 16, max_size=width // 16)
-
-    @settings(FEW, max_examples=40)
-    @given(halves, halves)
-    def run(old: list[int], operand: list[int]) -> None:
-        def pack(parts: list[int]) -> int:
-            return sum(part << 16 * n for n, part in enumerate(parts))
-
-        expected = pack([sum_half(kind.removesuffix("x2"), *pair) for pair in zip(old, operand, strict=True)])
-        assert run_block(text, [[pack(old), pack(operand)]])[0][:3] == [pack(old), expected, expected]
-
-    run()
-
-
-@pytest.mark.parametrize("space", [".global", ""])
 @pytest.mark.parametrize(
-    ("form", "count", "size"),
-    [("v2.f32", 2, 4), ("v4.f32", 4, 4)]
-    + [(f"noftz.v{n}.{kind}", n, 2) for n in (2, 4, 8) for kind in ("f16", "bf16")]
-    + [(f"noftz.v{n}.{kind}", n, 4) for n in (2, 4) for kind in ("f16x2", "bf16x2")],
+    ("spelling", "left"),
+    [
+        ("atom.and.relaxed.cta.b32", 4),
+        ("atom.or.release.gpu.b32", 14),
+        ("atom.global.gpu.relaxed.add.u32", 18),
+        ("atom.global.sys.release.max.u32", 12),
+    ],
 )
-def test_vectors(run_block: RunBlock, space: str, form: str, count: int, size: int) -> None:
-    kind = form.split(".")[-1]
-    registers = [f"{'%h' if size == 2 else '%r'}{n}" for n in range(2 * count)]
-    operands, results = (", ".join(part) for part in (registers[:count], registers[count:]))
-    one = {"f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C003C00, "bf16x2": 0x3F803F80, "f32": 0x3F800000}[kind]
-    two = {"f16": 0x4000, "bf16": 0x4000, "f16x2": 0x40004000, "bf16x2": 0x40004000, "f32": 0x40000000}[kind]
-    sets = "".join(f"mov.b{8 * size} {register}, {one};" for register in registers[:count])
+def test_order_scope_and_space_stand_where_compilers_put_them(run_block: RunBlock, spelling: str, left: int) -> None:
     text = f"""
-    {{ .reg .b16 %h<16>; {sets}
-    atom{space}.add.{form} {{{results}}}, [%area], {{{operands}}};
-    red{space}.add.{form} [%area+32], {{{operands}}};
-    cvt.u64.u{8 * size} %o0, {registers[-1]}; cvt.u64.u{8 * size} %o1, {registers[count]}; }}
+    cvt.u32.u64 %r4, %a0; cvt.u32.u64 %r5, %a1; st.global.b32 [%area], %r4;
+    {spelling} %r6, [%area], %r5; ld.global.b32 %r1, [%area];
+    cvt.u64.u32 %o0, %r6; cvt.u64.u32 %o1, %r1;
     """
-    area = bytearray(4096)
-    for start in (0, 32):
-        area[start : start + size * count] = one.to_bytes(size, "little") * count
-    kept = run_block(text, [[]], area=area)
-    assert kept[0][:2] == [one, one]
-    for start in (0, 32):
-        assert area[start : start + size * count] == two.to_bytes(size, "little") * count
-        assert not any(area[start + size * count : start + 32])
+    assert run_block(text, [[12, 6]])[0][:2] == [12, left]
 
 
-@pytest.mark.parametrize("order", ["relaxed", "acquire", "release", "acq_rel", ""])
-@pytest.mark.parametrize("scope", ["cta", "cluster", "gpu", "sys", ""])
-def test_orders_and_scopes(run_block: RunBlock, order: str, scope: str) -> None:
-    given_ = "".join(f".{part}" for part in (order, scope) if part)
-    text = change("global", f"atom{given_}{{space}}.add.u32 _, {{a}}, {{b}};", 32)
-    assert run_block(text, [[40, 2]])[0][1] == 42
+@pytest.mark.parametrize(
+    "spelling", ["atom.gpu.gpu.add.u32", "atom.add.u32.u32", "atom.u32.add", "atom.gpu.cta.add.u32"]
+)
+def test_other_spellings_are_refused(run_block: RunBlock, spelling: str) -> None:
+    with pytest.raises(ImageRejected, match="this form"):
+        run_block(f"{spelling} %r1, [%area], %r2;", [[0]])
 
 
 def test_all_threads_of_all_blocks_count(run_block: RunBlock) -> None:

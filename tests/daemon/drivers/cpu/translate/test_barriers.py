@@ -43,15 +43,18 @@ def test_a_count_is_of_whole_warps(run_block: RunBlock, threads: int) -> None:
     assert [row[0] for row in kept] == [threads - 1 - k for k in range(threads)]
 
 
-@pytest.mark.parametrize("threads", [64, 50])
-def test_producers_arrive_and_consumers_wait(run_block: RunBlock, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "arrive"),
+    [(64, "bar.arrive"), (50, "barrier.arrive"), (50, "bar.cta.arrive"), (64, "barrier.cta.arrive.aligned")],
+)
+def test_producers_arrive_and_consumers_wait(run_block: RunBlock, threads: int, arrive: str) -> None:
     """The second warp fills, the first takes, three times over, with a barrier each way."""
-    text = """
+    text = f"""
     mov.u32 %r1, sh; and.b32 %r2, %i, 31; mad.lo.u32 %r2, %r2, 4, %r1; mov.u32 %r5, 0; mov.u32 %r6, 0;
     setp.lt.u32 %x0, %i, 32; @%x0 bra TAKE;
-    FILL: add.u32 %r3, %b0, %r5; st.shared.u32 [%r2], %r3; bar.arrive 1, 64; bar.sync 2, 64;
+    FILL: add.u32 %r3, %b0, %r5; st.shared.u32 [%r2], %r3; {arrive} 1, 64; bar.sync 2, 64;
     add.u32 %r5, %r5, 1; setp.lt.u32 %x1, %r5, 3; @%x1 bra FILL; bra KEEP;
-    TAKE: barrier.sync 1, 64; ld.shared.u32 %r3, [%r2]; mad.lo.u32 %r6, %r6, 100, %r3; barrier.arrive 2, 64;
+    TAKE: barrier.sync 1, 64; ld.shared.u32 %r3, [%r2]; mad.lo.u32 %r6, %r6, 100, %r3; {arrive} 2, 64;
     add.u32 %r5, %r5, 1; setp.lt.u32 %x1, %r5, 3; @%x1 bra TAKE; cvt.u64.u32 %o0, %r6;
     """
     kept = run_block(text, [[k % 32] for k in range(threads)])
@@ -60,7 +63,7 @@ def test_producers_arrive_and_consumers_wait(run_block: RunBlock, threads: int) 
     assert not any(row[0] for row in kept[32:])
 
 
-@pytest.mark.parametrize("spelling", ["bar{}.{}", "barrier{}.aligned.{}", "barrier{}.{}"])
+@pytest.mark.parametrize("spelling", ["bar{}.{}", "bar.cta{}.{}", "barrier{}.aligned.{}", "barrier.cta{}.{}"])
 @pytest.mark.parametrize("count", ["", ", 96"])
 def test_reductions(run_block: RunBlock, spelling: str, count: str) -> None:
     popc = spelling.format(".red.popc", "u32")
@@ -118,7 +121,7 @@ def test_bad_operands_fault_when_they_are_met(run_block: RunBlock) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["bar.sync 16;", "bar.sync 1, 33;", "bar.arrive 1, 0;", "bar.arrive 1;", "barrier.cluster.arrive;"]
+    "text", ["bar.sync 16;", "bar.sync 1, 33;", "bar.arrive 1, 0;", "bar.arrive 1;", "barrier.cluster.sync;"]
 )
 def test_bad_constants_are_refused(run_block: RunBlock, text: str) -> None:
     with pytest.raises(ImageRejected):

@@ -270,6 +270,8 @@ def test_indexed_branches(context: CpuContext) -> None:
     with pytest.raises(KernelFault, match="branch by the index 4, which is past its targets"):
         run(context, "", body, threads=5)
     assert run(context, "", body.replace("@!", "@"), threads=5) == [10] * 5
+    alike = body.replace("mov.u32 %r1, 5;", "mov.u32 %r1, 5; mov.u32 %r0, 1;").replace("brx.idx", "brx.idx.uni")
+    assert run(context, "", alike, threads=4) == [21] * 4
 
 
 def test_break_points_fault(context: CpuContext) -> None:

@@ -12,6 +12,12 @@ SETTINGS = settings(max_examples=10, deadline=None, suppress_health_check=[Healt
 WORD = (1 << 32) - 1
 
 
+def number(value: int, kind: str) -> int:
+    """A bit pattern as the type reads it."""
+    bits = int(kind[1:])
+    return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
+
+
 def wide(bits: int) -> st.SearchStrategy[int]:
     most = (1 << bits) - 1
     return st.sampled_from([0, 1, most, most - 1, 1 << 31, WORD, most >> 1]) | st.integers(0, most)
@@ -46,7 +52,7 @@ def test_the_flag_goes_through_a_chain(compute: Compute, data: st.DataObject, na
         assert result == carried & ((1 << bits) - 1)
 
 
-@pytest.mark.parametrize("kind", ["u32", "u64"])
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 @SETTINGS
 @given(data=st.data())
 def test_products_are_added_with_carry(compute: Compute, data: st.DataObject, kind: str) -> None:
@@ -57,7 +63,8 @@ def test_products_are_added_with_carry(compute: Compute, data: st.DataObject, ki
     body = f"{low} madc.hi.cc.{kind} %d, %a, %b, %c; addc.{kind} %d, %d, 0;"
     expected = []
     for a, b, c in rows:
-        whole = a * b + c + (c << bits)
+        product = number(a, kind) * number(b, kind) & ((1 << 2 * bits) - 1)
+        whole = product + c + (c << bits)
         expected.append(((whole >> bits) + (whole >> 2 * bits)) & ((1 << bits) - 1))
     assert compute(body, [kind] * 3, kind, rows) == expected
 
@@ -65,11 +72,8 @@ def test_products_are_added_with_carry(compute: Compute, data: st.DataObject, ki
 @SETTINGS
 @given(rows=st.lists(st.tuples(*[wide(32)] * 3), min_size=8, max_size=48))
 def test_the_upper_half_is_signed_if_the_type_is(compute: Compute, rows: list[tuple[int, int, int]]) -> None:
-    def signed(value: int) -> int:
-        return value - (1 << 32) if value >> 31 else value
-
     body = "mad.hi.cc.s32 %d, %a, %b, %c; madc.lo.s32 %d, 0, 0, 0;"
-    expected = [((signed(a) * signed(b) >> 32 & WORD) + c) >> 32 for a, b, c in rows]
+    expected = [((number(a, "s32") * number(b, "s32") >> 32 & WORD) + c) >> 32 for a, b, c in rows]
     assert compute(body, ["s32"] * 3, "u32", rows) == expected
 
 

@@ -25,8 +25,10 @@ def kept_bytes(row: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize(("hint", "size"), SIZES)
-@pytest.mark.parametrize("into", ["shared", "shared::cta"])
-@pytest.mark.parametrize("prefetch", ["", ".L2::128B"])
+@pytest.mark.parametrize(
+    ("into", "prefetch"),
+    [("shared", ""), ("shared::cta", ".L2::64B"), ("shared::cta", ".L2::128B"), ("shared", ".L2::256B")],
+)
 def test_copies(run_block: RunBlock, hint: str, size: int, into: str, prefetch: str) -> None:
     copy = f"cp.async.{hint}.{into}.global{prefetch} [sh], [%area+32], {size};"
     kept = run_block(SET + copy + WAIT + KEEP, [[]], area=bytearray(AREA))
@@ -76,8 +78,7 @@ def test_only_what_is_taken_must_be_there(run_block: RunBlock) -> None:
         "cp.async.ca.shared.global [sh], [%area], 2;",
         "cp.async.ca.shared.global [sh], [%area], %r1;",
         "cp.async.wait_group %r1;",
-        "cp.async.mbarrier.arrive.shared.b64 [sh];",
-        "cp.async.bulk.commit_group;",
+        "cp.async.mbarrier.arrive.global.b64 [%area];",
     ],
 )
 def test_others_are_refused(run_block: RunBlock, text: str) -> None:

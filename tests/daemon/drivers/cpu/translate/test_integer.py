@@ -1,10 +1,12 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
+from helpers.rows import Case, alike
+
+ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
 
 
@@ -56,8 +58,8 @@ def highest(value: int, kind: str, shift: bool) -> int:
     return bits - value.bit_length() if shift else value.bit_length() - 1
 
 
-def cases() -> list[tuple[str, tuple[str, ...], str, Reference]]:
-    found: list[tuple[str, tuple[str, ...], str, Reference]] = []
+def cases() -> list[Case]:
+    found: list[Case] = []
 
     def add(body: str, operands: tuple[str, ...], result: str, reference: Reference) -> None:
         found.append((body, operands, result, reference))
@@ -120,17 +122,18 @@ def patterns(bits: int) -> st.SearchStrategy[int]:
     return st.sampled_from([e & ((1 << bits) - 1) for e in edges]) | st.integers(0, (1 << bits) - 1)
 
 
-@pytest.mark.parametrize(
-    ("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30]
-)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ALIKE = alike(cases())
+
+
+@pytest.mark.parametrize("types", ALIKE)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_agrees_with_whole_numbers(
-    compute: Compute, data: st.DataObject, body: str, operands: tuple[str, ...], result: str, reference: Reference
-) -> None:
+def test_agrees_with_whole_numbers(compute_all: ComputeAll, data: st.DataObject, types: str) -> None:
+    _, operands, result, _ = ALIKE[types][0]
     rows = data.draw(
         st.lists(st.tuples(*(patterns(int(k[1:])) for k in operands)), min_size=1, max_size=48), label="rows"
     )
     mask = (1 << int(result[1:])) - 1
-    expected = [reference(*(number(v, k) for v, k in zip(row, operands, strict=True))) & mask for row in rows]
-    assert compute(body, operands, result, rows) == expected
+    numbers = [[number(v, k) for v, k in zip(row, operands, strict=True)] for row in rows]
+    wanted = {body: [reference(*row) & mask for row in numbers] for body, _, _, reference in ALIKE[types]}
+    assert compute_all(wanted, operands, result, rows) == wanted

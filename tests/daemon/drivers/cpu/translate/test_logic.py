@@ -1,10 +1,12 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
+from helpers.rows import Case, alike
+
+ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
 
 M32 = 0xFFFFFFFF
@@ -34,8 +36,8 @@ def permuted(a: int, b: int, choices: int) -> int:
     return result
 
 
-def cases() -> list[tuple[str, tuple[str, ...], str, Reference]]:
-    found: list[tuple[str, tuple[str, ...], str, Reference]] = []
+def cases() -> list[Case]:
+    found: list[Case] = []
     for bits in (16, 32, 64):
         kind = f"b{bits}"
         found += [
@@ -85,14 +87,15 @@ def patterns(kind: str) -> st.SearchStrategy[int]:
     return st.sampled_from([0, 1, 15, 16, 31, 32, 33, 63, 64, 65, most, most - 1, most // 2 + 1]) | st.integers(0, most)
 
 
-@pytest.mark.parametrize(
-    ("body", "operands", "result", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30]
-)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ALIKE = alike(cases())
+
+
+@pytest.mark.parametrize("types", ALIKE)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_agrees_bit_for_bit(
-    compute: Compute, data: st.DataObject, body: str, operands: tuple[str, ...], result: str, reference: Reference
-) -> None:
+def test_agrees_bit_for_bit(compute_all: ComputeAll, data: st.DataObject, types: str) -> None:
+    _, operands, result, _ = ALIKE[types][0]
     rows = data.draw(st.lists(st.tuples(*map(patterns, operands)), min_size=1, max_size=48), label="rows")
     mask = 1 if result == "pred" else (1 << int(result[1:])) - 1
-    assert compute(body, operands, result, rows) == [reference(*row) & mask for row in rows]
+    wanted = {body: [reference(*row) & mask for row in rows] for body, _, _, reference in ALIKE[types]}
+    assert compute_all(wanted, operands, result, rows) == wanted

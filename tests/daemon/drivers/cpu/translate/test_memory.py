@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.interface import KernelFault
+from gpulease.daemon.drivers.cpu.ptx.parser import parse
+from gpulease.daemon.drivers.cpu.translate.module import translate
+from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
@@ -71,12 +73,34 @@ def test_global_accesses_are_checked_to_the_byte(context: CpuContext, kind: str,
         assert "misaligned address" in str(fault(context, image, address + 1))
 
 
+def test_a_scalar_may_be_written_as_a_vector_of_one(context: CpuContext) -> None:
+    address = context.mem_alloc(8)
+    context.mem_write(address, memoryview(bytes(range(8))))
+    run(context, kernel("ld.global.b32 { %r1 }, [ %d0 + 0 ]; st.global.b32 [ %d0 + 4 ], { %r1 };"), address)
+    into = bytearray(8)
+    context.mem_read(address, memoryview(into))
+    assert into == bytes(range(4)) * 2
+    with pytest.raises(ImageRejected, match="expected 1 register"):
+        context.module_load(kernel("ld.global.b32 {%r1, %r2}, [%d0];"))
+
+
 def test_vectors_are_one_access(context: CpuContext) -> None:
     address = context.mem_alloc(24)
     image = kernel("ld.global.v4.u32 {%r1,%r2,%r3,%r4}, [%d0]; st.global.v4.u32 [%d0], {%r1,%r2,%r3,%r4};")
     run(context, image, address)
     assert "(16-byte load)" in str(fault(context, image, address + 16))
     assert "misaligned" in str(fault(context, image, address + 8))
+
+
+def test_cuda_s_own_shared_memory_lies_behind_the_kernel_s(context: CpuContext) -> None:
+    text = "mov.u32 %r1, sh; mov.u32 %r2, %reserved_smem_offset_1; st.global.u32 [%d0], %r2;"
+    text += "cvt.u32.u64 %r3, %d1; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r1;"
+    address = context.mem_alloc(4)
+    run(context, kernel(text), address, 284)
+    into = bytearray(4)
+    context.mem_read(address, memoryview(into))
+    assert int.from_bytes(into, "little") == 48
+    assert "4-byte store" in str(fault(context, kernel(text), address, 288))
 
 
 def test_freed_memory_faults_and_comes_back_as_zeros(context: CpuContext) -> None:
@@ -150,3 +174,23 @@ def test_ordered_loads_read_what_is_there(compute: Compute, order: str) -> None:
 def test_cache_hints_change_nothing(compute: Compute) -> None:
     for spelling in ("ld.global.nc.u32", "ld.global.cg.u32", "ld.global.nc.L1::evict_last.L2::128B.u32"):
         assert compute(f"{spelling} %d, [%p];", ["u32"], "u32", [(7,)]) == [7]
+
+
+STRONG = {
+    "ld.volatile.global.u32 %r1, [%d0]": "load atomic volatile i32, ptr X monotonic, align 4",
+    "ld.relaxed.gpu.global.u64 %d7, [%d0]": "load atomic volatile i64, ptr X monotonic, align 8",
+    "ld.acquire.cta.shared.u8 %r1, [sh]": "load atomic volatile i8, ptr X acquire, align 1",
+    "ld.global.cv.f32 %f1, [%d0]": "load atomic volatile i32, ptr X monotonic, align 4",
+    "st.volatile.u16 [%d0], %h1": "store atomic volatile i16 X, ptr X monotonic, align 2",
+    "st.relaxed.sys.global.f64 [%d0], %g1": "store atomic volatile i64 X, ptr X monotonic, align 8",
+    "st.release.gpu.global.u32 [%d0], %r1": "store atomic volatile i32 X, ptr X release, align 4",
+    "atom.global.add.u32 %r1, [%d0], 5": "atomicrmw add ptr X, i32 5 seq_cst",
+    "ld.global.u32 %r1, [%d0]": "load i32, ptr X, align 4",
+    "st.weak.global.u32 [%d0], %r1": "store i32 X, ptr X, align 4",
+}
+
+
+@pytest.mark.parametrize("text", STRONG)
+def test_strong_accesses_are_the_host_s_atomic_ones(text: str) -> None:
+    (part,) = translate(parse(kernel(f"{text};").decode()))
+    assert STRONG[text] in re.sub(r"%[\w.]+", "X", part.text)

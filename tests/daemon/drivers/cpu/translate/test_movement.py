@@ -5,7 +5,7 @@ import pytest
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 
 
-@pytest.mark.parametrize("kind", ["b16", "u32", "s64", "f32", "f64"])
+@pytest.mark.parametrize("kind", [*(f"{letter}{bits}" for letter in "bus" for bits in (16, 32, 64)), "f32", "f64"])
 def test_mov_copies_bits(compute: Compute, kind: str) -> None:
     pattern = 0x7F80000000000001 & ((1 << int(kind[1:])) - 1)
     assert compute(f"mov.{kind} %d, %a;", [kind], kind, [(pattern,)]) == [pattern]
@@ -37,7 +37,7 @@ def test_vectors_are_unpacked_and_packed(compute: Compute) -> None:
     assert compute(four, ["b64"], "b64", [(0x0001_0002_0003_0004,)]) == [0x0004_0003_0002_0001]
 
 
-@pytest.mark.parametrize("space", ["global", "const", "shared", "local"])
+@pytest.mark.parametrize("space", ["global", "const", "shared", "shared::cta", "local"])
 def test_cvta_there_and_back(compute: Compute, space: str) -> None:
     body = f"cvta.{space}.u64 %w, %a; cvta.to.{space}.u64 %d, %w;"
     assert compute(body, ["u64"], "u64", [(8,), (2**40,)]) == [8, 2**40]

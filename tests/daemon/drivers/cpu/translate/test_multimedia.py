@@ -1,10 +1,12 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
+from helpers.rows import Case, alike
+
+ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
 
 
@@ -51,43 +53,51 @@ def halves(function: Reference, signed: bool) -> Reference:
     return reference
 
 
-def cases() -> list[tuple[str, tuple[str, ...], Reference]]:
-    found: list[tuple[str, tuple[str, ...], Reference]] = []
+def cases() -> list[Case]:
+    found: list[Case] = []
     word, kinds = ("b32",), ("u32", "s32")
     for left in kinds:
         for right in kinds:
-            found.append((f"dp4a.{left}.{right} %d, %a, %b, %c;", word * 3, dot(left, right, 4, 0)))
+            found.append((f"dp4a.{left}.{right} %d, %a, %b, %c;", word * 3, "b32", dot(left, right, 4, 0)))
             for half, start in (("lo", 0), ("hi", 16)):
-                found.append((f"dp2a.{half}.{left}.{right} %d, %a, %b, %c;", word * 3, dot(left, right, 2, start)))
+                found.append(
+                    (f"dp2a.{half}.{left}.{right} %d, %a, %b, %c;", word * 3, "b32", dot(left, right, 2, start))
+                )
     for kind in ("u16", "s16", "u32", "s32", "u64", "s64"):
-        found.append((f"sad.{kind} %d, %a, %b, %c;", (kind,) * 3, lambda a, b, c: c + abs(a - b)))
+        found.append((f"sad.{kind} %d, %a, %b, %c;", (kind,) * 3, kind, lambda a, b, c: c + abs(a - b)))
     for kind in kinds:
         for half in ("lo", "hi"):
             found.append(
-                (f"mul24.{half}.{kind} %d, %a, %b;", word * 2, lambda a, b, k=kind, h=half: product24(k, h, a, b))
+                (
+                    f"mul24.{half}.{kind} %d, %a, %b;",
+                    word * 2,
+                    "b32",
+                    lambda a, b, k=kind, h=half: product24(k, h, a, b),
+                )
             )
             found.append(
                 (
                     f"mad24.{half}.{kind} %d, %a, %b, %c;",
                     word * 3,
+                    "b32",
                     lambda a, b, c, k=kind, h=half: product24(k, h, a, b) + c,
                 )
             )
         for mode in ("clamp", "wrap"):
             spelling = f"szext.{mode}.{kind} %d, %a, %b;"
-            found.append((spelling, word * 2, lambda a, b, m=mode, k=kind: extended(m, k, a, b)))
+            found.append((spelling, word * 2, "b32", lambda a, b, m=mode, k=kind: extended(m, k, a, b)))
     for mode in ("clamp", "wrap"):
-        found.append((f"bmsk.{mode}.b32 %d, %a, %b;", word * 2, lambda a, b, m=mode: mask(m, a, b)))
+        found.append((f"bmsk.{mode}.b32 %d, %a, %b;", word * 2, "b32", lambda a, b, m=mode: mask(m, a, b)))
     for name, pick in (("min", min), ("max", max)):
         for spelling in (f"{name}.s32.relu", f"{name}.relu.s32"):
-            found.append((f"{spelling} %d, %a, %b;", ("s32",) * 2, lambda a, b, p=pick: max(0, p(a, b))))
+            found.append((f"{spelling} %d, %a, %b;", ("s32",) * 2, "s32", lambda a, b, p=pick: max(0, p(a, b))))
         for spelling in (f"{name}.s16x2.relu", f"{name}.relu.s16x2"):
             clamped = halves(lambda a, b, p=pick: max(0, p(a, b)), True)
-            found.append((f"{spelling} %d, %a, %b;", word * 2, clamped))
+            found.append((f"{spelling} %d, %a, %b;", word * 2, "b32", clamped))
         for kind in ("u16x2", "s16x2"):
-            found.append((f"{name}.{kind} %d, %a, %b;", word * 2, halves(pick, kind[0] == "s")))
+            found.append((f"{name}.{kind} %d, %a, %b;", word * 2, "b32", halves(pick, kind[0] == "s")))
     for kind in ("u16x2", "s16x2"):
-        found.append((f"add.{kind} %d, %a, %b;", word * 2, halves(lambda a, b: a + b, False)))
+        found.append((f"add.{kind} %d, %a, %b;", word * 2, "b32", halves(lambda a, b: a + b, False)))
     return found
 
 
@@ -97,17 +107,16 @@ def patterns(bits: int) -> st.SearchStrategy[int]:
     return st.sampled_from([e & ((1 << bits) - 1) for e in edges + some]) | st.integers(0, (1 << bits) - 1)
 
 
-@pytest.mark.parametrize(("body", "operands", "reference"), cases(), ids=lambda v: getattr(v, "__name__", str(v))[:30])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ALIKE = alike(cases())
+
+
+@pytest.mark.parametrize("types", ALIKE)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_agrees_with_whole_numbers(
-    compute: Compute, data: st.DataObject, body: str, operands: tuple[str, ...], reference: Reference
-) -> None:
-    result = operands[0]
-    bits = int(result[1:])
+def test_agrees_with_whole_numbers(compute_all: ComputeAll, data: st.DataObject, types: str) -> None:
+    _, operands, result, _ = ALIKE[types][0]
+    mask = (1 << int(result[1:])) - 1
     rows = data.draw(st.lists(st.tuples(*(patterns(int(k[1:])) for k in operands)), min_size=4, max_size=48))
-    expected = [
-        reference(*(number(v, int(k[1:]), k[0] == "s") for v, k in zip(row, operands, strict=True))) & ((1 << bits) - 1)
-        for row in rows
-    ]
-    assert compute(body, operands, result, rows) == expected
+    numbers = [[number(v, int(k[1:]), k[0] == "s") for v, k in zip(row, operands, strict=True)] for row in rows]
+    wanted = {body: [reference(*row) & mask for row in numbers] for body, _, _, reference in ALIKE[types]}
+    assert compute_all(wanted, operands, result, rows) == wanted

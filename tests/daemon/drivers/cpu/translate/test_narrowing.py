@@ -98,10 +98,15 @@ def test_floats_are_rounded_once(compute: Compute, data: st.DataObject, mode: st
     spelling = ".".join(part for part in ("cvt", mode, into, source) if part)
     results = compute(f"{spelling} %d, %a;", [stored(source)], stored(into), rows)
     for (row,), result in zip(rows, results, strict=True):
-        read = flushed(row, KINDS[source]) if "ftz" in mode and source == "f32" else row
+        # What becomes f16 is not flushed: directed rounding makes of the smallest numbers f16's own.
+        read = flushed(row, KINDS[source]) if "ftz" in mode and source == "f32" and into != "f16" else row
         expected = finished(decode(read, KINDS[source]), KINDS[into], mode)
         if (into, source) == ("f32", "f64") and ".sat" not in mode and expected == KINDS["f32"].nan:
             assert result == row >> 32 & 1 << 31 | row >> 29 & 0x7FFFFF | 0x7FC00000
+        elif (into, source) == ("f16", "f64") and expected == KINDS["f16"].nan:
+            assert result == row >> 48 & 1 << 15 | row >> 42 & 0x3FF | 0x7E00
+        elif (into, source) == ("f32", "bf16"):
+            assert result == row << 16
         elif into == "f64" and expected == KINDS["f64"].nan:
             assert math.isnan(float(decode(result, KINDS["f64"])))
         else:

@@ -29,6 +29,21 @@ HARMLESS = [
     "nanosleep.u32 %b0",
     "griddepcontrol.wait",
     "griddepcontrol.launch_dependents",
+    "fence.proxy.async",
+    "fence.proxy.async.shared::cta",
+    "fence.mbarrier_init.release.cluster",
+    "discard.global.L2 [%area], 128",
+    "setmaxnreg.inc.sync.aligned.u32 96",
+    "pmevent 3",
+    "createpolicy.fractional.L2::evict_last.b64 %d0, 0.5",
+    "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %d0",
+    "createpolicy.range.global.L2::evict_last.b64 %d0, [%area], 256, 512",
+    "ld.global.L1::evict_last.L2::cache_hint.L2::128B.v2.b32 {%r1, %r2}, [%area], %d0",
+    "ld.global.nc.L1::no_allocate.L2::256B.u32 %r1, [%area]",
+    "ld.relaxed.gpu.global.L1::no_allocate.u32 %r1, [%area]",
+    "st.global.L1::no_allocate.L2::cache_hint.u32 [%area+8], %r1, %d0",
+    "cp.async.cg.shared.global.L2::cache_hint.L2::128B [sh], [%area], 16, %d0",
+    "cp.async.ca.shared.global.L2::cache_hint [sh], [%area], 8, 4, %d0",
 ]
 
 
@@ -43,10 +58,27 @@ def test_others_are_refused(run_block: RunBlock, text: str) -> None:
         run_block(f"{text};", [[]])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ld.global.L2::cache_hint.u32 %r1, [%area]",
+        "ld.global.u32 %r1, [%area], %d0",
+        "st.global.L2::cache_hint.u32 [%area], %r1, %r1",
+        "cp.async.cg.shared.global.L2::cache_hint [sh], [%area], 16",
+        "setmaxnreg.inc.sync.aligned.u32 %r1",
+    ],
+)
+def test_policies_and_counts_are_checked(run_block: RunBlock, text: str) -> None:
+    with pytest.raises(ImageRejected):
+        run_block(f"{text};", [[]])
+
+
 LOADS = [
     "ld.volatile.global.u32 %r1, [%d0]",
     "ld.relaxed.gpu.global.u32 %r1, [%d0]",
+    "ld.relaxed.cta.u32 %r1, [%d0]",
     "ld.acquire.sys.u32 %r1, [%d0]",
+    "ld.acquire.cluster.global.u32 %r1, [%d0]",
     "ld.global.cv.u32 %r1, [%d0]",
     "atom.global.add.u32 %r1, [%d0], 0",
     "atom.acquire.gpu.global.cas.b32 %r1, [%d0], 0, 0",
@@ -83,12 +115,13 @@ def test_a_lock_in_shared_memory(run_block: RunBlock) -> None:
     assert [row[0] for row in run_block(text, [[]] * 70)] == [70] * 70
 
 
-def test_threads_of_two_warps_take_turns(run_block: RunBlock) -> None:
-    text = """
+@pytest.mark.parametrize("order", ["volatile", "relaxed.cta", "release.gpu"])
+def test_threads_of_two_warps_take_turns(run_block: RunBlock, order: str) -> None:
+    text = f"""
     setp.eq.u32 %x0, %i, 0; @%x0 st.shared.u32 [sh], 0; bar.sync 0;
     and.b32 %r5, %i, 31; setp.ne.u32 %x0, %r5, 0; @%x0 bra KEEP; shr.u32 %r6, %i, 5; mov.u32 %r7, 0;
     MORE: ld.volatile.shared.u32 %r1, [sh]; and.b32 %r2, %r1, 1; setp.ne.u32 %x1, %r2, %r6; @%x1 bra MORE;
-    add.u32 %r1, %r1, 1; st.volatile.shared.u32 [sh], %r1; add.u32 %r7, %r7, 1;
+    add.u32 %r1, %r1, 1; st.{order}.shared.u32 [sh], %r1; add.u32 %r7, %r7, 1;
     setp.lt.u32 %x2, %r7, 20; @%x2 bra MORE;
     ld.volatile.shared.u32 %r1, [sh]; cvt.u64.u32 %o0, %r1;
     """

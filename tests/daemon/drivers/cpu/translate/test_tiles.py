@@ -37,7 +37,10 @@ def test_a_matrix_comes_as_its_layout_says(run_block: RunBlock, layout: str, str
 
 @pytest.mark.parametrize("place", ["%d1", "sh"])
 def test_a_matrix_in_shared_memory(run_block: RunBlock, place: str) -> None:
-    fill = "".join(f"ld.global.u64 %d0, [%area+{8 * n}]; st.shared.u64 [sh+{8 * n}], %d0;" for n in range(128))
+    fill = """shl.b32 %r14, %i, 5; cvt.u64.u32 %d2, %r14; add.u64 %d2, %area, %d2; mov.u32 %r13, sh;
+add.u32 %r13, %r13, %r14;"""
+    for half in (0, 16):
+        fill += f"ld.global.v2.u64 {{%d3, %d4}}, [%d2+{half}]; st.shared.v2.u64 [%r13+{half}], {{%d3, %d4}};"
     generic = "mov.u64 %d1, sh; cvta.shared.u64 %d1, %d1;"
     space = "" if place == "%d1" else ".shared::cta"
     area = placed(WORDS)

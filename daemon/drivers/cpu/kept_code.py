@@ -1,0 +1,88 @@
+"""Where compiled code is kept between processes, and under which names.
+
+What is kept is native code that a worker will run, so a directory or file that another user owns or could change is
+passed over, as is one that is damaged (keeping.py). The key is a hash of all that decides what the code is: the text it
+was made from, this driver's sources, LLVM and the processor. Whoever loads the same image gets the same code, whosever
+it was first.
+"""
+
+import hashlib
+import os
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from gpulease.daemon.drivers import cpu
+from gpulease.daemon.drivers.cpu.keeping import Keeper
+from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, emit_object, load_object, target_identity
+
+# The directory; an operator's setting. Set to nothing: none.
+DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
+
+
+def key_of(kind: bytes, content: bytes) -> bytes:
+    """The key for what is made from some content."""
+    return hashlib.sha256(kind + b"\0" + _identity() + content).digest()
+
+
+def read_kept(key: bytes) -> bytes | None:
+    """What is kept for a key, or None."""
+    directory = _directory()
+    return None if directory is None else _keeper(directory).read(key)
+
+
+def keep(key: bytes, data: bytes) -> None:
+    """Keep something for the next process, if there is a place."""
+    directory = _directory()
+    if directory is not None:
+        _keeper(directory).write(key, data)
+
+
+def load_ir(text: str) -> NativeCode:
+    """The code of this driver's own IR, compiled now or before. Raises BadIr."""
+    key = key_of(b"ir", text.encode())
+    data = read_kept(key)
+    if data is None:
+        data = emit_object(text)
+        keep(key, data)
+    return load_object(data)
+
+
+@cache
+def _identity() -> bytes:
+    """A hash of what turns an image into code: this package's sources, LLVM and the processor."""
+    digest = hashlib.sha256(target_identity().encode())
+    for name, data in sorted(_sources(files(cpu), "")):
+        digest.update(f"\0{name}\0{len(data)}\0".encode() + data)
+    return digest.digest()
+
+
+def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+    for entry in folder.iterdir():
+        name = f"{path}/{entry.name}"
+        if entry.is_dir():
+            found += _sources(entry, name)
+        elif entry.name.endswith((".py", ".ll")):
+            found.append((name, entry.read_bytes()))
+    return found
+
+
+@cache
+def _keeper(directory: Path) -> Keeper:
+    return Keeper(directory)
+
+
+def _directory() -> Path | None:
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    above = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(above):
+        return Path(above) / "gpulease" / "cpu"
+    try:
+        return Path.home() / ".cache" / "gpulease" / "cpu"
+    except RuntimeError:
+        # A user without a home.
+        return None

@@ -1,0 +1,116 @@
+"""The directory of kept code: entries are whole or not there, and nobody else's is ever taken."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.drivers.cpu import keeping
+from gpulease.daemon.drivers.cpu.keeping import Keeper
+from gpulease.daemon.drivers.cpu.limits import MAX_KEPT_ENTRY_BYTES
+
+KEY, OTHER = bytes(32), bytes([1] * 32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Kept in here is one entry."""
+    folder = tmp_path / "above" / "kept"
+    Keeper(folder).write(KEY, b"code")
+    return folder
+
+
+def test_what_is_written_is_read_again(folder: Path) -> None:
+    assert Keeper(folder).read(KEY) == b"code"
+    assert Keeper(folder).read(OTHER) is None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [entry.stat().st_mode & 0o777 for entry in folder.iterdir()] == [0o600]
+
+
+def test_a_second_writer_replaces_it(folder: Path) -> None:
+    Keeper(folder).write(KEY, b"")
+    assert Keeper(folder).read(KEY) == b""
+
+
+def _entry(folder: Path) -> Path:
+    return folder / KEY.hex()
+
+
+def _flip_a_bit(folder: Path) -> None:
+    data = bytearray(_entry(folder).read_bytes())
+    data[-1] ^= 1
+    _entry(folder).write_bytes(data)
+
+
+def _swap_in_a_link(folder: Path) -> None:
+    _entry(folder).rename(folder.parent / "elsewhere")
+    _entry(folder).symlink_to(folder.parent / "elsewhere")
+
+
+def _link_to_the_folder(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def _make_a_pipe(folder: Path) -> None:
+    _entry(folder).unlink()
+    os.mkfifo(_entry(folder), 0o600)
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "a changed byte": _flip_a_bit,
+    "a short entry": lambda folder: os.truncate(_entry(folder), 33),
+    "an empty entry": lambda folder: os.truncate(_entry(folder), 0),
+    "a huge entry": lambda folder: os.truncate(_entry(folder), MAX_KEPT_ENTRY_BYTES + 1),
+    "another key's": lambda folder: _entry(folder).rename(folder / OTHER.hex()),
+    "an entry others can write": lambda folder: _entry(folder).chmod(0o602),
+    "an entry of another user": lambda folder: os.chown(_entry(folder), 12345, -1),
+    "a link": _swap_in_a_link,
+    "a pipe": _make_a_pipe,
+    "a folder others can read": lambda folder: folder.chmod(0o750),
+    "a folder of another user": lambda folder: os.chown(folder, 12345, -1),
+    "a link to a folder": _link_to_the_folder,
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
+    if "another user" in how and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    SPOILT[how](folder)
+    assert Keeper(folder).read(KEY) is None
+    assert Keeper(folder).read(OTHER) is None
+
+
+def test_nothing_is_written_where_others_may(folder: Path) -> None:
+    folder.chmod(0o770)
+    Keeper(folder).write(OTHER, b"more")
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_place_that_can_t_be_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    keeper = Keeper(tmp_path / "file" / "kept")
+    keeper.write(KEY, b"code")
+    assert keeper.read(KEY) is None
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_KEPT_ENTRIES", 3), ("MAX_KEPT_BYTES", 3 * 132)])
+def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+    monkeypatch.setattr(keeping, bound, most)
+    keys = [bytes([n] * 32) for n in range(5)]
+    for age, key in enumerate(keys):
+        Keeper(tmp_path / "kept").write(key, bytes(100))
+        if key != keys[-1]:
+            os.utime(tmp_path / "kept" / key.hex(), (age, age))
+        Keeper(tmp_path / "kept").read(keys[0])
+    assert [Keeper(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
+
+
+def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MAX_KEPT_ENTRY_BYTES", 40)
+    Keeper(folder).write(OTHER, bytes(9))
+    assert Keeper(folder).read(OTHER) is None
+    Keeper(folder).write(OTHER, bytes(8))
+    assert Keeper(folder).read(OTHER) == bytes(8)

@@ -1,0 +1,164 @@
+"""Whole kernels to run alike on a real card and on the embedded driver, and how alike their results must be."""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+VECTORS: Final = Path(__file__).parents[3] / "vectors" / "gpu"
+RECORD: Final = VECTORS / "parity" / "workloads.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How far two right results may lie apart, with the reason.
+
+    Attributes:
+        relative: Of the greater result, on top of `absolute`.
+        absolute: In the results' own unit.
+        because: What leaves room; "" if nothing does.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    because: str = ""
+
+
+EXACT: Final = Bound()
+"""The same bits, but for the payload of a double's NaN, which PTX leaves open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An array that is read back, and how near to the card's it must be. `is_bf16` says what 16-bit integers mean."""
+
+    before: Array
+    bound: Bound = EXACT
+    is_bf16: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One launch. `kernel` is its name, or a part that no other of the image has."""
+
+    name: str
+    images: tuple[str, ...]
+    kernel: str
+    grid: Dim3
+    block: Dim3
+    arguments: tuple[Array | Result | bytes, ...]
+    shared: int = 0
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The arguments that are read back."""
+        return tuple(argument for argument in self.arguments if isinstance(argument, Result))
+
+    @property
+    def fingerprint(self) -> int:
+        """A checksum of all that goes in: a record holds for these inputs alone."""
+        sum_ = zlib.crc32(repr((self.kernel, self.grid, self.block, self.shared)).encode())
+        for argument in self.arguments:
+            held = argument.before if isinstance(argument, Result) else argument
+            sum_ = zlib.crc32(held if isinstance(held, bytes) else held.tobytes(), sum_)
+        return sum_
+
+
+def image(name: str) -> bytes:
+    """The PTX of a name among the vectors, as its compiler wrote it."""
+    return (VECTORS / f"{name}.ptx").read_bytes()
+
+
+def run(context: Context, module: Module, case: Case) -> list[Array]:
+    """What a launch makes of the results' arrays."""
+    kernel = _kernel(module, case.kernel)
+    params = bytearray(kernel.parameter_bytes)
+    placed: list[tuple[int, Array | None]] = []
+    for argument, slot in zip(case.arguments, kernel.parameters, strict=True):
+        value = argument
+        if not isinstance(value, bytes):
+            array = value.before if isinstance(value, Result) else value
+            address = context.mem_alloc(array.nbytes)
+            context.mem_write(address, memoryview(array.tobytes()))
+            placed.append((address, array if isinstance(value, Result) else None))
+            value = address.to_bytes(8, "little")
+        assert len(value) == slot.size
+        params[slot.offset : slot.offset + slot.size] = value
+    context.launch(kernel, case.grid, case.block, case.shared, bytes(params), 1)
+    results = []
+    for address, before in placed:
+        if before is not None:
+            held = bytearray(before.nbytes)
+            context.mem_read(address, memoryview(held))
+            results.append(np.frombuffer(held, before.dtype).reshape(before.shape))
+        context.mem_free(address)
+    return results
+
+
+def _kernel(module: Module, part: str) -> Kernel:
+    if part in module.kernels:
+        return module.kernels[part]
+    (kernel,) = (kernel for name, kernel in module.kernels.items() if part in name)
+    return kernel
+
+
+def differences(result: Result, got: Array, wanted: Array) -> list[str]:
+    """Where two results lie too far apart, in words; at most five."""
+    bound = result.bound
+    left, right = (_numbers(array, result) for array in (got, wanted))
+    if left.dtype.kind != "f":
+        wrong = got != wanted
+    elif bound == EXACT:
+        wrong = _bits(got) != _bits(wanted)
+        if got.dtype == np.float64:
+            wrong &= ~(np.isnan(got) & np.isnan(wanted))
+    else:
+        with np.errstate(all="ignore"):
+            room = bound.absolute + bound.relative * np.maximum(np.abs(left), np.abs(right))
+            near = np.abs(left - right) <= room
+        near[np.isinf(left) | np.isinf(right)] = False
+        wrong = ~(near | (left == right) | (np.isnan(left) & np.isnan(right)))
+    places = np.flatnonzero(wrong.ravel())
+    return [f"[{at}]: {left.ravel()[at]!r}, the card gave {right.ravel()[at]!r}" for at in places[:5]]
+
+
+def _numbers(array: Array, result: Result) -> Array:
+    if result.is_bf16:
+        return (array.astype("u4") << 16).view("f4").astype("f8")
+    with np.errstate(all="ignore"):  # a signalling NaN
+        return array.astype("f8") if array.dtype.kind == "f" else array
+
+
+def _bits(array: Array) -> Array:
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+# --- The record ------------------------------------------------------------------------------------------------
+
+
+def packed(arrays: Iterable[Array]) -> list[str]:
+    """Arrays as text, small."""
+    return [base64.b64encode(zlib.compress(array.tobytes(), 9)).decode() for array in arrays]
+
+
+def unpacked(case: Case, texts: list[str]) -> list[Array]:
+    """The arrays of a case's results."""
+    return [
+        np.frombuffer(zlib.decompress(base64.b64decode(text)), result.before.dtype).reshape(result.before.shape)
+        for text, result in zip(texts, case.results, strict=True)
+    ]
+
+
+def read_record() -> dict[str, Any]:
+    """What the card gave for each case: {"fingerprint": ..., "results": {image: arrays' text}}."""
+    record: dict[str, Any] = json.loads(RECORD.read_text())
+    return record

@@ -1,0 +1,33 @@
+"""All that is run on a real card to be compared: the cases, and where their images come from."""
+
+from typing import Final
+
+from helpers.record import approximations, atomics, matrices, warps
+from helpers.record.cases import Case, image
+from helpers.record.kernels import kernel_cases
+from helpers.record.triton import triton_cases
+
+WRITTEN: Final = {
+    "warps": warps.PTX,
+    "matrices": matrices.PTX,
+    "atomics": atomics.PTX,
+    "approximations": approximations.PTX,
+}
+"""Images that are written for single instructions, by name."""
+
+
+def all_cases() -> tuple[Case, ...]:
+    """Every launch of the record."""
+    return (
+        *kernel_cases(),
+        *(case for case, _ in triton_cases()),
+        *warps.warp_cases(),
+        *matrices.matrix_cases(),
+        *atomics.atomic_cases(),
+        *approximations.approximation_cases(),
+    )
+
+
+def ptx_of(name: str) -> bytes:
+    """An image's text, in a version that drivers of CUDA 13.0 take: nothing in it is newer."""
+    return WRITTEN[name].encode() if name in WRITTEN else image(name).replace(b".version 9.5", b".version 9.0")

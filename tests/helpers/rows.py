@@ -1,0 +1,83 @@
+"""Kernels that run instructions on rows of operands, one row for each thread, and keep every result.
+
+Many instructions share one kernel: compiling a module costs more than the instruction that it is to try.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+OPERAND_NAMES: Final = "abce"
+ROW_BYTES: Final = 32
+RESULT_BYTES: Final = 8
+
+# How types are held and moved: PTX has no registers of 8 bits, and few of the small floats'.
+_PACKED: Final = {"f16": "b16", "bf16": "b16", **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2"), "b32")}
+_REGISTERS: Final = {"u8": "b16", "s8": "b16", "b8": "b16", **_PACKED}
+
+# An instruction as it stands in a kernel, the types of its operands and of its result, and what it should give.
+Case = tuple[str, tuple[str, ...], str, Callable[..., int]]
+
+
+def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """Cases that can share a kernel, by the types of their operands and result."""
+
+    def types(case: Case) -> str:
+        return f"{case[2]} of {', '.join(case[1])}"
+
+    return {name: list(group) for name, group in itertools.groupby(sorted(cases, key=types), key=types)}
+
+
+def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module: str = "") -> str:
+    """A module whose kernel `row` runs each body by itself on %a, %b, %c, %e of each row.
+
+    It keeps their %d (a predicate as 0 or 1) in order. A body may use the words %s and %t, the pointer %w and the
+    predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. Before the kernel stands
+    `module`.
+    """
+    names = OPERAND_NAMES[: len(operands)]
+    pairs = list(zip(names, operands, strict=True))
+    declared = "\n    ".join(f".reg .{_REGISTERS.get(kind, kind)} %{name};" for name, kind in pairs)
+    loads = "\n    ".join(_load(name, kind, RESULT_BYTES * k) for k, (name, kind) in enumerate(pairs))
+    kept = "\n".join(_kept(body, result, RESULT_BYTES * k) for k, body in enumerate(bodies))
+    return f""".version 8.0
+.target sm_80
+.address_size 64
+{module}
+.visible .entry row(.param .u64 rows, .param .u64 results)
+{{
+    .reg .b32 %i, %n;
+    .reg .b64 %p, %q;
+    {declared}
+    mov.u32 %i, %tid.x;
+    ld.param.u64 %p, [rows];
+    ld.param.u64 %q, [results];
+    mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
+    mad.wide.u32 %q, %i, {RESULT_BYTES * len(bodies)}, %q;
+    {loads}
+{kept}
+    ret;
+}}
+"""
+
+
+def _load(name: str, kind: str, offset: int) -> str:
+    if kind == "pred":
+        return f"ld.global.u32 %n, [%p+{offset}];\n    setp.ne.u32 %{name}, %n, 0;"
+    return f"ld.global.{_PACKED.get(kind, kind)} %{name}, [%p+{offset}];"
+
+
+def _kept(body: str, result: str, offset: int) -> str:
+    store = f"st.global.{_PACKED.get(result, result)} [%q+{offset}], %d;"
+    if result == "pred":
+        store = f"selp.u32 %s, 1, 0, %d; st.global.u32 [%q+{offset}], %s;"
+    return f"""    {{
+        .reg .b32 %s, %t; .reg .b64 %w; .reg .pred %x, %y; .reg .{_REGISTERS.get(result, result)} %d;
+        {body}
+        {store}
+    }}"""
+
+
+def rows_bytes(rows: Sequence[Sequence[int]]) -> bytes:
+    """Rows as they lie in memory: four little-endian 8-byte fields each."""
+    return b"".join(b"".join(value.to_bytes(8, "little") for value in (*row, 0, 0, 0, 0)[:4]) for row in rows)
