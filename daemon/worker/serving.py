@@ -31,8 +31,8 @@ FRAME_TIMEOUT_S: Final = 60.0
 """From the last byte that came of a frame to the next. Stops a peer that keeps half a frame in the worker's memory;
 one that is only slow never pauses for so long."""
 
-STALL_LOOK_MS: Final = 5000
-"""How often connections with half a frame are looked at for that; without any the worker sleeps undisturbed."""
+LOOK_MS: Final = 5000
+"""How long the worker sleeps at most: it looks at connections with half a frame then, and shows that it goes round."""
 
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
@@ -81,6 +81,7 @@ class Server:
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         while True:
+            self._session.look()
             for fd, _ in self._poll.poll(self._look_after_ms()):
                 if fd == self._channel.fileno():
                     if not self._serve_broker():
@@ -88,13 +89,13 @@ class Server:
                 elif fd in self._connections:
                     self._serve(self._connections[fd])
 
-    def _look_after_ms(self) -> int | None:
+    def _look_after_ms(self) -> int:
         """How long to sleep at most; drops connections that have kept half a frame here for too long."""
         waiting = [connection for connection in self._connections.values() if connection.reader.is_mid_frame]
         for connection in waiting:
             if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
-        return STALL_LOOK_MS if waiting else None
+        return self._session.watch.look_after_ms() or LOOK_MS
 
     # --- the broker ---
 
@@ -206,6 +207,9 @@ class Server:
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY
+        if session.may_have_grown:
+            session.may_have_grown = False
+            report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)
 
@@ -227,6 +231,7 @@ class Server:
         writable = select.poll()
         writable.register(connection.sock, select.POLLOUT)
         while not writable.poll(SEND_POLL_MS):
+            self._session.look()
             if self._session.refusal() is not None:
                 raise _ConnectionLost("the lease ended while its peer did not read")
 

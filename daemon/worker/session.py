@@ -9,6 +9,7 @@ Knows frames and the driver, no sockets.
 """
 
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -17,6 +18,7 @@ from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejecte
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
@@ -59,6 +61,8 @@ _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
+_LOOKED_NS: Final = int(Counter.LOOKED_NS)
+_DOING: Final = int(Counter.DOING)
 _REQUEST_ID: Final = struct.Struct(">Q")
 
 
@@ -71,16 +75,24 @@ class Session:
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
+        watch: Its kernels' times.
+        may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
 
-    def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
+    def __init__(
+        self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage, max_kernel_ms: int = 0
+    ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
+        self.may_have_grown = False
         self._context = context
         self._ledger = ledger
         self._page = page
         self._counters = page.counters
         self._planner = Planner(ledger, lease_id)
+        self.watch = KernelWatch(context, page.counters, max_kernel_ms)
+        if self.watch.is_on:
+            context.watch(self._check_lease)
         self._kept: Failure | None = None
         self._staging = bytearray()
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
@@ -103,12 +115,16 @@ class Session:
         if frame.request_id == 0:
             raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
-        if frame.flags == 0:
-            return self._answer(frame)
-        if frame.flags == _QUIET:
+        if frame.flags not in (0, _QUIET):
+            raise FramingError("a client sent a reply")
+        self._counters[_DOING] = frame.op
+        try:
+            if frame.flags == 0:
+                return self._answer(frame)
             self._obey(frame)
             return None
-        raise FramingError("a client sent a reply")
+        finally:
+            self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
         """Do the expected launches at the front of what a connection sent, up to the first frame that is not one.
@@ -122,6 +138,7 @@ class Session:
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
         latest, request_id, count = None, 0, 0
+        self._counters[_DOING] = _LAUNCH
         try:
             while True:
                 pattern = plan.pattern
@@ -144,8 +161,10 @@ class Session:
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 latest = plan
                 plan = plan.follower or plan
-        except DriverError as error:
+        except (DriverError, LeaseOver) as error:
             self._keep(error, _LAUNCH, request_id)
+        finally:
+            self._counters[_DOING] = 0
         reader.start = start
         self._took(latest, count)
 
@@ -253,7 +272,7 @@ class Session:
         self._ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes)
         self._ledger.add_allocation(address, size_bytes)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return _done(frame, Handle(address))
 
     def _mem_free(self, frame: Frame) -> bytes:
@@ -261,7 +280,7 @@ class Session:
         self._ledger.check_allocation(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return _empty(frame)
 
     def _mem_write(self, frame: Frame) -> bytes:
@@ -289,18 +308,21 @@ class Session:
     def _module_load(self, frame: Frame) -> bytes:
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
-        module = self._context.module_load(image)
+        module = self._context.module_load(image, self._ledger.check_module)
+        self.may_have_grown = True
         kernels = tuple(
             KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
             for name, kernel in module.kernels.items()
         )
         number = self._ledger.add_module(module, len(image))
+        self._count()
         try:
             return _done(frame, ModuleLoaded(number, kernels))
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._ledger.remove_module(number)
             self._context.module_unload(module, self._check_lease)
+            self._count()
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
     def _module_unload(self, frame: Frame) -> bytes:
@@ -309,12 +331,21 @@ class Session:
         self._planner.forget()
         self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
+        self._count()
         return _empty(frame)
+
+    def _count(self) -> None:
+        self._ledger.rounding_bytes = self._context.rounding_bytes
+        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.charged_bytes
 
     def _launch(self, frame: Frame) -> bytes:
         plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
         self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        if self._planner.has_new_kernel:
+            self._planner.has_new_kernel = False
+            self.may_have_grown = True
+            self._count()
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else _empty(frame)
 
@@ -330,7 +361,14 @@ class Session:
             raise BodyError("PING can't be quiet: only session operations can")
         return _done(frame, parse_body(Ping, frame.payload))
 
+    def look(self) -> None:
+        """Show the broker that this process goes round, and how long its kernel has run."""
+        now_ns = time.monotonic_ns()
+        self._counters[_LOOKED_NS] = now_ns
+        self.watch.look(now_ns)
+
     def _check_lease(self) -> None:
+        self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
 
