@@ -126,6 +126,25 @@ def test_floats(run_block: RunBlock, spelling: str, shape: str, a: str, b: str, 
     run()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_products_in_a_row_are_as_products_apart(run_block: RunBlock, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def product() -> str:
+        d, a, b, c = (", ".join(f"%r{draw.randrange(10)}" for _ in range(count)) for count in (2, 2, 1, 2))
+        guard = draw.choice(["", "", "@%x0 "])
+        return f"{guard}mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
+
+    products = [product() for _ in range(20)]
+    products[7] = f"AGAIN: {products[7]}"
+    end = "setp.ne.u32 %x1, %r15, 0; mov.u32 %r15, 0; @%x1 bra AGAIN;"
+    keep = "".join(f"mov.b64 %o{n}, {{%r{2 * n}, %r{2 * n + 1}}};" for n in range(4))
+    start = f"{UNPACK} mov.u32 %r15, 1; setp.eq.u32 %x0, 0, 0;"
+    rows = [[draw.getrandbits(64) & 0x3BFF_3BFF_3BFF_3BFF for _ in range(6)] for _ in range(32)]
+    together, apart = ("".join(products), "bar.warp.sync -1;".join(products))
+    assert run_block(f"{start} {together} {end} {keep}", rows) == run_block(f"{start} {apart} {end} {keep}", rows)
+
+
 BYTES = [
     (shape, a, b, stops)
     for shape in ("m8n8k16", "m16n8k16", "m16n8k32")
