@@ -93,7 +93,7 @@ FLOATS = [
         ("m16n8k16", "bf16", "bf16", "f32", "f32"),
         ("m16n8k4", "tf32", "tf32", "f32", "f32"),
         ("m16n8k8", "tf32", "tf32", "f32", "f32"),
-        ("m16n8k32", "e5m2", "e5m2", "f32", "f32"),
+        ("m16n8k32", "e5m2", "e4m3", "f32", "f32"),
         ("m16n8k32", "e4m3", "e5m2", "f32", "f32"),
     ]
 ]
@@ -242,7 +242,7 @@ def test_matrices_are_loaded(run_block: RunBlock, count: int, trans: str, space:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("trans", ["", ".trans"])
-@pytest.mark.parametrize("space", ["", ".shared"])
+@pytest.mark.parametrize("space", ["", ".shared", ".shared::cta"])
 def test_matrices_are_stored(run_block: RunBlock, count: int, trans: str, space: str) -> None:
     rows = []
     for g, t in LANES:
