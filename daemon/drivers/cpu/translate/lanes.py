@@ -9,28 +9,26 @@ do (uniformity.py). Registers that are the same for all lanes are scalars, other
 take part keeps its part, if it can still need it. What can't be written for vectors is run lane by lane.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from ctypes import sizeof
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LANE_BLOCKS, MAX_LANE_FRAME_BYTES
-from gpulease.daemon.drivers.cpu.native.frame import SHORT_HEAD_BYTES, SLOT_BYTES
+from gpulease.daemon.drivers.cpu.limits import MAX_LANE_BLOCKS, MAX_LANE_LINES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.scalars import PREDICATE
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Instruction, Register, Target
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Instruction, Target
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.catalogue import PURE_OPCODES, find_form
 from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
 from gpulease.daemon.drivers.cpu.translate.lane_access import translate_access
 from gpulease.daemon.drivers.cpu.translate.lane_exchange import EXCHANGES, kinds_of, open_warp, translate_exchange
+from gpulease.daemon.drivers.cpu.translate.lane_registers import ALIVE, LaneRegisters
 from gpulease.daemon.drivers.cpu.translate.liveness import TooComplex, effect_of, registers_of
 from gpulease.daemon.drivers.cpu.translate.specials import ARGUMENTS, WARP_THREADS
-from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.cpu.translate.uniformity import Unordered, leaves_at, uniformity_of
 from gpulease.daemon.drivers.cpu.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
-from gpulease.daemon.drivers.cpu.translate.waiting import FRAME, Waits, find_waits
+from gpulease.daemon.drivers.cpu.translate.waiting import WAITING, Waits, find_waits
 
 # How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
 LANES = 16
@@ -47,17 +45,11 @@ _BARRIERS = ("bar", "barrier")
 _PHASED = ("async", "bulk", "mbarrier")
 _OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
-# A predicate of a single lane takes a byte in memory.
-_HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
-
-_ALIVE = Value("ptr", "%alive")
 _MASK = Value("ptr", "%mask")
 
 
-class LaneTranslator(ThreadTranslator):
+class LaneTranslator(LaneRegisters):
     """Translates one kernel's body for lanes. Raises NotTogether where that can't be done."""
-
-    ir: VectorWriter
 
     def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, variable_places, declarations, Callees())
@@ -91,23 +83,19 @@ class LaneTranslator(ThreadTranslator):
         if self.is_warp:
             self.ir.flat = Value("i32", "%wide.flat")
         self._mask_type = f"i{lanes}"
-        self._rooms: set[tuple[str, str]] = set()
+        self._rooms = set()
         self._block = 0
-        # While one lane runs: its number, and where the registers of all are.
-        self._lane: Value | None = None
-        self._rooms_of: dict[int, Value] = {}
+        self._lane, self._rooms_of = None, {}
         self.mask = constant(self._mask_type, 0)
-        # Whether none but ended lanes are missing; whether the instruction is under a guard that varies.
         self._takes_all = self._is_guarded = False
 
     def _find_waits(self) -> Waits:
         """Barriers alone: exchanges are made at once."""
         body = self.function.instructions
-        waits = find_waits([i for i in body if i.opcode not in EXCHANGES and "warp" not in i.modifiers])
-        if not waits.is_short:
-            return waits
+        meetings = [i for i in body if i.opcode in WAITING and i.opcode not in EXCHANGES and "warp" not in i.modifiers]
+        is_short = find_waits(meetings).is_short and not find_waits(body).yields
         sites = frozenset(n for n, i in enumerate(body) if i.opcode in _BARRIERS and "warp" not in i.modifiers)
-        return Waits(sites, frozenset(), is_short=not find_waits(body).yields, words=0, parks=False)
+        return Waits(sites, frozenset(), is_short, words=0, parks=False)
 
     def translate(self, name: str) -> str:
         """The function's IR, under that name. Raises ImageRejected, NotTogether."""
@@ -120,6 +108,8 @@ class LaneTranslator(ThreadTranslator):
             for index in range(block.start, block.end):
                 self.index, self.instruction = index, self.function.instructions[index]
                 self._translate_for_lanes(self.instruction, *self._found[index])
+                if self.ir.length > MAX_LANE_LINES:
+                    raise NotTogether
             self._close_block(number)
         self.ir.block(f"check{len(self._lanes.blocks)}")
         self.ir.ret(Status.DONE)
@@ -141,17 +131,7 @@ class LaneTranslator(ThreadTranslator):
         ir.store(found, _MASK)
         ir.block(f"in{number}")
         self._takes_all = number not in self._lanes.apart
-        self._take(ir.load(self._mask_type, _ALIVE if self._takes_all else _MASK))
-
-    def _take(self, mask: Value) -> None:
-        """From here on these lanes take part."""
-        self.mask = mask
-        self.ir.blamed = self._first_lane(mask)
-
-    def _first_lane(self, mask: Value) -> Value:
-        return self.ir.resize(
-            self.ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0)), "i32", signed=False
-        )
+        self._take(ir.load(self._mask_type, ALIVE if self._takes_all else _MASK))
 
     def _pending(self, number: int) -> Value:
         return Value("ptr", f"%pending{number}")
@@ -182,8 +162,8 @@ class LaneTranslator(ThreadTranslator):
         self.ir.branch(f"check{self._block + 1}")
 
     def _leave(self, mask: Value) -> None:
-        alive = self.ir.load(self._mask_type, _ALIVE)
-        self.ir.store(self.ir.binary("and", alive, self.ir.binary("xor", mask, -1)), _ALIVE)
+        alive = self.ir.load(self._mask_type, ALIVE)
+        self.ir.store(self.ir.binary("and", alive, self.ir.binary("xor", mask, -1)), ALIVE)
 
     def _branch(self, instruction: Instruction) -> None:
         ir, body = self.ir, self.function.instructions
@@ -262,7 +242,7 @@ class LaneTranslator(ThreadTranslator):
             self._jump_over(flag, lambda: self._translate_masked(instruction, form, modifiers))
             if self._takes_all:
                 # Behind a barrier the mask is known no more.
-                self._take(self.ir.load(self._mask_type, _ALIVE))
+                self._take(self.ir.load(self._mask_type, ALIVE))
         else:
             self._translate_guarded_lanes(flag, instruction, form, modifiers)
 
@@ -330,136 +310,6 @@ class LaneTranslator(ThreadTranslator):
         if instruction.opcode in PURE_OPCODES and self._is_guarded:
             ir.block(none)
 
-    @contextmanager
-    def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
-        """Registers, indices and local memory are one lane's."""
-        ir = self.ir
-        blamed, self._rooms_of = ir.blamed, rooms
-        self._lane = ir.blamed = ir.lane = lane
-        yield
-        ir.blamed, self._rooms_of = blamed, {}
-        self._lane = ir.lane = None
-
-    def room(self, name: str, kind: str) -> Value:
-        """Memory of the function's, one of a name."""
-        self._rooms.add((f"%{name}", kind))
-        return Value("ptr", f"%{name}")
-
-    def alive(self) -> Value:
-        """The lanes that have not ended, or all that take part where none else are left."""
-        return self.mask if self._takes_all else self.ir.load(self._mask_type, _ALIVE)
-
-    def fail_lane(self, lane: Value) -> None:
-        """End the kernel with a fault that is a lane's."""
-        before, self.ir.blamed = self.ir.blamed, lane
-        self.ir.ret(Status.FAULT)
-        self.ir.blamed = before
-
-    def local_window(self) -> Value:
-        """Where the lane's local memory begins."""
-        if self._lane is None:
-            raise NotWide
-        distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), self.local_step)
-        return self.ir.offset(super().local_window(), distance)
-
-    # --- Registers ---------------------------------------------------------------------------------------------
-
-    def _varies(self, register: Register) -> bool:
-        return bool(self._lanes.varying >> register.index & 1)
-
-    def _load(self, register: Register) -> Value:
-        if not self._varies(register):
-            return super()._load(register)
-        kind = f"i{register.type.bits}"
-        if self._lane is None:
-            return self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, ptr %r{register.index}")
-        held = self.ir.load(_held(register), self._place(register))
-        return self.ir.resize(held, kind, signed=False)
-
-    def _store(self, register: Register, value: Value) -> None:
-        if not self._varies(register):
-            if is_wide(value) or self._lane is not None:
-                raise NotTogether
-            super()._store(register, value)
-            return
-        if self._lane is not None:
-            self.ir.store(self.ir.resize(value, _held(register), signed=False), self._place(register))
-            return
-        is_needed = self._is_guarded or self._shared >> register.index & 1
-        if is_needed and not self._takes_all:
-            value = self.ir.select(self.ir.flags_of(self.mask), value, self._load(register))
-        self._put(register, value)
-
-    def _put(self, register: Register, value: Value) -> None:
-        self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
-
-    def _place(self, register: Register) -> Value:
-        """Where a lane's part of a register is while lanes run one by one."""
-        if self._lane is None or register.index not in self._rooms_of:
-            raise NotTogether
-        size = _HELD_BITS[register.type.bits] // 8
-        distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), size)
-        return self.ir.offset(self._rooms_of[register.index], distance)
-
-    def _spill(self, register: Register, number: int) -> Value:
-        """Put a register into memory."""
-        held, ir = _held(register), self.ir
-        room = self.room(f"room{number}.{held}", ir.wide_type(held))
-        ir.raw(f"store {ir.whole(ir.resize(self._load(register), held, signed=False))}, {room}")
-        return room
-
-    def _fetch(self, register: Register, room: Value) -> None:
-        """Take it back."""
-        held, ir = _held(register), self.ir
-        value = ir.wide_value(held, f"load {ir.wide_type(held)}, {room}")
-        self._put(register, ir.resize(value, f"i{register.type.bits}", signed=False))
-
-    # --- Waiting -----------------------------------------------------------------------------------------------
-
-    def suspend(self, status: Status) -> None:
-        """Return to the block's loop, and go on behind this when called again; none but ended lanes are missing."""
-        self.carry = None
-        kept = self._kept_registers()
-        resume = self.ir.fresh("resume")
-        self._resumes.append(resume)
-        places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
-        for register in kept:
-            places.append(self.ir.offset(FRAME, end))
-            end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
-        if end > MAX_LANE_FRAME_BYTES:
-            raise NotTogether
-        for register, place in zip(kept, places, strict=True):
-            value = self._load(register)
-            stored = self.ir.mask_of(value) if is_wide(value) and value.type == "i1" else value
-            text = self.ir.whole(stored) if is_wide(stored) else str(stored)
-            self.ir.raw(f"store {text}, {place}, align {SLOT_BYTES}")
-        alive = self.ir.offset(FRAME, SHORT_HEAD_BYTES)
-        self.ir.store(self.mask, alive)
-        self.ir.store(constant("i32", len(self._resumes)), FRAME)
-        self.ir.ret(status)
-        self.ir.block(resume)
-        end = SHORT_HEAD_BYTES + SLOT_BYTES
-        for register in kept:
-            self._restore(register, self.ir.offset(FRAME, end))
-            end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
-        self.frame_bytes = max(self.frame_bytes, end)
-        mask = self.ir.load(self._mask_type, self.ir.offset(FRAME, SHORT_HEAD_BYTES))
-        self.ir.store(mask, _ALIVE)
-        self._take(mask)
-
-    def _restore(self, register: Register, place: Value) -> None:
-        kind, align = f"i{register.type.bits}", f", align {SLOT_BYTES}"
-        if not self._varies(register):
-            super()._store(register, self.ir.load(kind, place, extra=align))
-        elif kind == "i1":
-            self._put(register, self.ir.flags_of(self.ir.load(self._mask_type, place, extra=align)))
-        else:
-            self._put(register, self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, {place}{align}"))
-
-    def _frame_bytes_of(self, register: Register) -> int:
-        bits = register.type.bits
-        return max(1, bits * (self.ir.lanes if self._varies(register) else 1) // 8)
-
     def _lies_in(self, index: int, among: frozenset[int]) -> bool:
         """Whether an instruction lies in one of these blocks, and no guard parts the lanes there."""
         guard = self.function.instructions[index].guard
@@ -490,8 +340,8 @@ class LaneTranslator(ThreadTranslator):
         for name in (*(f"%pending{n}" for n in range(len(self._lanes.blocks))), _MASK.text, "%left"):
             opening.emit(f"{name} = alloca {self._mask_type}")
             opening.emit(f"store {self._mask_type} 0, ptr {name}")
-        opening.emit(f"{_ALIVE.text} = alloca {self._mask_type}")
-        opening.emit(f"store {self._mask_type} %given, {_ALIVE}")
+        opening.emit(f"{ALIVE.text} = alloca {self._mask_type}")
+        opening.emit(f"store {self._mask_type} %given, {ALIVE}")
         opening.emit(f"store {self._mask_type} %given, {_MASK}")
         for name, kind in sorted(self._rooms):
             opening.raw(f"{name} = alloca {kind}, align 64")
@@ -513,8 +363,3 @@ def _is_known(i: Instruction) -> bool:
     """Whether there is a way to do it for lanes."""
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])
-
-
-def _held(register: Register) -> str:
-    """As what a lane's part of a register is in memory."""
-    return f"i{_HELD_BITS[register.type.bits]}"

@@ -10,6 +10,13 @@ from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, IrWriter, Value,
 # What names of vectors begin with, and no other name does.
 _WIDE = "%wide"
 
+# What hosts have no vector instructions for: such an operation becomes one for each lane.
+_SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
+_SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
+
+# In lines: moving a lane's part out of a vector and back, and what is done in between.
+_SCALAR_COST = 4
+
 # Of these intrinsics the last argument is a flag that stays one constant for all lanes.
 _FLAGGED = ("llvm.abs.", "llvm.ctlz.", "llvm.cttz.")
 
@@ -44,6 +51,8 @@ class VectorWriter(IrWriter):
         self.arguments: dict[str, Value] = {}
         self.flat: Value | None = None
         self.lane: Value | None = None
+        # Instructions that lines stand for on top of one each.
+        self._more = 0
         # What is loaded once, where the function begins.
         self.opening: dict[tuple[str, str, int], Value] = {}
 
@@ -54,6 +63,7 @@ class VectorWriter(IrWriter):
         right = constant(left.type, right) if isinstance(right, int) else right
         if not (is_wide(left) or is_wide(right)):
             return super().binary(operation, left, right)
+        self._more += self.lanes * (operation in _SCALAR_OPERATIONS)
         return self.wide_value(left.type, f"{operation} {self.whole(left)}, {self.widen(right).text}")
 
     def unary(self, operation: str, value: Value) -> Value:
@@ -88,6 +98,7 @@ class VectorWriter(IrWriter):
             return super().intrinsic(name, type_name, *arguments)
         if not name.startswith("llvm."):
             raise NotWide
+        self._more += self.lanes * name.startswith(_SCALAR_INTRINSICS)
         overloads = name.split(".")
         stem = [part for part in overloads if not _is_type(part)]
         wide = ".".join([*stem, *(f"v{self.lanes}{part}" for part in overloads if _is_type(part))])
@@ -99,6 +110,11 @@ class VectorWriter(IrWriter):
         self.require(f"declare {result} @{wide}({types})")
         passed = ", ".join([*map(self.whole, given), *map(str, plain)])
         return self.wide_value(type_name, f"call {result} @{wide}({passed})")
+
+    @property
+    def length(self) -> int:
+        """About how much code there is."""
+        return len(self.lines) + _SCALAR_COST * self._more
 
     def lanes_of(self, *values: Value) -> int:
         """For how many lanes an operation on these values is."""
