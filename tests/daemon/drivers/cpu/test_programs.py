@@ -195,10 +195,11 @@ def test_local_arrays(programs: Program) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_generic_pointers(programs: Program, which: int) -> None:
-    (result,) = programs.run("generic", (1,), (64,), np.zeros(128, "i4"), i32(which))
-    k = np.arange(64)
-    expected = {0: np.full(64, 1600), 1: (k & 3) * 2 + 1600, 2: k + 100}[which]
-    assert np.array_equal(result[64:], expected)
+    # As many threads as there are places that they add to: more would race.
+    (result,) = programs.run("generic", (1,), (4,), np.zeros(128, "i4"), i32(which))
+    k = np.arange(4)
+    expected = {0: np.full(4, 100), 1: k * 2 + 100, 2: k + 100}[which]
+    assert np.array_equal(result[64:68], expected)
 
 
 def test_mandelbrot(programs: Program) -> None:
