@@ -5,6 +5,7 @@ the first and the last granule are checked, and one masked vector is moved. Else
 another. An address that is the same for all lanes is accessed once, as one thread would.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
@@ -74,32 +75,33 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
         if space not in (*_SPACES, Space.PARAM):
             raise NotWide
         return False
-    if space not in _SPACES or "vec" in m:
-        raise NotWide
     check_policy(t, i, m, 2)
-    (moved,) = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
-    _Access(t, operand, operand.base, space, m.scalar()).translate(moved, stores=i.opcode == "st")
+    moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
+    if space not in _SPACES or t.ir.lanes * m.scalar().size * len(moved) > GRANULE_BYTES:
+        raise NotWide
+    _Access(t, operand, operand.base, (space, m.scalar(), len(moved))).translate(moved, stores=i.opcode == "st")
     return True
 
 
 class _Access:
-    """One load or store of a scalar for each lane."""
+    """One load or store for each lane, of a scalar or a few; vectors of all hold those of the first lane first."""
 
-    def __init__(self, t: "LaneTranslator", operand: Address, base: Register, space: Space, scalar: Scalar) -> None:
+    def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
         if base.type.bits not in (32, 64) or base.type.is_float:
             raise t.problem(f"{base.name} is .{base.type.name}, which holds no address")
         self.t, self.ir = t, t.ir
-        self._space, self._scalar = space, scalar
+        self._space, self._scalar, self._count = what
+        self._size = self._scalar.size * self._count
         self._base = t.read(base, bits_type(base.type.bits))
         self._offset = operand.offset
-        self._kind = f"i{scalar.bits}"
+        self._kind = f"i{self._scalar.bits}"
+        self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
 
-    def translate(self, moved: Operand, *, stores: bool) -> None:
+    def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
         """Both ways, and which is taken."""
         t, ir = self.t, self.ir
-        value = None
-        if stores:
-            value = t.to_bits(t.read_wide(moved, self._scalar), self._scalar)
+        values = [t.to_bits(t.read_wide(one, self._scalar), self._scalar) for one in moved] if stores else []
+        value = self._interleave(values) if stores else None
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
@@ -112,9 +114,39 @@ class _Access:
         ir.branch(done)
         ir.block(done)
         if value is None:
-            phi = f"phi {ir.wide_type(self._kind)} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
-            result = t.from_bits(ir.wide_value(self._kind, phi), self._scalar)
-            t.write_wide(moved, self._scalar, result)
+            phi = f"phi {self._vector} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
+            loaded = ir.wide_value(self._kind, phi)
+            for number, element in enumerate(moved):
+                result = t.from_bits(self._part(loaded, number), self._scalar)
+                t.write_wide(element, self._scalar, result)
+
+    def _interleave(self, values: Sequence[Value]) -> Value:
+        """The lanes' values as one vector."""
+        ir = self.ir
+        if len(values) == 1:
+            return ir.widen(values[0])
+        whole, lanes = [ir.widen(value).text for value in values], ir.lanes
+        # Pairs of vectors end to end until one is left, then each lane's values together.
+        width = lanes
+        while len(whole) > 1:
+            order = ", ".join(f"i32 {n}" for n in range(2 * width))
+            kind = f"<{width} x {self._kind}>"
+            whole = [
+                ir.wide_value(self._kind, f"shufflevector {kind} {a}, {kind} {b}, <{2 * width} x i32> <{order}>").text
+                for a, b in zip(whole[::2], whole[1::2], strict=True)
+            ]
+            width *= 2
+        order = ", ".join(f"i32 {part * lanes + lane}" for lane in range(lanes) for part in range(self._count))
+        pick = f"shufflevector {self._vector} {whole[0]}, {self._vector} poison, <{width} x i32> <{order}>"
+        return ir.wide_value(self._kind, pick)
+
+    def _part(self, loaded: Value, number: int) -> Value:
+        """One of each lane's values."""
+        if self._count == 1:
+            return loaded
+        order = ", ".join(f"i32 {lane * self._count + number}" for lane in range(self.ir.lanes))
+        pick = f"shufflevector {self._vector} {loaded.text}, {self._vector} poison, <{self.ir.lanes} x i32> <{order}>"
+        return self.ir.wide_value(self._kind, pick)
 
     def _first_address(self) -> Value:
         """What the first lane's address is, or would be, as i64."""
@@ -125,19 +157,19 @@ class _Access:
         """Whether each lane that takes part accesses what follows the one before."""
         ir, kind = self.ir, self._base.type
         first = ir.first(self._base)
-        numbers = ir.each(kind, self._scalar.size)
+        numbers = ir.each(kind, self._size)
         same = ir.compare("icmp eq", self._base, ir.binary("add", ir.widen(first), numbers))
         absent = ir.binary("xor", self.t.mask, -1)
         every = ir.compare("icmp eq", ir.binary("or", ir.mask_of(same), absent), -1)
         if kind == "i64":
             return every
         # 32-bit addresses are extended before an offset is added, so they must not have wrapped.
-        most = 2**32 - self._scalar.size * ir.lanes
+        most = 2**32 - self._size * ir.lanes
         return ir.binary("and", every, ir.compare("icmp ule", first, most))
 
     def _is_valid(self, address: Value) -> Value:
         """Whether all from the first to the last that takes part may be accessed."""
-        ir, size, mask = self.ir, self._scalar.size, self.t.mask
+        ir, size, mask = self.ir, self._size, self.t.mask
         before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
         behind = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
         after = ir.binary("sub", constant(mask.type, ir.lanes - 1), behind)
@@ -155,29 +187,42 @@ class _Access:
         return ir.binary("and", global_is_valid(ir, last_there, size), global_is_valid(ir, high, size))
 
     def _move_together(self, address: Value, value: Value | None) -> Value:
-        ir, vector, flags = self.ir, self.ir.wide_type(self._kind), self.ir.flags_of(self.t.mask)
+        ir, vector, flags = self.ir, self._vector, self._flags()
         if self._space is Space.SHARED:
             pointer = ir.offset(window_base(self.t, self._space), address)
         else:
             pointer = ir.cast("inttoptr", address, "ptr")
-        place = f"ptr align {self._scalar.size} {pointer.text}"
-        name = f"v{ir.lanes}{self._kind}.p0"
+        place = f"ptr align {self._size} {pointer.text}"
+        flag_type = f"<{ir.lanes * self._count} x i1>"
+        name = f"v{ir.lanes * self._count}{self._kind}.p0"
         if value is None:
-            ir.require(f"declare {vector} @llvm.masked.load.{name}(ptr, {ir.wide_type('i1')}, {vector})")
-            call = f"call {vector} @llvm.masked.load.{name}({place}, {ir.whole(flags)}, {vector} zeroinitializer)"
+            ir.require(f"declare {vector} @llvm.masked.load.{name}(ptr, {flag_type}, {vector})")
+            call = (
+                f"call {vector} @llvm.masked.load.{name}({place}, {flag_type} {flags.text}, {vector} zeroinitializer)"
+            )
             return ir.wide_value(self._kind, call)
-        ir.require(f"declare void @llvm.masked.store.{name}({vector}, ptr, {ir.wide_type('i1')})")
-        ir.raw(f"call void @llvm.masked.store.{name}({ir.whole(value)}, {place}, {ir.whole(flags)})")
+        ir.require(f"declare void @llvm.masked.store.{name}({vector}, ptr, {flag_type})")
+        ir.raw(f"call void @llvm.masked.store.{name}({vector} {value.text}, {place}, {flag_type} {flags.text})")
         return value
+
+    def _flags(self) -> Value:
+        """Which elements take part."""
+        ir, flags = self.ir, self.ir.flags_of(self.t.mask)
+        if self._count == 1:
+            return flags
+        order = ", ".join(f"i32 {lane}" for lane in range(ir.lanes) for _ in range(self._count))
+        kind = ir.wide_type("i1")
+        width = ir.lanes * self._count
+        return ir.wide_value("i1", f"shufflevector {kind} {flags.text}, {kind} poison, <{width} x i32> <{order}>")
 
     def _move_each(self, value: Value | None) -> tuple[Value, str]:
         """Through memory, by the function for all such accesses; what was loaded, and the block that is in."""
-        t, ir, vector = self.t, self.ir, self.ir.wide_type(self._kind)
+        t, ir, vector = self.t, self.ir, self._vector
         wide = ir.binary("add", ir.resize(self._base, "i64", signed=False), self._offset)
         addresses = t.room("addresses", ir.wide_type("i64"))
-        values = t.room(f"values.{self._kind}", vector)
+        values = t.room(f"values.{self._kind}.{self._count}", vector)
         ir.raw(f"store {ir.whole(wide)}, {addresses}")
-        ir.raw(f"store {ir.whole(value) if value else f'{vector} zeroinitializer'}, {values}")
+        ir.raw(f"store {vector} {value.text if value else 'zeroinitializer'}, {values}")
         name = self._require_function(is_store=value is not None)
         line = constant("i32", t.instruction.line if t.instruction else 0)
         limit, base = constant("i64", 0), Value("ptr", "null")
@@ -193,10 +238,10 @@ class _Access:
         return ir.wide_value(self._kind, f"load {vector}, {values}"), fine
 
     def _require_function(self, *, is_store: bool) -> str:
-        name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._kind}_{self.ir.lanes}"
+        name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
         declarations: set[str] = set()
         body = IrWriter(declarations)
-        _access_each(body, self._space, self._scalar.size, self.t.mask.type, is_store=is_store)
+        _access_each(body, self._space, self._size, self.t.mask.type, is_store=is_store)
         signature = (
             f"define internal i32 @{name}(ptr %environment, ptr %base, i64 %limit, ptr %addresses, ptr %values,"
             f" {self.t.mask.type} %mask, i32 %line) noinline {{"
