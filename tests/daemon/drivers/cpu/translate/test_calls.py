@@ -6,6 +6,7 @@ import time
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.limits import MAX_WATCHING_INSTRUCTIONS
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
@@ -232,6 +233,30 @@ def test_what_is_passed_is_kept_across_a_barrier(context: CpuContext) -> None:
     body = """.param .b32 p; .param .b32 q; st.param.b32 [p], %r0; bar.sync 0;
     call (q), double, (p); bar.sync 0; ld.param.b32 %r1, [q];"""
     assert run(context, DOUBLE, body) == [2 * k for k in range(8)]
+
+
+TURNS = ".global .u32 turn;" + function(
+    "await",
+    "mov.u64 %d1, turn; AGAIN: ld.volatile.global.u32 %r1, [%d1]; setp.ne.u32 %p0, %r1, %r0; @%p0 bra AGAIN;",
+)
+NEXT = "mov.u64 %d4, turn; add.u32 %r5, %r1, 1; st.volatile.global.u32 [%d4], %r5;"
+
+
+def test_a_thread_waits_in_a_function_for_memory_that_a_later_one_writes(context: CpuContext) -> None:
+    module = TURNS + function("outer", call("await"))
+    body = f"sub.u32 %r2, 7, %r0; {call('outer', '%r2')} {NEXT}"
+    assert run(context, module, body) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("reason", ["calls itself", "is long", "computes its parameter's address"])
+def test_loops_that_watch_memory_are_called_where_they_can_t_be_inlined(context: CpuContext, reason: str) -> None:
+    hinder = {
+        "calls itself": "setp.gt.u32 %p1, %r0, 99; @!%p1 bra OUT;" + call("outer") + "OUT:",
+        "is long": "add.u32 %r3, %r3, 1;" * MAX_WATCHING_INSTRUCTIONS,
+        "computes its parameter's address": "mov.b64 %d2, a; ld.param.u32 %r3, [%d2];",
+    }[reason]
+    module = f".func {INT.format('outer')};" + TURNS + function("outer", hinder + call("await"))
+    assert run(context, module, call("outer") + NEXT) == list(range(8))
 
 
 def test_barriers_in_functions_that_call_themselves_are_refused(context: CpuContext) -> None:
