@@ -299,6 +299,14 @@ def test_indexed_branches(context: CpuContext) -> None:
     assert run(context, "", alike, threads=4) == [21] * 4
 
 
+def test_only_nothing_can_be_freed(context: CpuContext) -> None:
+    module = ".extern .func free(.param .b64 a);"
+    body = ".param .b64 p; cvt.u64.u32 %d2, %r0; st.param.b64 [p], %d2; call free, (p); mov.u32 %r1, 3;"
+    assert run(context, module, body, threads=1) == [3]
+    with pytest.raises(KernelFault, match=r"free of 0x1, which no kernel has allocated, by thread \(1,0,0\)"):
+        run(context, module, body, threads=2)
+
+
 def test_break_points_fault(context: CpuContext) -> None:
     with pytest.raises(KernelFault, match="breakpoint"):
         run(context, "", "brkpt;")
@@ -313,6 +321,7 @@ def test_break_points_fault(context: CpuContext) -> None:
         (DOUBLE, "call double, (double);", r"must be \.param variables"),
         ("", "call nowhere;", "nowhere is no function"),
         ("", "call out;", "out is no function"),
+        (".extern .func free;", "call free;", "free is declared with other parameters than CUDA's"),
         (".extern .func malloc;", "call malloc;", "malloc is declared but defined nowhere"),
         (".extern .func f;", "mov.u64 %d1, f;", "f is declared but defined nowhere"),
         ("", "call %d1;", "needs a .callprototype"),
