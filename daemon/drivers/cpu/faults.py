@@ -12,6 +12,7 @@ _EVENTS: dict[int, str] = {
     Access.BREAKPOINT: "breakpoint without a debugger executed",
     Access.STACK_OVERFLOW: "stack overflow",
     Access.NO_FUNCTION: "call through {:#x}, which is no function with these parameters,",
+    Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
     # Where threads wait for one another; the number is the barrier's or the member mask.
     Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",

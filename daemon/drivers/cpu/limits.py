@@ -17,6 +17,10 @@ MAX_REGISTERS_PER_RANGE = 1 << 20
 # Bounds the compile time and memory of one image: generic accesses, the worst, take 13 s and 1.7 GB at this number.
 MAX_INSTRUCTIONS = 1 << 15
 
+# Of a kernel that gets functions put into it whose loops watch memory, though it might call them: each loop in it keeps
+# the registers that live there, and what a larger one keeps could have an image refused that calls let load.
+MAX_WATCHING_INSTRUCTIONS = 8192
+
 # Each costs a compiled function and a table entry.
 MAX_FUNCTIONS = 4096
 

@@ -34,6 +34,7 @@ class Access(IntEnum):
     NO_FUNCTION = 22
     NO_TARGET = 23
     ASSERTION = 24
+    NO_ALLOCATION = 25
 
 
 class Fault(ctypes.Structure):

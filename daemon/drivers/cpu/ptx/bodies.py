@@ -30,6 +30,9 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
 
 _AREA_LIMITS = {Space.SHARED: MAX_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 
+# Refused here, as their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
+_TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
+
 
 @dataclass(slots=True)
 class Area:
@@ -184,6 +187,9 @@ class BodyParser(CallParser):
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
+        if opcode.text in _TEXTURED or "tensor" in modifiers:
+            spelling = ".".join((opcode.text, *modifiers))
+            raise cursor.problem(f"the instruction {spelling[:80]} is not supported by the embedded driver", opcode)
         operands: tuple[Operand, ...]
         operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:

@@ -23,7 +23,7 @@ class Token(NamedTuple):
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)
     |(?P<unclosed>/\*)
-    |(?P<directive>\.[A-Za-z_][\w$]*(?:::\w+)*)
+    |(?P<directive>\.(?:[A-Za-z_]|[1-3]d(?![\w$]))[\w$]*(?:::\w+)*)
     |(?P<real>0[fF][0-9a-fA-F]{8}(?![\w$])|0[dD][0-9a-fA-F]{16}(?![\w$])
         |\d+\.\d*(?:[eE][+-]?\d+)?(?![\w$])|\d+[eE][+-]?\d+(?![\w$]))
     |(?P<number>\d[\w$]*)

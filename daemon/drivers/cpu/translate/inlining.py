@@ -1,4 +1,4 @@
-"""Functions at whose barriers or warp operations a thread waits, put into the kernels that call them.
+"""Functions in which a thread waits, at barriers and warp operations or in loops, put into the kernels that call them.
 
 A kernel can stop at such an instruction and go on later, as it keeps what it needs in a frame; a function that is
 really called can't. The tree is rewritten, so all that follows sees one body.
@@ -42,12 +42,13 @@ def meets(function: Function) -> bool:
 
 
 class Inliner:
-    """Expands calls of the functions named in `wanted`."""
+    """Expands calls of the functions named in `wanted`, until a function has more than `most` instructions."""
 
-    def __init__(self, functions: dict[str, Function], wanted: set[str]) -> None:
+    def __init__(self, functions: dict[str, Function], wanted: set[str], most: int = MAX_INSTRUCTIONS) -> None:
         self._functions = functions
         self._wanted = wanted
         self._expanded: dict[str, Function] = {}
+        self._most = most
         self._left = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
@@ -65,7 +66,7 @@ class Inliner:
                 bodies[number] = self.expand(self._functions[name], (*within, function.name))
             expanded = _splice(function, bodies)
             self._left -= len(expanded.instructions)
-            if self._left < 0 or len(expanded.instructions) > MAX_INSTRUCTIONS:
+            if self._left < 0 or len(expanded.instructions) > self._most:
                 raise rejected("too many calls of functions with barriers or warp operations", kernel=function.name)
             self._expanded[function.name] = expanded
         return self._expanded[function.name]

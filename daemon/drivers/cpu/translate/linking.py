@@ -5,9 +5,15 @@ every kernel; which functions are inlined.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from gpulease.daemon.drivers.cpu.limits import MAX_CALL_GRAPH_STEPS, MAX_SHARED_BYTES
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_CALL_GRAPH_STEPS,
+    MAX_INSTRUCTIONS,
+    MAX_SHARED_BYTES,
+    MAX_WATCHING_INSTRUCTIONS,
+)
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import (
     Address,
@@ -22,7 +28,8 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
 )
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.inlining import Inliner, map_variables, meets
-from gpulease.daemon.drivers.cpu.translate.waiting import watches
+from gpulease.daemon.drivers.cpu.translate.waiting import find_waits, watches
+from gpulease.daemon.drivers.interface import ImageRejected
 
 
 def link(image: Image) -> Image:
@@ -32,8 +39,18 @@ def link(image: Image) -> Image:
     image = replace(image, addressed=_addressed(image))
     image = _place_shared(image)
     functions = {function.name: function for function in image.subroutines}
-    wanted = _spread({name for name, function in functions.items() if meets(function)}, _callers(image))
-    inliner = Inliner(functions, wanted)
+    callers, watching = _callers(image), watching_functions(image)
+    must = _spread({name for name, function in functions.items() if meets(function)}, callers)
+    # Inside of a call a thread can't let the others run, so one that waits there for another would for ever.
+    turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
+    if turning - must:
+        with suppress(ImageRejected):
+            return _inlined(image, functions, must | _spread(turning, callers), MAX_WATCHING_INSTRUCTIONS)
+    return _inlined(image, functions, must, MAX_INSTRUCTIONS)
+
+
+def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], most: int) -> Image:
+    inliner = Inliner(functions, wanted, most)
     return replace(image, functions=tuple(inliner.expand(kernel) for kernel in image.functions))
 
 

@@ -1,4 +1,4 @@
-"""Functions that CUDA provides and no image defines: what `printf` and `assert` become."""
+"""Functions that CUDA provides and no image defines: what `printf`, `assert` and `free` become."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -42,6 +42,12 @@ def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
     ir.emit(f"store {count}, {result}, align 1")
 
 
+def free(t: "ThreadTranslator", site: CallSite) -> None:
+    """Nothing for address 0, else a fault, as `malloc` is refused: virtual destructors have one that few run."""
+    (address,) = _arguments(t, site, (8,))
+    fail_unless(t, t.ir.compare("icmp eq", address, 0), Access.NO_ALLOCATION, Space.GENERIC, address, 0)
+
+
 def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) -> list[Value]:
     if tuple(variable.size for variable in site.arguments) != sizes:
         raise t.problem(f"{site.name} is declared with other parameters than CUDA's")
@@ -52,4 +58,4 @@ def _arguments(t: "ThreadTranslator", site: CallSite, sizes: tuple[int, ...]) ->
     ]
 
 
-SYSTEM_CALLS: dict[str, SystemCall] = {"__assertfail": fail_assertion, "vprintf": print_formatted}
+SYSTEM_CALLS: dict[str, SystemCall] = {"__assertfail": fail_assertion, "vprintf": print_formatted, "free": free}

@@ -96,6 +96,16 @@ def test_initialisers_become_bytes() -> None:
         (kernel(".reg .b32 %r<2>;\nmov.b32 %r1, %tid.q;"), 7, "%tid.q is neither declared"),
         (kernel(".reg .b32 %r<2>;\nld.global.u32 %r1, [%rd7];"), 7, "unknown name %rd7"),
         (kernel(".reg .b32 %r<2>;\nsuld.b %r1, %r1;"), 7, "the instruction suld.b is not supported"),
+        (
+            kernel("tex.2d.v4.f32.f32 {_, _, _, _}, [a, {0, 0}];"),
+            6,
+            "the instruction tex.2d.v4.f32.f32 is not supported",
+        ),
+        (
+            kernel("cp.async.bulk.tensor.2d.global [a, {0, 0}], [a];"),
+            6,
+            "cp.async.bulk.tensor.2d.global is not supported",
+        ),
         (kernel(".reg .b32 %r<2>;\nadd.cc.u16 %r1, %r1, 1;"), 7, "this form of add.cc.u16 is not supported"),
         (kernel(".reg .f32 %f;\nadd.rna.f32 %f, %f, %f;"), 7, "this form of add.rna.f32"),
         (kernel(".reg .f32 %f;\nadd.s32 %f, %f, %f;"), 7, "%f is .f32, not .s32"),

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.limits import MAX_WATCHING_INSTRUCTIONS
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
@@ -234,6 +235,30 @@ def test_what_is_passed_is_kept_across_a_barrier(context: CpuContext) -> None:
     assert run(context, DOUBLE, body) == [2 * k for k in range(8)]
 
 
+TURNS = ".global .u32 turn;" + function(
+    "await",
+    "mov.u64 %d1, turn; AGAIN: ld.volatile.global.u32 %r1, [%d1]; setp.ne.u32 %p0, %r1, %r0; @%p0 bra AGAIN;",
+)
+NEXT = "mov.u64 %d4, turn; add.u32 %r5, %r1, 1; st.volatile.global.u32 [%d4], %r5;"
+
+
+def test_a_thread_waits_in_a_function_for_memory_that_a_later_one_writes(context: CpuContext) -> None:
+    module = TURNS + function("outer", call("await"))
+    body = f"sub.u32 %r2, 7, %r0; {call('outer', '%r2')} {NEXT}"
+    assert run(context, module, body) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("reason", ["calls itself", "is long", "computes its parameter's address"])
+def test_loops_that_watch_memory_are_called_where_they_can_t_be_inlined(context: CpuContext, reason: str) -> None:
+    hinder = {
+        "calls itself": "setp.gt.u32 %p1, %r0, 99; @!%p1 bra OUT;" + call("outer") + "OUT:",
+        "is long": "add.u32 %r3, %r3, 1;" * MAX_WATCHING_INSTRUCTIONS,
+        "computes its parameter's address": "mov.b64 %d2, a; ld.param.u32 %r3, [%d2];",
+    }[reason]
+    module = f".func {INT.format('outer')};" + TURNS + function("outer", hinder + call("await"))
+    assert run(context, module, call("outer") + NEXT) == list(range(8))
+
+
 def test_barriers_in_functions_that_call_themselves_are_refused(context: CpuContext) -> None:
     module = f".func {INT.format('deep')};" + function("deep", "bar.sync 0;" + call("deep"))
     with pytest.raises(ImageRejected, match="deep waits for other threads and calls itself"):
@@ -274,6 +299,14 @@ def test_indexed_branches(context: CpuContext) -> None:
     assert run(context, "", alike, threads=4) == [21] * 4
 
 
+def test_only_nothing_can_be_freed(context: CpuContext) -> None:
+    module = ".extern .func free(.param .b64 a);"
+    body = ".param .b64 p; cvt.u64.u32 %d2, %r0; st.param.b64 [p], %d2; call free, (p); mov.u32 %r1, 3;"
+    assert run(context, module, body, threads=1) == [3]
+    with pytest.raises(KernelFault, match=r"free of 0x1, which no kernel has allocated, by thread \(1,0,0\)"):
+        run(context, module, body, threads=2)
+
+
 def test_break_points_fault(context: CpuContext) -> None:
     with pytest.raises(KernelFault, match="breakpoint"):
         run(context, "", "brkpt;")
@@ -288,6 +321,7 @@ def test_break_points_fault(context: CpuContext) -> None:
         (DOUBLE, "call double, (double);", r"must be \.param variables"),
         ("", "call nowhere;", "nowhere is no function"),
         ("", "call out;", "out is no function"),
+        (".extern .func free;", "call free;", "free is declared with other parameters than CUDA's"),
         (".extern .func malloc;", "call malloc;", "malloc is declared but defined nowhere"),
         (".extern .func f;", "mov.u64 %d1, f;", "f is declared but defined nowhere"),
         ("", "call %d1;", "needs a .callprototype"),
