@@ -5,11 +5,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState, SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
@@ -18,8 +19,13 @@ from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
+from gpulease.protocol.sharing import Wanted
 
 Into = TypeVar("Into")
+
+SPIN_NS: Final = 200_000
+"""How long an answer is looked for before its caller sleeps: most come within it, and waking up takes tens of
+microseconds."""
 
 
 class GpuBuilder(Wish):
@@ -72,10 +78,12 @@ class GpuSession(SessionView):
     next other operation, which is then not done itself. A session keeps its lease from being dropped.
     """
 
-    def __init__(self, lease: GpuLease) -> None:
+    def __init__(self, lease: GpuLease, *, shared_memory: bool = True) -> None:
+        """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = threading.RLock()
-        self._state = SessionState(lease._state, self._lock)
+        wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, spin_ns=SPIN_NS)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
 

@@ -17,17 +17,20 @@ from gpulease.client.core.fate import find_fate
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.ring_channel import share
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Handle, Module
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import HANDLE, fixed_struct
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply, Body, MemAlloc, ModuleLoad
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.sharing import Wanted
 
 T = TypeVar("T")
 
@@ -88,9 +91,12 @@ class SessionState:
         chunk_bytes: Into what pieces copies are cut.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any) -> None:
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
+        """Args: wanted: What to share with the worker. spin_ns: How long to look for an answer before sleeping."""
         self.lease = lease
         self.lock = lock
+        self._wanted = wanted
+        self._spin_ns = spin_ns
         self.session_id = lease.grant.lease_id
         self.end: Failure | None = _NOT_OPEN
         self.dropped: deque[tuple[Opcode, int]] = deque()
@@ -121,7 +127,10 @@ class SessionState:
         )
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
-            answer = yield from answer_to(self.channel, Opcode.ATTACH, Attach(()), limit, self.session_id)
+            self.channel.takes_descriptors = self._wanted != Wanted()
+            answer = yield from answer_to(
+                self.channel, Opcode.ATTACH, Attach(self._wanted.to_options()), limit, self.session_id
+            )
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:
@@ -132,8 +141,9 @@ class SessionState:
                 self.channel.close()
                 raise error_of(lease.heed(answer), "attach")
             self.attached = answer
+            self.channel = share(self.channel, answer.options, self._spin_ns)
             self.end = None
-            self._send = self.channel.sock.send
+            self._send = self.channel.put
             return
         raise (yield from self._find_out(failure, "attach"))
 
@@ -223,7 +233,7 @@ class SessionState:
             frame += self.frees()
         try:
             return number, frame, self._send(frame)
-        except OSError:
+        except (OSError, FramingError):
             return number, frame, 0  # no room, or no peer: sending again waits, or finds out
 
     def finish_launch(self, frame: bytes, sent: int) -> Procedure[None]:
