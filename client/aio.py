@@ -19,8 +19,9 @@ from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
 from gpulease.client.core.renewal import RenewalSchedule, keep
 from gpulease.client.core.ring_channel import wanted_of
-from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module

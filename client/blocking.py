@@ -11,7 +11,8 @@ from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
 from gpulease.client.core.ring_channel import wanted_of
-from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.session import SessionState
+from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
@@ -97,11 +98,17 @@ class GpuSession(SessionView):
 
     def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle."""
-        drive(self._state.mem_write(buffer, offset, data))
+        with self._lock:
+            rest = self._state.write_promptly(buffer, offset, data)
+            if rest is not None:
+                drive(rest)
 
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
         """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
-        return drive(self._state.mem_read(buffer, offset, nbytes, into))
+        with self._lock:
+            rest = self._state.read_promptly(buffer, offset, nbytes, into)
+            result = None if rest is None else drive(rest)
+        return into if result is None else result
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
@@ -146,7 +153,10 @@ class GpuSession(SessionView):
 
     def sync(self) -> None:
         """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
-        drive(self._state.sync())
+        with self._lock:
+            rest = self._state.sync_promptly()
+            if rest is not None:
+                drive(rest)
 
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease goes on."""

@@ -40,6 +40,9 @@ MAX_RING_BYTES: Final = 16 << 20
 PIECES_PER_RING: Final = 4
 """Into how many pieces a ring cuts what is larger than one, so that one is taken out while the next is put in."""
 
+LOOKS_PER_CLOCK: Final = 16
+"""Looks between two at the clock, which on some hosts takes as long."""
+
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
@@ -93,7 +96,7 @@ class RingWriter:
         wake: Wakes the reader; may raise OSError if there is none any more.
     """
 
-    __slots__ = ("_barrier", "_capacity", "_data", "_head", "_piece", "_tail", "_wake", "_words")
+    __slots__ = ("_acquire", "_capacity", "_data", "_head", "_lap", "_limit", "_release", "_tail", "_wake", "_words")
 
     def __init__(
         self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
@@ -101,39 +104,48 @@ class RingWriter:
         first, data_at, self._capacity = ring
         self._words = memory[:DATA_AT].cast("Q")[first : first + _WORDS_PER_RING]
         self._data = memory[data_at : data_at + self._capacity]
-        self._piece = self._capacity // PIECES_PER_RING
-        self._barrier = barrier
+        self._acquire, self._release = barrier.acquire, barrier.release
         self._wake = wake
         self._tail = self._head = 0
+        # The counter up to which there is room in one piece, as far as was looked; where the data's start lies in it.
+        self._limit = self._lap = 0
 
     def put(self, data: bytes | memoryview) -> int:
-        """Put in as much as there is room for, and wake the reader if it sleeps; how many bytes went.
+        """Put in as much as goes in one piece, and wake the reader if it sleeps; how many bytes went, 0 without room.
 
         Raises FramingError if the reader's counter makes no sense, OSError if it could not be woken.
         """
         size, tail = len(data), self._tail
-        if size > self._piece:
-            size = self._piece
-        if size > self._capacity - tail + self._head:
-            size = min(size, self.room())
-        at = tail & self._capacity - 1
-        end = at + size
-        if size != len(data):
-            data = memoryview(data)[:size]
-        if end <= self._capacity:
-            self._data[at:end] = data
-        else:
-            here = self._capacity - at
-            self._data[at:] = data[:here]
-            self._data[: size - here] = data[here:]
-        self._tail = tail = tail + size
+        end = tail + size
+        if end > self._limit:
+            end = min(end, self._look_ahead())
+            if end != tail + size:
+                size = end - tail
+                data = memoryview(data)[:size]
+        at = tail - self._lap
+        self._data[at : at + size] = data
         words = self._words
-        words[_TAIL] = tail
-        self._barrier.acquire(False)
-        self._barrier.release()
+        self._tail = words[_TAIL] = end
+        self._acquire(False)
+        self._release()
         if words[_READER_SLEEPS]:
             self._wake_reader()
         return size
+
+    def put_whole(self, data: bytes) -> bool:
+        """Put in all of it, which is far less than the capacity; False if there is no room for it. Raises like put."""
+        if self.room() < len(data):
+            return False
+        while sent := self.put(data):
+            data = data[sent:]
+        return True
+
+    def _look_ahead(self) -> int:
+        """Find out how far the data can go on in one piece of a bounded size."""
+        room, tail = self.room(), self._tail
+        self._lap = tail & -self._capacity
+        self._limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
+        return self._limit
 
     def _wake_reader(self) -> None:
         self._words[_READER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
@@ -154,8 +166,8 @@ class RingWriter:
     def doze(self) -> bool:
         """Say that this side waits for half of the ring to be free; False if it is already. Raises FramingError."""
         self._words[_WRITER_SLEEPS] = 1
-        self._barrier.acquire(False)
-        self._barrier.release()
+        self._acquire(False)
+        self._release()
         if self.room() * 2 < self._capacity:
             return True
         self.rise()
@@ -191,14 +203,24 @@ class RingReader:
         """Whether there seems to be something; what it is worth, `take` finds out."""
         return self._words[_TAIL] != self._head
 
+    def look(self, times: int) -> bool:
+        """Whether there is something, looked for so many times."""
+        words, head = self._words, self._head
+        for _ in range(times):
+            if words[_TAIL] != head:
+                break
+        else:
+            return False
+        return True
+
     def take(self, into: memoryview) -> int:
         """Move what is there, as far as it fits, and wake the writer if it waits for room; how many bytes came.
 
         Raises FramingError if the writer's counter makes no sense. A writer that can't be woken is gone: what it wrote
         last can still be taken.
         """
-        words, head = self._words, self._head
-        there = words[_TAIL] - head
+        head = self._head
+        there = self._words[_TAIL] - head
         if not there:
             return 0
         if not 0 < there <= self._capacity:
@@ -212,15 +234,26 @@ class RingReader:
             here = self._capacity - at
             into[:here] = self._data[at:]
             into[here:size] = self._data[: size - here]
-        self._head = head = head + size
-        words[_HEAD] = head
+        self._pass(size, there - size)
+        return size
+
+    def take_if(self, expected: bytes) -> bool:
+        """Take all that is there if it is these bytes and in one piece; else nothing is taken."""
+        size, at = len(expected), self._head & self._capacity - 1
+        if self._words[_TAIL] - self._head != size or self._data[at : at + size] != expected:
+            return False
+        self._pass(size, 0)
+        return True
+
+    def _pass(self, size: int, left: int) -> None:
+        words = self._words
+        words[_HEAD] = self._head = self._head + size
         self._barrier.acquire(False)
         self._barrier.release()
-        if words[_WRITER_SLEEPS] and (there - size) * 2 <= self._capacity:
+        if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
             words[_WRITER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
             with suppress(OSError):
                 self._wake()
-        return size
 
     def doze(self) -> bool:
         """Say that this side waits for bytes; False if there are some already."""

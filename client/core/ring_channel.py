@@ -15,13 +15,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
+from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
 from gpulease.client.errors import Disconnected
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import RingLayout, client_ends
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, client_ends
 from gpulease.protocol.sharing import Given, Wanted
 
 MIN_SPIN_CORES: Final = 4
@@ -34,21 +35,25 @@ _NO_MEMORY: Final = "Allow this process more open files and memory, or open the 
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
+ARENA_BYTES: Final = 1 << 30
+"""The arena a session asks for. Only what is used of it is real memory."""
+
+
 def wanted_of(address: Address) -> Wanted:
     """What can be shared with the worker behind an address, by this machine's rules; see `protocol.ring`."""
-    is_possible = not isinstance(address, TcpAddress) and platform.machine() == "x86_64"
-    return Wanted(ring=is_possible)
+    if isinstance(address, TcpAddress):
+        return Wanted()
+    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
 
-def share(channel: Channel, options: Iterable[Tlv], spin_ns: int) -> Channel:
-    """The channel to go on with, of what came with ATTACH's reply. Raises Disconnected if it can't be used."""
+def share(channel: Channel, options: Iterable[Tlv], spin_ns: int) -> tuple[Channel, Arena | None]:
+    """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
-    if given.ring is None:
-        channel.drop_descriptors()
-        return channel
+    descriptors = iter(channel.descriptors)
     try:
-        return RingChannel(channel, channel.descriptors[0], given.ring, spin_ns)
-    except (IndexError, OSError, ValueError) as error:
+        through = channel if given.ring is None else RingChannel(channel, next(descriptors), given.ring, spin_ns)
+        return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+    except (StopIteration, OSError, ValueError) as error:
         channel.close()
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
     finally:
@@ -77,10 +82,20 @@ class RingChannel(Channel):
         """See Channel."""
         replies, clock = self._replies, time.monotonic_ns
         until = clock() + self._spin_ns
-        while not replies.has_bytes:
+        while not replies.look(LOOKS_PER_CLOCK):
             if clock() >= until:
                 return False
         return True
+
+    def ask(self, request: bytes, reply: bytes) -> bool | None:
+        """Send a small request and look for its reply: whether exactly that came; None if nothing could be sent."""
+        requests, replies = self._requests, self._replies
+        try:
+            if replies.has_bytes or not requests.put_whole(request):
+                return None
+            return self.spin() and replies.take_if(reply)
+        except (OSError, FramingError):
+            return False  # no peer: whoever waits for the reply finds out
 
     def doze(self, *, for_room: bool) -> bool:
         """See Channel."""

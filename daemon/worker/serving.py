@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.session import Session
-from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_share
+from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -54,6 +55,7 @@ class _Connection:
         self.wire: SocketWire | RingWire = SocketWire(sock)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
+        self.has_arena = False
         self.spins_left = SPINS_PER_REPLY
         self.heard_at_s = time.monotonic()
 
@@ -154,24 +156,35 @@ class Server:
 
     def _welcome_in(self, connection: _Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
-        ring = _ring_for(connection.sock, wanted)
-        given = Given() if ring is None else Given(ring.layout)
+        ring, arena = _ring_for(connection.sock, wanted), self._arena_for(connection, wanted)
+        given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         body = build_body(replace(self._welcome, options=given.to_options()))
         header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
-        if ring is None:
-            self._send(connection, frame)
-            return
+        fds = [shared.fd for shared in (ring, arena) if shared is not None]
         try:
             # Nothing was sent on this socket since its last reply was read: there is room.
-            sent = socket.send_fds(connection.sock, [frame], [ring.fd], socket.MSG_NOSIGNAL)
+            sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
         except OSError:
             sent = 0
         if sent != len(frame):
-            ring.close()
+            if ring is not None:
+                ring.close()
             raise ConnectionLost("the peer is gone, or does not read")
-        ring.offered()
-        connection.wire = ring
+        connection.has_arena = arena is not None
+        if ring is not None:
+            ring.offered()
+            connection.wire = ring
+
+    def _arena_for(self, connection: _Connection, wanted: Wanted) -> Arena | None:
+        """The session's arena, unless another connection has it: two clients would use the same bytes."""
+        is_taken = any(other.has_arena for other in self._connections.values())
+        if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
+            return None
+        try:
+            return self._session.open_arena(wanted.arena_bytes)
+        except OSError:
+            return None
 
     def _say_goodbye(self) -> None:
         """Tell every connection why it will not be answered any more; the process is about to be killed."""
@@ -199,7 +212,6 @@ class Server:
             connection.spins_left -= 1
             if not wire.spin(reader):
                 return False
-        connection.heard_at_s = time.monotonic()
         if wire.spins_when_quiet:
             connection.spins_left = 1
         if len(reader.buffer) > RETAINED_BUFFER_BYTES:
@@ -217,7 +229,7 @@ class Server:
 
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session = connection.reader, self._session
-        while True:
+        while reader.start != reader.end:
             session.take_launches(reader)
             frame = reader.next_frame()
             if frame is None:
@@ -226,6 +238,8 @@ class Server:
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY
+        if reader.is_mid_frame:
+            connection.heard_at_s = time.monotonic()
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)
 
@@ -252,7 +266,7 @@ def report(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _ring_for(sock: socket.socket, wanted: Wanted) -> RingWire | None:
-    if not wanted.ring or not can_share(sock):
+    if not wanted.ring or not can_ring(sock):
         return None
     try:
         return RingWire(sock)

@@ -9,18 +9,21 @@ Knows frames and the driver, no sockets.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
+from gpulease.daemon.worker.arena import Arena, no_arena
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
-from gpulease.protocol.codec import build_body, parse_body
+from gpulease.daemon.worker.replies import done, empty, failed
+from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import (
+    ARENA_COPY,
     HANDLE,
     MEM_READ,
     MIDDLE_AT,
@@ -29,10 +32,10 @@ from gpulease.protocol.fastpath import (
     parse_fixed,
     parse_mem_write,
 )
-from gpulease.protocol.framing import Frame, FrameReader, build_frame
+from gpulease.protocol.framing import Frame, FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES
 from gpulease.protocol.messages import (
-    Body,
+    ArenaCopy,
     Handle,
     KernelEntry,
     MemAlloc,
@@ -42,6 +45,10 @@ from gpulease.protocol.messages import (
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+
+LAUNCHES_PER_CLOCK: Final = 8
+"""Launches taken in a row between two looks at the deadline, some 50 us; the revocation word, which the broker sets at
+the deadline too, is looked at before each. On some hosts the clock takes as long as the rest of a launch's checks."""
 
 _REFUSAL_TEXT: Final = {
     Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
@@ -54,6 +61,7 @@ _REFUSAL_TEXT: Final = {
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
+_REPLY: Final = int(Flag.REPLY)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
@@ -83,6 +91,7 @@ class Session:
         self._planner = Planner(ledger, lease_id)
         self._kept: Failure | None = None
         self._staging = bytearray()
+        self._arena: Arena | None = None
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: self._mem_alloc,
             Opcode.MEM_FREE: self._mem_free,
@@ -93,6 +102,8 @@ class Session:
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,
+            Opcode.ARENA_WRITE: self._arena_write,
+            Opcode.ARENA_READ: self._arena_read,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -117,10 +128,11 @@ class Session:
         that is not expected, incomplete, or behind a failure is left to `handle`.
         """
         plan = self._planner.expected
-        if plan is None or self._kept is not None or self.lost is not None:
+        if plan is None or reader.start == reader.end or self._kept is not None or self.lost is not None:
             return
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
+        word = self._page.word
         latest, request_id, count = None, 0, 0
         try:
             while True:
@@ -131,7 +143,8 @@ class Session:
                     or not stands_at(pattern.front, start)
                     or not stands_at(pattern.middle, start + MIDDLE_AT)
                     or not stands_at(pattern.tail, start + pattern.args_end)
-                    or refusal() is not None
+                    or word[0]
+                    or (count % LAUNCHES_PER_CLOCK == 0 and refusal() is not None)
                 ):
                     break
                 (request_id,) = _REQUEST_ID.unpack_from(buffer, start + REQUEST_ID_OFFSET)
@@ -173,7 +186,7 @@ class Session:
             except (Refused, BodyError, DriverError, LeaseOver) as error:
                 failure = self._failure(error, frame.op)
         self._counters[_FAILED_OPS] += 1
-        return _failed(frame, failure)
+        return failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
         if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
@@ -254,7 +267,7 @@ class Session:
         address = self._context.mem_alloc(size_bytes)
         self._ledger.add_allocation(address, size_bytes)
         self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
-        return _done(frame, Handle(address))
+        return done(frame, Handle(address))
 
     def _mem_free(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -262,14 +275,14 @@ class Session:
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
         self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
-        return _empty(frame)
+        return empty(frame)
 
     def _mem_write(self, frame: Frame) -> bytes:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
             self._context.mem_write(address, data, self._check_lease)
-        return _empty(frame)
+        return empty(frame)
 
     def _mem_read(self, frame: Frame) -> bytes | memoryview:
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
@@ -286,6 +299,31 @@ class Session:
             self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
         return reply
 
+    def open_arena(self, wanted_bytes: int) -> Arena:
+        """The session's arena, made for the first who asks. Raises OSError."""
+        if self._arena is None:
+            self._arena = Arena(wanted_bytes, self._context)
+        return self._arena
+
+    def _arena_write(self, frame: Frame) -> bytes:
+        for address, piece in self._arena_pieces(frame):
+            self._context.write_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def _arena_read(self, frame: Frame) -> bytes:
+        for address, piece in self._arena_pieces(frame):
+            self._context.read_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def _arena_pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
+        if self._arena is None:
+            raise no_arena()
+        address = self._ledger.locate(handle, offset, length)
+        for piece in self._arena.pieces(at, length, self._check_lease):
+            yield address, piece
+            address += len(piece)
+
     def _module_load(self, frame: Frame) -> bytes:
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
@@ -296,7 +334,7 @@ class Session:
         )
         number = self._ledger.add_module(module, len(image))
         try:
-            return _done(frame, ModuleLoaded(number, kernels))
+            return done(frame, ModuleLoaded(number, kernels))
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._ledger.remove_module(number)
@@ -309,26 +347,26 @@ class Session:
         self._planner.forget()
         self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
-        return _empty(frame)
+        return empty(frame)
 
     def _launch(self, frame: Frame) -> bytes:
         plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
         self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
         self._counters[_LAUNCHES] += 1
-        return b"" if frame.flags else _empty(frame)
+        return b"" if frame.flags else empty(frame)
 
     def _sync(self, frame: Frame) -> bytes:
         if frame.payload:
             raise BodyError("SYNC takes no payload")
         self._context.sync(self._check_lease)
         self._counters[Counter.SYNCS] += 1
-        return _empty(frame)
+        return empty(frame)
 
     def _ping(self, frame: Frame) -> bytes:
         if frame.flags:
             raise BodyError("PING can't be quiet: only session operations can")
-        return _done(frame, parse_body(Ping, frame.payload))
+        return done(frame, parse_body(Ping, frame.payload))
 
     def _check_lease(self) -> None:
         if self._page.refusal() is not None:
@@ -341,19 +379,3 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,
 }
-
-
-def _done(frame: Frame, body: Body) -> bytes:
-    return build_frame(
-        frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY
-    )
-
-
-def _empty(frame: Frame) -> bytes:
-    if frame.flags:
-        return b""
-    return build_frame(frame.op, b"", request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY)
-
-
-def _failed(frame: Frame, failure: Failure) -> bytes:
-    return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)

@@ -19,7 +19,7 @@ from typing import Final
 
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import FrameReader
-from gpulease.protocol.ring import RingLayout, worker_ends
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, worker_ends
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 """A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
@@ -51,8 +51,13 @@ class ConnectionLost(Exception):
 
 
 def can_share(sock: socket.socket) -> bool:
-    """Whether memory can be shared with the peer of a socket, by this machine's rules; see `protocol.ring`."""
-    return sock.family == socket.AF_UNIX and platform.machine() == "x86_64"
+    """Whether the peer of a socket is on this host and memory's descriptors can be sent to it."""
+    return sock.family == socket.AF_UNIX
+
+
+def can_ring(sock: socket.socket) -> bool:
+    """The same for a ring, by what it needs of this machine; see `protocol.ring`."""
+    return can_share(sock) and platform.machine() == "x86_64"
 
 
 class SocketWire:
@@ -168,7 +173,7 @@ class RingWire:
         """See SocketWire."""
         requests, clock = self._requests, time.monotonic_ns
         until = clock() + SPIN_NS
-        while not requests.has_bytes:
+        while not requests.look(LOOKS_PER_CLOCK):
             if clock() > until:
                 return False
         return self.receive(reader)
@@ -189,7 +194,7 @@ class RingWire:
     def say_last(self, frame: bytes) -> None:
         """See SocketWire."""
         with contextlib.suppress(OSError, FramingError):
-            self._replies.put(frame)
+            self._replies.put_whole(frame)
 
     def close(self) -> None:
         """Close the socket, which ends the connection, and let go of the memory."""
