@@ -55,9 +55,12 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
-    figures |= _copies(context, samples) | _pinned_copies(context, "16m", COPY_BYTES)
+    figures |= _copies(context, samples)
+    pinned = memoryview(mmap.mmap(-1, LARGE_COPY_BYTES if driver_name == "cuda" else COPY_BYTES))
+    context.pin(pinned)
+    figures |= _pinned_copies(context, "16m", pinned[:COPY_BYTES])
     if driver_name == "cuda":
-        figures |= _pinned_copies(context, "256m", LARGE_COPY_BYTES)
+        figures |= _pinned_copies(context, "256m", pinned)
         from gpulease.daemon.drivers.cuda.baseline import call_us
 
         figures["pycuda_call_us"] = call_us(module, address, THREADS, launches)
@@ -84,10 +87,8 @@ def _copies(context: Context, samples: int) -> dict[str, float]:
     }
 
 
-def _pinned_copies(context: Context, name: str, size: int) -> dict[str, float]:
-    host = memoryview(mmap.mmap(-1, size))
-    host[:] = bytes([1]) * size
-    context.pin(host)
+def _pinned_copies(context: Context, name: str, host: memoryview) -> dict[str, float]:
+    size = len(host)
     address = context.mem_alloc(size)
     figures = {
         f"arena_write_{name}_gb_s": size / _timed_us(lambda: context.write_pinned(address, host), 15)[7] / 1e3,

@@ -9,10 +9,16 @@ pages are not given back before the worker ends, which is why the size is the bo
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Final
 
+from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.replies import empty
 from gpulease.daemon.worker.wires import sealed_memory
 from gpulease.protocol.errors import BodyError
+from gpulease.protocol.fastpath import ARENA_COPY, parse_fixed
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.messages import ArenaCopy
 from gpulease.protocol.opcodes import Status
 
 MAX_ARENA_BYTES: Final = 1 << 30
@@ -27,11 +33,8 @@ MAX_EXTENT_BYTES: Final = 256 << 20
 """What is pinned at a time at most: it takes 12 ms, between which the lease is looked at."""
 
 
-class Pins(Protocol):
-    """What can pin memory: a driver's context."""
-
-    def pin(self, memory: memoryview) -> None:
-        """Make copies from and to it fast, if that can be."""
+Pins = Callable[[memoryview], None]
+"""What pins memory: a context's `pin`."""
 
 
 class Arena:
@@ -47,7 +50,7 @@ class Arena:
         self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
         if not self.size_bytes:
             raise OSError(f"an arena of {wanted_bytes} bytes; the smallest has {GRANULE_BYTES}")
-        self._pins = pins
+        self._pin_memory = pins
         self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
         self.fd = sealed_memory("gpulease-arena", self.size_bytes)
         try:
@@ -84,11 +87,43 @@ class Arena:
             while after < min(last, first + MAX_EXTENT_BYTES // GRANULE_BYTES) and not ends[after]:
                 after += 1
             check_lease()
-            self._pins.pin(self._view[first * GRANULE_BYTES : after * GRANULE_BYTES])
+            self._pin_memory(self._view[first * GRANULE_BYTES : after * GRANULE_BYTES])
             ends[first:after] = [after * GRANULE_BYTES] * (after - first)
             first = after
 
 
-def no_arena() -> BodyError:
-    """A copy from or to an arena that the session has not."""
-    return BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
+class ArenaDesk:
+    """A session's copies between its allocations and its arena, once it has one."""
+
+    def __init__(self, ledger: Ledger, context: Context, check_lease: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._context = context
+        self._check_lease = check_lease
+        self._arena: Arena | None = None
+
+    def open(self, wanted_bytes: int) -> Arena:
+        """The arena, made for the first who asks. Raises OSError."""
+        if self._arena is None:
+            self._arena = Arena(wanted_bytes, self._context.pin)
+        return self._arena
+
+    def write(self, frame: Frame) -> bytes:
+        """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises."""
+        for address, piece in self._pieces(frame):
+            self._context.write_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def read(self, frame: Frame) -> bytes:
+        """ARENA_READ; see `write`."""
+        for address, piece in self._pieces(frame):
+            self._context.read_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def _pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
+        if self._arena is None:
+            raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
+        address = self._ledger.locate(handle, offset, length)
+        for piece in self._arena.pieces(at, length, self._check_lease):
+            yield address, piece
+            address += len(piece)

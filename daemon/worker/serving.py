@@ -182,7 +182,7 @@ class Server:
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
             return None
         try:
-            return self._session.open_arena(wanted.arena_bytes)
+            return self._session.arena.open(wanted.arena_bytes)
         except OSError:
             return None
 
@@ -231,10 +231,12 @@ class Server:
         reader, session = connection.reader, self._session
         while reader.start != reader.end:
             session.take_launches(reader)
-            frame = reader.next_frame()
-            if frame is None:
-                break
-            reply = session.handle(frame)
+            reply: bytes | memoryview | None = session.take_sync(reader)
+            if reply is None:
+                frame = reader.next_frame()
+                if frame is None:
+                    break
+                reply = session.handle(frame)
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY

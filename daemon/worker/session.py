@@ -9,21 +9,20 @@ Knows frames and the driver, no sockets.
 """
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
-from gpulease.daemon.worker.arena import Arena, no_arena
+from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
-from gpulease.daemon.worker.replies import done, empty, failed
+from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import (
-    ARENA_COPY,
     HANDLE,
     MEM_READ,
     MIDDLE_AT,
@@ -32,10 +31,9 @@ from gpulease.protocol.fastpath import (
     parse_fixed,
     parse_mem_write,
 )
-from gpulease.protocol.framing import Frame, FrameReader
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES
 from gpulease.protocol.messages import (
-    ArenaCopy,
     Handle,
     KernelEntry,
     MemAlloc,
@@ -63,8 +61,10 @@ _REFUSAL_TEXT: Final = {
 _QUIET: Final = int(Flag.QUIET)
 _REPLY: Final = int(Flag.REPLY)
 _LAUNCH: Final = int(Opcode.LAUNCH)
+_SYNC: Final = int(Opcode.SYNC)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
+_SYNCS: Final = int(Counter.SYNCS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
 _REQUEST_ID: Final = struct.Struct(">Q")
@@ -79,6 +79,7 @@ class Session:
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
+        arena: Its arena, and the copies from and to it.
     """
 
     def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
@@ -91,7 +92,8 @@ class Session:
         self._planner = Planner(ledger, lease_id)
         self._kept: Failure | None = None
         self._staging = bytearray()
-        self._arena: Arena | None = None
+        self.arena = ArenaDesk(ledger, context, self._check_lease)
+        self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: self._mem_alloc,
             Opcode.MEM_FREE: self._mem_free,
@@ -102,8 +104,8 @@ class Session:
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,
-            Opcode.ARENA_WRITE: self._arena_write,
-            Opcode.ARENA_READ: self._arena_read,
+            Opcode.ARENA_WRITE: self.arena.write,
+            Opcode.ARENA_READ: self.arena.read,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -167,6 +169,27 @@ class Session:
             self._planner.resume(latest)
         self._counters[_OPS] += count
         self._counters[_LAUNCHES] += count if self._kept is None else count - 1
+
+    def take_sync(self, reader: FrameReader) -> bytes | None:
+        """Do a SYNC at the front of what a connection sent, the most frequent request with a reply; its reply.
+
+        None if there is none, or anything else is to be said than how the waiting went: that is left to `handle`.
+        """
+        number = self._sync_pattern.number(reader)
+        if not number or number == NO_NUMBER or self._kept is not None or self.lost is not None:
+            return None
+        if self._page.refusal() is not None:
+            return None
+        reader.start += HEADER_BYTES
+        self._counters[_OPS] += 1
+        try:
+            self._context.sync(self._check_lease)
+        except (DriverError, LeaseOver) as error:
+            self._counters[_FAILED_OPS] += 1
+            request_id = int.from_bytes(number, "big")
+            return self._failure(error, _SYNC).to_frame(_SYNC, request_id=request_id, session_id=self.lease_id)
+        self._counters[_SYNCS] += 1
+        return self._sync_pattern.reply(number)
 
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
@@ -298,31 +321,6 @@ class Session:
         if length:
             self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
         return reply
-
-    def open_arena(self, wanted_bytes: int) -> Arena:
-        """The session's arena, made for the first who asks. Raises OSError."""
-        if self._arena is None:
-            self._arena = Arena(wanted_bytes, self._context)
-        return self._arena
-
-    def _arena_write(self, frame: Frame) -> bytes:
-        for address, piece in self._arena_pieces(frame):
-            self._context.write_pinned(address, piece, self._check_lease)
-        return empty(frame)
-
-    def _arena_read(self, frame: Frame) -> bytes:
-        for address, piece in self._arena_pieces(frame):
-            self._context.read_pinned(address, piece, self._check_lease)
-        return empty(frame)
-
-    def _arena_pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
-        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
-        if self._arena is None:
-            raise no_arena()
-        address = self._ledger.locate(handle, offset, length)
-        for piece in self._arena.pieces(at, length, self._check_lease):
-            yield address, piece
-            address += len(piece)
 
     def _module_load(self, frame: Frame) -> bytes:
         image = parse_body(ModuleLoad, frame.payload).image
