@@ -7,6 +7,7 @@ import ctypes
 import math
 import mmap
 import operator
+import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -21,13 +22,14 @@ ALIGNMENT_BYTES: Final = 256
 
 
 class Arena:
-    """Hands out pieces of one mapping, first fit."""
+    """Hands out pieces of one mapping, first fit. Threads may share it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Raises OSError or ValueError if it can't be mapped."""
         self._map = mmap.mmap(fd, size_bytes)
         self._size = size_bytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._lock = threading.Lock()
         self._starts = [0]
         self._sizes = [size_bytes]
         # Filled in whatever thread drops an array, in the middle of anything: a deque's append is atomic.
@@ -35,6 +37,10 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Any:
         """A writable buffer of so many bytes, None if there is no room for it; `nbytes` is at least 1."""
+        with self._lock:
+            return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> Any:
         self._take_back()
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for at, free in enumerate(self._sizes):
