@@ -9,6 +9,9 @@ GPU_RESOURCE_TYPE: Final = 0x0005
 EXCLUSIVITY_TAG: Final = 0x0903
 """The lease parameter TLV that carries the exclusivity class, one byte."""
 
+MAX_KERNEL_TAG: Final = 0x0904
+"""The lease parameter TLV that carries how long one kernel may run, in milliseconds, as a u32."""
+
 
 class Opcode(IntEnum):
     """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""

@@ -10,6 +10,7 @@ from gpulease.client.cli.bench import bench
 from gpulease.client.cli.demo import demo
 from gpulease.client.cli.node import fence, info, leases, revoke
 from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.verify import verify
 from gpulease.client.errors import Disconnected, GpuLeaseError
 
 EXIT_FAILED: Final = 1
@@ -47,7 +48,7 @@ def main() -> None:
     """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
 
 
-for _command in (demo, info, leases, revoke, fence, bench):
+for _command in (demo, info, leases, revoke, fence, bench, verify):
     main.add_command(_command)
 
 

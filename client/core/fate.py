@@ -23,6 +23,9 @@ _STATUS_BY_CAUSE: Final = {
     "worker_died": Status.SESSION_FAILED,
     "spawn_failed": Status.SESSION_FAILED,
     "shutdown": Status.DISCONNECTED,
+    "over_slice": Status.SESSION_FAILED,
+    "kernel_timeout": Status.SESSION_FAILED,
+    "unresponsive": Status.SESSION_FAILED,
 }
 _WORDS: Final = {
     "freed": "the lease was freed",
@@ -33,6 +36,9 @@ _WORDS: Final = {
     "worker_died": "the session's process died",
     "spawn_failed": "the session's process could not be started",
     "shutdown": "the daemon shut down",
+    "over_slice": "the session held more of the card than was leased",
+    "kernel_timeout": "a kernel ran for longer than the lease allows",
+    "unresponsive": "the session's process did not answer any more",
 }
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""

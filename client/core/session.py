@@ -382,6 +382,10 @@ class SessionState:
             failure = self.lease.over
         elif not self.channel.link.is_end_explained:
             failure = yield from find_fate(self.lease, failure)
+        elif failure.status is Status.SESSION_FAILED:
+            # The worker was told that it is over, not why.
+            fate = yield from find_fate(self.lease, failure)
+            failure = failure if fate.status is Status.DISCONNECTED else fate
         elif self.channel.link.said_goodbye:
             failure = self.lease.heed(failure)
         self.finish(failure)

@@ -9,7 +9,7 @@ from gpulease.protocol import Exclusivity
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, parse_address
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
 DEFAULT_LEASE_S: Final = 60.0
@@ -70,6 +70,12 @@ class Wish:
             names = ", ".join(f"{item.name} ({item.value})" for item in Exclusivity)
             raise InvalidRequest(f"exclusivity: {exclusivity!r} is none of {names}") from None
         self._parameters[EXCLUSIVITY_TAG] = bytes([chosen])
+        return self
+
+    def max_kernel_secs(self, seconds: float) -> Self:
+        """How long one kernel may run: one that runs for longer ends the lease. No bound if this is not called."""
+        value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
+        self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
         return self
 
     def device(self, uuid_or_index: str | int) -> Self:

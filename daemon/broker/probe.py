@@ -1,7 +1,7 @@
 """Start-up's proof that contexts can be made, and what one costs.
 
-One worker is made on each card by the very path that leases take, and ended; what the card says it held is what every
-lease there will cost the node besides its tenant's bytes.
+One worker is made on each card by the very path that leases take, and ended; what the card says it held, and what a
+session may make the driver take besides, is what every lease there will cost the node besides its tenant's bytes.
 """
 
 import asyncio
@@ -24,7 +24,10 @@ _LOOK_S: Final = 0.02
 
 
 async def measure_overhead(source: CardSource, workers: Workers, cards: list[CardFacts]) -> list[int]:
-    """Bytes one context costs on each card. Raises CardsUnavailable if one can't be made, or does not go away."""
+    """Bytes one context may cost on each card: what it had when made, and what the driver may take besides later.
+
+    Raises CardsUnavailable if one can't be made, or does not go away.
+    """
     events: asyncio.Queue[Event] = asyncio.Queue()
     workers.deliver_to(events.put_nowait)
     return [await _probe(source, workers, events, card, number) for number, card in enumerate(cards, start=1)]
@@ -47,7 +50,7 @@ async def _probe(
     while not isinstance(await _next_event(events, card), WorkerExited):
         pass
     await _wait_for_proof(source, card, pid)
-    return overhead
+    return overhead + source.reserve_bytes
 
 
 async def _next_event(events: "asyncio.Queue[Event]", card: CardFacts) -> Event:

@@ -28,7 +28,7 @@ from gpulease.daemon.core.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Exclusivity, Opcode, Status
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, Exclusivity, Opcode, Status
 from gpulease.protocol.primitives import LeaseParameter
 
 
@@ -116,6 +116,7 @@ class Desk:
                 )
             )
         exclusivity = exclusivity_of(body.parameters)
+        max_kernel_ms = max_kernel_ms_of(body.parameters)
 
         def on_outcome(outcome: Outcome) -> None:
             self._open_acquires.discard(number)
@@ -133,6 +134,7 @@ class Desk:
                 exclusivity=exclusivity,
                 selector=body.device,
                 wait_ms=body.wait_ms,
+                max_kernel_ms=max_kernel_ms,
             )
         )
 
@@ -252,6 +254,9 @@ class Desk:
             )
 
 
+MAX_KERNEL_BYTES: Final = 4
+"""Of the parameter's u32."""
+
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
 
@@ -273,3 +278,15 @@ def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:
             Failure(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
         )
     return _CLASSES[number]
+
+
+def max_kernel_ms_of(parameters: tuple[LeaseParameter, ...]) -> int:
+    """How long one kernel may run, 0 for no bound but the lease's own. Raises Refusal if it makes no sense."""
+    values = [parameter.value for parameter in parameters if parameter.tag == MAX_KERNEL_TAG]
+    if not values:
+        return 0
+    if len(values) > 1 or len(values[0]) != MAX_KERNEL_BYTES or not any(values[0]):
+        raise Refusal(
+            Failure(Status.INVALID_REQUEST, "a kernel's longest time is a u32 of milliseconds, at least 1, given once")
+        )
+    return int.from_bytes(values[0], "big")

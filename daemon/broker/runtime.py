@@ -10,8 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from gpulease.daemon.broker.audit import Auditor
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.watchman import Watchman
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
@@ -58,7 +60,11 @@ class Runtime:
         self.table = table
         self.workers = workers
         workers.deliver_to(self.post)
+        self._source = source
         self._reclaimer = Reclaimer(source, self.post)
+        self._auditor = Auditor(table, source, workers, self.post)
+        workers.look_with(self._auditor.look)
+        self._watchman = Watchman(workers, self.post)
         self._events: deque[Event] = deque()
         self._is_busy = False
         self._last_request = 0
@@ -79,6 +85,8 @@ class Runtime:
         for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer):
             if handle is not None:
                 handle.cancel()
+        await self._watchman.stop()
+        await self._auditor.stop()
         await self._reclaimer.stop()
 
     # --- requests ---
@@ -143,8 +151,18 @@ class Runtime:
 
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
+        self._watchman.start()
+        self._auditor.start()
         is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
-        self.workers.spawn(WorkerSpec(effect.lease_id, effect.card_uuid, effect.size_bytes, is_shared))
+        spec = WorkerSpec(
+            effect.lease_id,
+            effect.card_uuid,
+            effect.size_bytes,
+            is_shared,
+            self._source.allowance_bytes,
+            effect.max_kernel_ms,
+        )
+        self.workers.spawn(spec)
 
     def _arm(self, effect: ArmTimer) -> None:
         key = (effect.lease_id, effect.kind)

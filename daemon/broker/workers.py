@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Worker:
     channel: socket.socket
     pid: int = 0
     pidfd: int = -1
+    is_ready: bool = False
     is_killed: bool = False
     hand_overs: int = 0
 
@@ -47,6 +49,7 @@ class Workers:
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
         self._ended_pids: dict[int, int] = {}
+        self._on_look: Callable[[int], None] = _not_looked
         self._driver = driver
         self._zygote = Zygote(driver, self._on_zygote_message, self._on_zygote_exit)
         self._restart: asyncio.Task[None] | None = None
@@ -54,6 +57,10 @@ class Workers:
     def deliver_to(self, deliver: Callable[[Event], None]) -> None:
         """Who is told what happens to workers from now on."""
         self._deliver = deliver
+
+    def look_with(self, look: Callable[[int], None]) -> None:
+        """Who is told of leases whose context may have grown."""
+        self._on_look = look
 
     async def start(self) -> None:
         """Start the zygote. Raises ZygoteBroken."""
@@ -70,10 +77,21 @@ class Workers:
             self._kill(worker)
             self._forget(worker)
 
+    def serving(self) -> list[Worker]:
+        """Those that have said that they are ready and were not ordered dead."""
+        return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
+
     def pid(self, lease_id: int) -> int:
         """The worker's process id, 0 if there is none."""
         worker = self._workers.get(lease_id)
         return 0 if worker is None else worker.pid
+
+    def is_alive(self, lease_id: int) -> bool:
+        """Whether the worker's process runs: one that is dead is told of only once it was reaped."""
+        worker = self._workers.get(lease_id)
+        if worker is None or worker.pidfd < 0:
+            return worker is not None
+        return not _has_ended(worker.pidfd)
 
     def take_ended_pid(self, lease_id: int) -> int:
         """The process id of a worker that has ended, told once; 0 if it never had one."""
@@ -180,7 +198,10 @@ class Workers:
             case {"op": "attached"}:
                 # Never below zero, whatever a worker says.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
+            case {"op": "look"}:
+                self._on_look(lease_id)
             case {"op": "ready"}:
+                worker.is_ready = True
                 self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:
                 self._post(WorkerFailed(lease_id, reason))
@@ -241,6 +262,17 @@ class Workers:
         if worker.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(worker.pidfd)
             os.close(worker.pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    """A process file descriptor is readable from its process's end on (pidfd_open(2))."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _not_looked(lease_id: int) -> None:
+    """Start-up's sessions run nothing."""
 
 
 def _not_delivered(event: Event) -> None:

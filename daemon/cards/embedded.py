@@ -13,6 +13,11 @@ MAX_CARD_BYTES: Final = 512 << 30
 """More than a worker can reserve address space for in one slice is a typing mistake."""
 
 
+ALLOWANCE_BYTES: Final = 1 << 20
+"""For modules' variables, texts of assertions mostly, in sessions whose slice is full. Host memory, so it is charged to
+no pretended card."""
+
+
 class EmbeddedCards:
     """Pretended cards. A card's UUID depends on its index alone, so it survives a restart.
 
@@ -24,6 +29,8 @@ class EmbeddedCards:
     """
 
     driver = "cpu"
+    allowance_bytes = ALLOWANCE_BYTES
+    reserve_bytes = 0
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         for size_bytes in sizes_bytes:

@@ -18,10 +18,21 @@ UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
 """How far the bytes that belong to no listed process may move without being a leak; a context's share is larger."""
 
 
+ALLOWANCE_BYTES: Final = 176 << 20
+"""For what the driver takes of a card in pages of 2 MiB beside what a tenant asked for. Nearly all of it is for modules
+that use assertions or the device's heap: 150 MiB of local memory and heap, once, were seen on an H100. Without it a
+tenant whose lease is full could not load a kernel with an assertion."""
+
+SLACK_BYTES: Final = 16 << 20
+"""What the rules miss, gaps between small modules for one; a session beyond it is ended."""
+
+
 class NvidiaCards:
     """The cards NVML lists. Raises CardsUnavailable if the driver can't be used."""
 
     driver = "cuda"
+    allowance_bytes = ALLOWANCE_BYTES
+    reserve_bytes = ALLOWANCE_BYTES + SLACK_BYTES
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: lease at most this much of each card, None for all of it."""
@@ -45,7 +56,10 @@ class NvidiaCards:
 
         Without that figure neither admission nor the proof of a reclaim would mean anything.
         """
-        held = self._processes(card_uuid).get(pid, 0)
+        try:
+            held = self._processes(card_uuid).get(pid, 0)
+        except pynvml.NVMLError as error:
+            raise CardsUnavailable(f"NVML can't list what runs on {card_uuid}: {error}", hint=_hint(error)) from None
         if held == 0:
             raise CardsUnavailable(
                 f"NVML does not show what process {pid} holds on {card_uuid}",

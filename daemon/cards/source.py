@@ -38,6 +38,14 @@ class CardSource(Protocol):
     def driver(self) -> str:
         """The driver whose workers compute on these cards."""
 
+    @property
+    def allowance_bytes(self) -> int:
+        """What a session may take besides its context and its slice: rounding, code, local memory."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What each session is charged to the node for that, and for what no rule foresaw; one that takes more ends."""
+
     def discover(self) -> list[CardFacts]:
         """All cards. Raises CardsUnavailable."""
 

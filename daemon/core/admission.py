@@ -117,7 +117,9 @@ class Admission:
             max_story_entries=self._limits.max_story_entries,
         )
         self._book.open(lease)
-        out.append(SpawnWorker(lease.lease_id, lease.card_uuid, lease.size_bytes, lease.generation))
+        out.append(
+            SpawnWorker(lease.lease_id, lease.card_uuid, lease.size_bytes, lease.generation, event.max_kernel_ms)
+        )
         out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
 
     def _enqueue(

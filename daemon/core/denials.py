@@ -84,6 +84,21 @@ _ENDED: Final = {
         "ended because the daemon is shutting down",
         "Acquire a new lease once the daemon is back, or on another node.",
     ),
+    Cause.OVER_SLICE: (
+        DenialReason.SESSION_FAILED,
+        "ended because its session held more of the card than was leased",
+        "Acquire a lease with more min_vram, and tell the operator.",
+    ),
+    Cause.KERNEL_TIMEOUT: (
+        DenialReason.SESSION_FAILED,
+        "ended because a kernel ran for longer than the lease allows",
+        "Fix the kernel, or acquire a lease with a larger max_kernel_secs.",
+    ),
+    Cause.UNRESPONSIVE: (
+        DenialReason.SESSION_FAILED,
+        "ended because its worker did not answer any more",
+        "Acquire a new lease; if it happens again, tell the operator.",
+    ),
 }
 
 

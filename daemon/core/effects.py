@@ -20,6 +20,7 @@ class SpawnWorker:
     card_uuid: str
     size_bytes: int
     generation: int
+    max_kernel_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

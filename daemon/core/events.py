@@ -7,6 +7,7 @@ Lease ids are u128. An event for a lease that is unknown or has ended is harmles
 from dataclasses import dataclass
 from enum import Enum
 
+from gpulease.daemon.core.leases import Cause
 from gpulease.protocol.opcodes import Exclusivity
 
 
@@ -29,6 +30,7 @@ class AcquireRequested:
         ttl_ms: How long the lease lives, counted from the moment its worker is ready.
         selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: How long to wait in line if there is no room; 0 not to wait.
+        max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
     """
 
     request: int
@@ -39,6 +41,7 @@ class AcquireRequested:
     exclusivity: Exclusivity = Exclusivity.SHARED
     selector: str | None = None
     wait_ms: int = 0
+    max_kernel_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,15 @@ class SessionFaulted:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionCondemned:
+    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT or UNRESPONSIVE."""
+
+    lease_id: int
+    cause: Cause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
 
@@ -168,6 +180,7 @@ Event = (
     | FreeRequested
     | RevokeRequested
     | SessionFaulted
+    | SessionCondemned
     | TimerFired
     | WaitTimerFired
     | HoldTimerFired

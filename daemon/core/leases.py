@@ -38,6 +38,9 @@ class Cause(Enum):
     SPAWN_FAILED = "spawn_failed"
     ABANDONED = "abandoned"
     SHUTDOWN = "shutdown"
+    OVER_SLICE = "over_slice"
+    KERNEL_TIMEOUT = "kernel_timeout"
+    UNRESPONSIVE = "unresponsive"
 
 
 class Trigger(Enum):
@@ -68,6 +71,9 @@ TRANSITIONS: Final = MappingProxyType(
         (LeaseState.ACTIVE, Cause.FAULTED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.WORKER_DIED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.OVER_SLICE): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,

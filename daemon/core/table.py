@@ -58,6 +58,7 @@ class LeaseTable:
             events.RenewRequested: self._on_renew_requested,
             events.RequesterGone: self._on_requester_gone,
             events.RevokeRequested: self._on_revoke_requested,
+            events.SessionCondemned: self._on_session_condemned,
             events.SessionFaulted: self._on_session_faulted,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.TimerFired: self._on_timer_fired,
@@ -83,6 +84,11 @@ class LeaseTable:
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """A live lease, or one that ended and is still remembered."""
         return self._book.get(lease_id)
+
+    def charge_bytes(self, lease_id: int) -> int:
+        """What a live lease holds of its card, the context's overhead included; 0 if there is none."""
+        lease = self._book.live.get(lease_id)
+        return 0 if lease is None else lease.charge_bytes
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
         """Every live lease, the fenced ones too, oldest first."""
@@ -252,6 +258,12 @@ class LeaseTable:
         # The first fault is the one to know: a lost context fails everything after it.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason
+
+    def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        self._expire_if_due(lease, now_ns, out)
+        if lease is not None and lease.state is LeaseState.ACTIVE:
+            self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
 
     def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)

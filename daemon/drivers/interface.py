@@ -102,6 +102,10 @@ class Kernel(Protocol):
     def max_threads_per_block(self) -> int:
         """The most threads a block of this kernel may have."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """What the context must have set aside before this kernel runs, and keeps: the card's local memory for it."""
+
 
 class Module(Protocol):
     """A loaded image."""
@@ -109,6 +113,18 @@ class Module(Protocol):
     @property
     def kernels(self) -> Mapping[str, Kernel]:
         """Entry points by name."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What its code, constants and variables take of the card until it is unloaded, rounded as the card does."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """How many of those lie in pages shared with other modules: the card may keep such pages until all are gone."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the context must set aside for it and then keeps. One store serves all, so the greatest counts."""
 
 
 class Poll(Protocol):
@@ -122,6 +138,17 @@ def keep_waiting() -> None:
     """The `Poll` of a wait that nothing ends early."""
 
 
+class Admit(Protocol):
+    """What a driver asks before it loads an image; it raises ImageRejected if there is no room."""
+
+    def __call__(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
+        """See `Module`, which will say the same."""
+
+
+def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
+    """The `Admit` that leaves it to the card."""
+
+
 class Context(Protocol):
     """One device context: one stream, in order; used by one thread.
 
@@ -131,6 +158,14 @@ class Context(Protocol):
     Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
     the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
     """
+
+    @property
+    def page_bytes(self) -> int:
+        """What the card's memory comes in: an allocation may take up to one page more than its size."""
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What all allocations together take of the card beyond their sizes."""
 
     def mem_alloc(self, size_bytes: int) -> int:
         """Device address of fresh, zeroed memory, aligned to 256 bytes. Raises OutOfMemory."""
@@ -153,8 +188,8 @@ class Context(Protocol):
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """See mem_read; `into` was given to `pin` before, whole or as a part."""
 
-    def module_load(self, image: bytes) -> Module:
-        """Load PTX text or a cubin. Raises ImageRejected."""
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
+        """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Release a module once everything launched before has ended."""
@@ -164,6 +199,15 @@ class Context(Protocol):
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for all launches."""
+
+    def watch(self, poll: Poll) -> None:
+        """Keep count of launches that end from now on, and call `poll` before each launch and while one waits for room.
+
+        `poll` may raise then; the launch was not queued.
+        """
+
+    def progress(self) -> tuple[int, int]:
+        """How many launches were queued, and how many of them are known to have ended; only after `watch`."""
 
     def fault(self) -> KernelFault | None:
         """A pending fault, without waiting; it is then forgotten as if raised."""

@@ -11,7 +11,7 @@ that plan's pattern, byte for byte, nothing of it has to be parsed or checked ag
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Dim3, Kernel
+from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.failures import Failure
@@ -61,10 +61,12 @@ class Planner:
 
     Attributes:
         expected: The plan of the next launch, if all goes on as it did.
+        has_new_kernel: A plan was made: its kernel's first launch may make the context grow.
     """
 
     def __init__(self, ledger: Ledger, session_id: int) -> None:
         self.expected: Plan | None = None
+        self.has_new_kernel = False
         self._ledger = ledger
         self._session_id = session_id
         self._plans: dict[bytes, Plan] = {}
@@ -98,6 +100,14 @@ class Planner:
         self._plans.clear()
         self.expected = self._latest = None
 
+    def _keep(self, kernel: Kernel) -> None:
+        """Charge what the driver takes at this kernel's first launch."""
+        try:
+            self._ledger.keep(kernel.kept_bytes)
+        except DriverError as error:
+            raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
+        self.has_new_kernel = True
+
     def _make(self, launch: Launch, pattern: LaunchPattern) -> Plan:
         kernels = self._ledger.module(launch.module).kernels
         kernel = kernels.get(launch.kernel)
@@ -123,6 +133,7 @@ class Planner:
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
+        self._keep(kernel)
         block = (launch.block_x, launch.block_y, launch.block_z)
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)
 

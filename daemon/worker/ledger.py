@@ -1,5 +1,9 @@
 """What a session owns: allocations counted against the slice, modules, and the numbers a tenant knows them by.
 
+Allocations count with the bytes asked for. What the card takes besides (rounding to pages, modules, local memory of
+kernels) is on the node up to the lease's allowance, and on the slice beyond it: a tenant gets all the bytes it asked
+for, and the card never gives more than was admitted.
+
 Numbers are never reused for modules; a device pointer is one again only when the driver gives the same address. A
 number another session owns is just unknown here: there is one ledger a process.
 """
@@ -7,7 +11,7 @@ number another session owns is just unknown here: there is one ledger a process.
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Module
+from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Module
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -15,7 +19,7 @@ MAX_ALLOCATIONS: Final = 65_536
 """Most live allocations of a session. Stops a loop of one-byte allocations, each of which costs the driver far more."""
 
 MAX_MODULES: Final = 1024
-"""Most loaded modules of a session: their code lives outside the slice."""
+"""Most loaded modules of a session: each costs host memory, which no slice bounds."""
 
 MAX_IMAGE_BYTES: Final = 256 << 20
 """Most bytes of images loaded at a time, for the same reason."""
@@ -43,15 +47,42 @@ class LoadedModule:
 
 
 class Ledger:
-    """The session's allocations and modules."""
+    """The session's allocations and modules.
 
-    def __init__(self, slice_bytes: int) -> None:
+    Attributes:
+        used_bytes: What was allocated, as asked for.
+        rounding_bytes: What the card takes of it besides; its keeper is the driver.
+    """
+
+    def __init__(self, slice_bytes: int, allowance_bytes: int = 0, page_bytes: int = 1) -> None:
         self.slice_bytes = slice_bytes
         self.used_bytes = 0
+        self.rounding_bytes = 0
+        self._allowance_bytes = allowance_bytes
+        self._page_bytes = page_bytes
+        self._own_bytes = 0
+        self._shared_bytes = 0
+        self._most_shared_bytes = 0
+        self._kept_bytes = 0
         self._allocations: dict[int, int] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
         self._last_module = 0
+
+    @property
+    def charged_bytes(self) -> int:
+        """What is taken of the slice."""
+        return self.used_bytes + max(0, self._besides_bytes - self._allowance_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What may yet be taken besides allocations."""
+        return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
+
+    @property
+    def _besides_bytes(self) -> int:
+        # Pages that modules share are charged at their most: one small module keeps a whole page from going back.
+        return self.rounding_bytes + self._own_bytes + self._most_shared_bytes + self._kept_bytes
 
     def check_alloc(self, size_bytes: int) -> None:
         """Raises Refused unless the slice has room for `size_bytes` more."""
@@ -65,8 +96,8 @@ class Ledger:
                     hint="Free some, or allocate fewer and larger ones.",
                 )
             )
-        free_bytes = self.slice_bytes - self.used_bytes
-        if size_bytes > free_bytes:
+        free_bytes = self.slice_bytes - self.charged_bytes
+        if size_bytes > free_bytes or size_bytes + -size_bytes % self._page_bytes > self.room_bytes:
             raise Refused(
                 Failure(
                     Status.ALLOC_FAILED,
@@ -109,8 +140,34 @@ class Ledger:
                 )
             )
 
+    def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
+        """Raises ImageRejected unless there is room for a module that takes so much of the card."""
+        more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
+        more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
+        if more_bytes > max(0, self.room_bytes):
+            raise ImageRejected(
+                f"the module takes {more_bytes} bytes of the card for code, variables and what its system calls need; "
+                f"the slice has room for {max(0, self.room_bytes)}",
+                hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
+            )
+
+    def keep(self, kept_bytes: int) -> None:
+        """Have the context keep so many bytes in all besides allocations and modules. Raises DriverError."""
+        more_bytes = kept_bytes - self._kept_bytes
+        if more_bytes > max(0, self.room_bytes):
+            raise DriverError(
+                f"{more_bytes} bytes of the card would be set aside for local memory and the device's heap, for every "
+                f"thread the card can hold; the slice has room for {max(0, self.room_bytes)}",
+                hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
+            )
+        self._kept_bytes = max(self._kept_bytes, kept_bytes)
+
     def add_module(self, module: Module, image_bytes: int) -> int:
         """A number for a loaded module."""
+        self._own_bytes += module.device_bytes - module.shared_bytes
+        self._shared_bytes += module.shared_bytes
+        self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
+        self._kept_bytes = max(self._kept_bytes, module.kept_bytes)
         self._last_module += 1
         self._modules[self._last_module] = LoadedModule(module, image_bytes)
         self._image_bytes += image_bytes
@@ -125,7 +182,12 @@ class Ledger:
 
     def remove_module(self, number: int) -> None:
         """It was unloaded."""
-        self._image_bytes -= self._modules.pop(number).image_bytes
+        loaded = self._modules.pop(number)
+        self._image_bytes -= loaded.image_bytes
+        self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
+        self._shared_bytes -= loaded.module.shared_bytes
+        if not self._modules:
+            self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
         size_bytes = self._allocations.get(handle)

@@ -9,6 +9,9 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
      16  generation                  16  failed operations
                                      24  bytes allocated
                                      32  operations
+                                     40  when the worker's loop, or a wait of its, last went round, monotonic ns
+                                     48  the operation it is in, 0 for none
+                                     56  since when the kernel that runs is known to run, monotonic ns; 0 for none
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfd is sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -38,6 +41,9 @@ class Counter(IntEnum):
     FAILED_OPS = 2
     ALLOCATED_BYTES = 3
     OPS = 4
+    LOOKED_NS = 5
+    DOING = 6
+    KERNEL_SINCE_NS = 7
 
 
 class BrokerPage:
@@ -64,7 +70,7 @@ class BrokerPage:
         self._words[_WORD] = -status
 
     def counter(self, counter: Counter) -> int:
-        """What the worker says; for reports only, no decision rests on it."""
+        """What the worker says: for reports, and for finding workers and kernels that do not end."""
         return self._words[PAGE_BYTES // 8 + counter]
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ FRAME_TIMEOUT_S: Final = 60.0
 """From the last byte that came of a frame to the next. Stops a peer that keeps half a frame in the worker's memory;
 one that is only slow never pauses for so long."""
 
-STALL_LOOK_MS: Final = 5000
-"""How often connections with half a frame are looked at for that; without any the worker sleeps undisturbed."""
+LOOK_MS: Final = 5000
+"""How long the worker sleeps at most: it looks at connections with half a frame then, and shows that it goes round."""
 
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
@@ -78,6 +78,7 @@ class Server:
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         while True:
+            self._session.look()
             timeout_ms = self._look_after_ms()
             for connection in self._connections.values():
                 if not connection.wire.doze():
@@ -92,13 +93,13 @@ class Server:
             for fd in heard & self._connections.keys():
                 self._serve(self._connections[fd])
 
-    def _look_after_ms(self) -> int | None:
+    def _look_after_ms(self) -> int:
         """How long to sleep at most; drops connections that have kept half a frame here for too long."""
         waiting = [connection for connection in self._connections.values() if connection.reader.is_mid_frame]
         for connection in waiting:
             if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
-        return STALL_LOOK_MS if waiting else None
+        return self._session.watch.look_after_ms() or LOOK_MS
 
     # --- the broker ---
 
@@ -242,11 +243,19 @@ class Server:
                 connection.spins_left = SPINS_PER_REPLY
         if reader.is_mid_frame:
             connection.heard_at_s = time.monotonic()
+        if session.may_have_grown:
+            session.may_have_grown = False
+            report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)
 
     def _send(self, connection: _Connection, data: bytes | memoryview) -> None:
-        connection.wire.send(data, self._session.refusal)
+        connection.wire.send(data, self._look)
+
+    def _look(self) -> Failure | None:
+        """Show that this process goes round while it waits for a peer; why the lease is over, None while it lives."""
+        self._session.look()
+        return self._session.refusal()
 
     def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
         if isinstance(error, FramingError):

@@ -9,16 +9,19 @@ Knows frames and the driver, no sockets.
 """
 
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
+from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault
 from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed
+from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
@@ -48,18 +51,8 @@ LAUNCHES_PER_CLOCK: Final = 8
 """Launches taken in a row between two looks at the deadline, some 50 us; the revocation word, which the broker sets at
 the deadline too, is looked at before each. On some hosts the clock takes as long as the rest of a launch's checks."""
 
-_REFUSAL_TEXT: Final = {
-    Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
-    Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
-    Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
-    Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
-    Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
-}
-
-
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
-_REPLY: Final = int(Flag.REPLY)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 _OPS: Final = int(Counter.OPS)
@@ -67,6 +60,8 @@ _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _SYNCS: Final = int(Counter.SYNCS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
+_LOOKED_NS: Final = int(Counter.LOOKED_NS)
+_DOING: Final = int(Counter.DOING)
 _REQUEST_ID: Final = struct.Struct(">Q")
 
 
@@ -80,16 +75,24 @@ class Session:
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
         arena: Its arena, and the copies from and to it.
+        watch: Its kernels' times.
+        may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
 
-    def __init__(self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage) -> None:
+    def __init__(
+        self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage, max_kernel_ms: int = 0
+    ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
+        self.may_have_grown = False
         self._context = context
         self._ledger = ledger
         self._page = page
         self._counters = page.counters
         self._planner = Planner(ledger, lease_id)
+        self.watch = KernelWatch(context, page.counters, max_kernel_ms)
+        if self.watch.is_on:
+            context.watch(self._check_lease)
         self._kept: Failure | None = None
         self._staging = bytearray()
         self.arena = ArenaDesk(ledger, context, self._check_lease)
@@ -116,12 +119,16 @@ class Session:
         if frame.request_id == 0:
             raise FramingError("request id 0 is kept for goodbyes")
         self._counters[_OPS] += 1
-        if frame.flags == 0:
-            return self._answer(frame)
-        if frame.flags == _QUIET:
+        if frame.flags not in (0, _QUIET):
+            raise FramingError("a client sent a reply")
+        self._counters[_DOING] = frame.op
+        try:
+            if frame.flags == 0:
+                return self._answer(frame)
             self._obey(frame)
             return None
-        raise FramingError("a client sent a reply")
+        finally:
+            self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
         """Do the expected launches at the front of what a connection sent, up to the first frame that is not one.
@@ -136,6 +143,7 @@ class Session:
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
         word = self._page.word
         latest, request_id, count = None, 0, 0
+        self._counters[_DOING] = _LAUNCH
         try:
             while True:
                 pattern = plan.pattern
@@ -159,8 +167,10 @@ class Session:
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 latest = plan
                 plan = plan.follower or plan
-        except DriverError as error:
+        except (DriverError, LeaseOver) as error:
             self._keep(error, _LAUNCH, request_id)
+        finally:
+            self._counters[_DOING] = 0
         reader.start = start
         self._took(latest, count)
 
@@ -182,22 +192,22 @@ class Session:
             return None
         reader.start += HEADER_BYTES
         self._counters[_OPS] += 1
+        self._counters[_DOING] = _SYNC
         try:
             self._context.sync(self._check_lease)
         except (DriverError, LeaseOver) as error:
             self._counters[_FAILED_OPS] += 1
             request_id = int.from_bytes(number, "big")
             return self._failure(error, _SYNC).to_frame(_SYNC, request_id=request_id, session_id=self.lease_id)
+        finally:
+            self._counters[_DOING] = 0
         self._counters[_SYNCS] += 1
         return self._sync_pattern.reply(number)
 
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()
-        if status is None:
-            return None
-        message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
-        return Failure(status, message, hint=hint)
+        return None if status is None else refusal_of(status)
 
     # --- one request ---
 
@@ -252,21 +262,11 @@ class Session:
 
     def _failure(self, error: Exception, op: int) -> Failure:
         match error:
-            case Refused():
-                return error.failure
             case KernelFault():
                 return self._from_fault(error)
             case LeaseOver():
                 return self.refusal() or Failure(Status.INTERNAL, "the wait was ended while the lease lives")
-            case BodyError():
-                return Failure(error.status, str(error))
-            case ImageRejected():
-                return Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
-            case LaunchRejected():
-                return Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
-            case DriverError():
-                return Failure(_DRIVER_STATUS.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
-        raise error
+        return failure_of(error, op)
 
     def _from_fault(self, fault: KernelFault) -> Failure:
         failure = Failure(
@@ -289,7 +289,7 @@ class Session:
         self._ledger.check_alloc(size_bytes)
         address = self._context.mem_alloc(size_bytes)
         self._ledger.add_allocation(address, size_bytes)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return done(frame, Handle(address))
 
     def _mem_free(self, frame: Frame) -> bytes:
@@ -297,7 +297,7 @@ class Session:
         self._ledger.check_allocation(handle)
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
-        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.used_bytes
+        self._count()
         return empty(frame)
 
     def _mem_write(self, frame: Frame) -> bytes:
@@ -325,18 +325,21 @@ class Session:
     def _module_load(self, frame: Frame) -> bytes:
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
-        module = self._context.module_load(image)
+        module = self._context.module_load(image, self._ledger.check_module)
+        self.may_have_grown = True
         kernels = tuple(
             KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
             for name, kernel in module.kernels.items()
         )
         number = self._ledger.add_module(module, len(image))
+        self._count()
         try:
             return done(frame, ModuleLoaded(number, kernels))
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._ledger.remove_module(number)
             self._context.module_unload(module, self._check_lease)
+            self._count()
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
 
     def _module_unload(self, frame: Frame) -> bytes:
@@ -345,12 +348,21 @@ class Session:
         self._planner.forget()
         self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
+        self._count()
         return empty(frame)
+
+    def _count(self) -> None:
+        self._ledger.rounding_bytes = self._context.rounding_bytes
+        self._counters[Counter.ALLOCATED_BYTES] = self._ledger.charged_bytes
 
     def _launch(self, frame: Frame) -> bytes:
         plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
         self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        if self._planner.has_new_kernel:
+            self._planner.has_new_kernel = False
+            self.may_have_grown = True
+            self._count()
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else empty(frame)
 
@@ -366,14 +378,13 @@ class Session:
             raise BodyError("PING can't be quiet: only session operations can")
         return done(frame, parse_body(Ping, frame.payload))
 
+    def look(self) -> None:
+        """Show the broker that this process goes round, and how long its kernel has run."""
+        now_ns = time.monotonic_ns()
+        self._counters[_LOOKED_NS] = now_ns
+        self.watch.look(now_ns)
+
     def _check_lease(self) -> None:
+        self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
-
-
-_DRIVER_STATUS: Final[dict[int, Status]] = {
-    Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
-    Opcode.MODULE_LOAD: Status.LOAD_FAILED,
-    Opcode.LAUNCH: Status.LAUNCH_FAILED,
-    Opcode.SYNC: Status.SYNC_FAILED,
-}

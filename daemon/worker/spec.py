@@ -12,6 +12,8 @@ class WorkerSpec:
         lease_id: The lease, and the session's id.
         card_uuid: The only card it may see.
         size_bytes: Its slice.
+        allowance_bytes: What it may take of the card besides, on the node's account.
+        max_kernel_ms: How long one kernel may run, 0 for no bound.
         is_shared: Whether several connections may be attached at a time.
     """
 
@@ -19,6 +21,8 @@ class WorkerSpec:
     card_uuid: str
     size_bytes: int
     is_shared: bool
+    allowance_bytes: int = 0
+    max_kernel_ms: int = 0
 
     def to_message(self) -> dict[str, Any]:
         """As it travels to the zygote."""
@@ -28,9 +32,18 @@ class WorkerSpec:
             "card": self.card_uuid,
             "size": self.size_bytes,
             "shared": self.is_shared,
+            "allowance": self.allowance_bytes,
+            "max_kernel_ms": self.max_kernel_ms,
         }
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "WorkerSpec":
         """As it arrived."""
-        return cls(int(message["lease"], 16), message["card"], message["size"], message["shared"])
+        return cls(
+            int(message["lease"], 16),
+            message["card"],
+            message["size"],
+            message["shared"],
+            message["allowance"],
+            message["max_kernel_ms"],
+        )

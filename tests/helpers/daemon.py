@@ -46,11 +46,13 @@ class Faults:
 
     constants: dict[str, Any] = field(default_factory=dict)
     withhold_proof_while: Path | None = None
+    inflate_while: Path | None = None
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
-        flag = None if self.withhold_proof_while is None else str(self.withhold_proof_while)
-        return json.dumps({"constants": self.constants, "withhold_proof_while": flag})
+        flags = {"withhold_proof_while": self.withhold_proof_while, "inflate_while": self.inflate_while}
+        paths = {name: None if path is None else str(path) for name, path in flags.items()}
+        return json.dumps({"constants": self.constants} | paths)
 
 
 class Daemon:

@@ -1,7 +1,8 @@
 """`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
 
-FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and
-`withhold_proof_while`, a path: as long as it exists, no card shows a dead worker's bytes back.
+FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and two
+paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes back; as long as `inflate_while`
+does, every worker seems to hold a terabyte.
 """
 
 import importlib
@@ -29,6 +30,13 @@ def break_things(faults: dict[str, Any]) -> None:
 
         # A fault injected from outside: production code has no switch for it.
         EmbeddedCards.missing_proof = missing_proof  # type: ignore[method-assign]
+    if faults["inflate_while"] is not None:
+        inflated = Path(faults["inflate_while"])
+
+        def process_bytes(self: EmbeddedCards, card_uuid: str, pid: int) -> int:
+            return 1 << 40 if inflated.exists() else 0
+
+        EmbeddedCards.process_bytes = process_bytes  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

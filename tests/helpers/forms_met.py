@@ -39,9 +39,10 @@ def never_met(forms: Sequence[Form], met: set[Choice]) -> list[str]:
     """What no test has met, one line for each form."""
     lines = []
     for number, form in enumerate(forms):
-        missing = [(name, value) for _, name, value in choices(number, form) if (number, name, value) not in met]
+        missing = [choice for choice in choices(number, form) if choice not in met]
         if missing:
-            lines.append(f"{form.template}: {', '.join(f'{name}={value}' for name, value in missing)}")
+            told = [f"{name} {value or 'left out'}" for _, name, value in missing if name]
+            lines.append(f"{form.template}: {'never' if missing[0][1] == '' else ', '.join(told)}")
     return lines
 
 

@@ -86,7 +86,18 @@ SHAPES = {
     "m8n8k4.64": Shape(
         8, 8, 4, (1, 1, 2), lambda g, t, i: (g, t), lambda g, t, i: (t, g), lambda g, t, i: (g, 2 * t + i)
     ),
-    "m16n8k4.64": Shape(16, 8, 4, (2, 1, 4), lambda g, t, i: (g + 8 * i, t), lambda g, t, i: (t, g), _c16),
+    **{
+        f"m16n8k{k}.64": Shape(
+            16,
+            8,
+            k,
+            (k // 2, k // 4, 4),
+            lambda g, t, i: (g + 8 * (i % 2), t + 4 * (i // 2)),
+            lambda g, t, i: (t + 4 * i, g),
+            _c16,
+        )
+        for k in (4, 8, 16)
+    },
 }
 
 

@@ -29,6 +29,11 @@ class Cards:
         """What is used on each card."""
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
 
+    def process_bytes(self, card: int, pid: int) -> int:
+        """What a card shows for one process, 0 if it does not list it."""
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card])
+        return sum(int(process.usedGpuMemory or 0) for process in listed if process.pid == pid)
+
     def check_back_to(self, before: list[int]) -> None:
         """Fails unless no card has more used than before, but for the slack."""
 

@@ -5,7 +5,15 @@ from typing import Any
 from gpulease.protocol import Exclusivity, Opcode, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.framing import HEADER
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, ErrorTlv, Flag, InventoryFlag, RevokeOutcome
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    GPU_RESOURCE_TYPE,
+    MAX_KERNEL_TAG,
+    ErrorTlv,
+    Flag,
+    InventoryFlag,
+    RevokeOutcome,
+)
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .encodings import BODY_CLASSES, fields_of
@@ -18,6 +26,7 @@ EXPIRES = 1_790_000_120
 U32, U64, U128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
 POINTER = 0x7F8C_2000_0000
 SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
+BOUNDED = LeaseParameter(MAX_KERNEL_TAG, (2500).to_bytes(4, "big"))
 LONG_TEXT = "x" * limits.MAX_TEXT_BYTES
 ALL_TLVS = (Tlv(255, b""),) * limits.MAX_TLVS
 CARD_DETAILS = {"name": "Embedded", "uuid": CARD_UUID, "index": 0, "leases": 1, "fenced_bytes": 0}
@@ -74,7 +83,7 @@ CONTROL: Cases = {
     ),
     "LeaseAlloc": (
         m.LeaseAlloc(0, 0, 0, 0, None, ()),
-        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED,)),
+        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED, BOUNDED)),
         m.LeaseAlloc(0xFFFF, U64, U32, U32, LONG_TEXT, (LeaseParameter(0xFFFF, b"\xee" * 960),) * limits.MAX_TLVS),
     ),
     "LeaseGrant": (

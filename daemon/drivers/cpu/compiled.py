@@ -104,7 +104,7 @@ def compile_image(image: bytes, *, slice_bytes: int) -> CompiledImage:
     check_size(variables, slice_bytes)
     parts = translate(tree)
     try:
-        objects = tuple(emit_object(part.text, is_optimised=part.is_optimised) for part in parts)
+        objects = tuple(emit_object(part.text, part.effort) for part in parts)
     except BadIr as error:
         raise ImageRejected("the embedded driver failed to translate this image", log=str(error)) from None
     return CompiledImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), objects)

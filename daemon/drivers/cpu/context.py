@@ -19,6 +19,7 @@ from gpulease.daemon.drivers.cpu.printing import PrintBuffer, joined, print_to_l
 from gpulease.daemon.drivers.cpu.stream import Stream
 from gpulease.daemon.drivers.cpu.team import host_threads
 from gpulease.daemon.drivers.interface import (
+    Admit,
     Dim3,
     DriverError,
     Kernel,
@@ -26,6 +27,7 @@ from gpulease.daemon.drivers.interface import (
     LaunchRejected,
     Module,
     Poll,
+    admit_all,
     keep_waiting,
 )
 
@@ -40,6 +42,8 @@ class CpuContext:
         slice_bytes: Room for allocations.
         hosts: How many threads run the blocks of a launch; None for as many as this process may have.
     """
+
+    page_bytes = 1
 
     def __init__(self, slice_bytes: int, *, hosts: int | None = None) -> None:
         self._slice_bytes = slice_bytes
@@ -65,6 +69,11 @@ class CpuContext:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     # --- Memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Nothing: the arena rounds addresses up, and only pages that are touched take memory."""
+        return 0
 
     def mem_alloc(self, size_bytes: int) -> int:
         """See the interface; needs no wait, as nothing that is queued knows the address."""
@@ -95,9 +104,9 @@ class CpuContext:
 
     # --- Modules -----------------------------------------------------------------------------------------------
 
-    def module_load(self, image: bytes) -> CpuModule:
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
         """See the interface; PTX only."""
-        module = load(image, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number)
+        module = load(image, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number, admit=admit)
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
@@ -149,6 +158,14 @@ class CpuContext:
             kernel.pace,
         )
         self._stream.submit(head + params, is_shared=spread is not IN_ORDER)
+
+    def watch(self, poll: Poll) -> None:
+        """See the interface."""
+        self._stream.poll = poll
+
+    def progress(self) -> tuple[int, int]:
+        """See the interface; the stream counts in any case."""
+        return self._stream.progress()
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""

@@ -11,7 +11,7 @@ from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.cache import LoadedCode, load_code
 from gpulease.daemon.drivers.cpu.compiled import KernelFacts, ModuleVariable
 from gpulease.daemon.drivers.cpu.translate.callees import FIRST_HANDLE, HANDLE_STEP
-from gpulease.daemon.drivers.interface import Dim3, ImageRejected, OutOfMemory, Parameter
+from gpulease.daemon.drivers.interface import Admit, Dim3, ImageRejected, OutOfMemory, Parameter, admit_all
 
 # Numbers of functions in this process: a pointer to one means nothing to another module.
 _HANDLES = itertools.count()
@@ -44,6 +44,7 @@ class CpuKernel:
     variables: int
     needs: Needs
     pace: int
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,16 +52,21 @@ class CpuModule:
     """A loaded image and what must live as long as its kernels can run."""
 
     kernels: Mapping[str, CpuKernel]
+    device_bytes: int
     code: LoadedCode
     variable_addresses: tuple[int, ...]
     # Keeps the table that kernels read the addresses from, and their paces.
     tables: tuple[Any, Any]
+    shared_bytes: int = 0
+    kept_bytes: int = 0
 
 
-def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> CpuModule:
+def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int, admit: Admit = admit_all) -> CpuModule:
     """Compile and place. Raises ImageRejected; nothing is left behind then."""
     code = load_code(image, slice_bytes=slice_bytes)
     variables = code.image.variables
+    device_bytes = sum(variable.size for variable in variables)
+    admit(device_bytes, 0, 0)
     addresses = _place(variables, arena)
     names = [variable.name for variable in variables]
     named = dict(zip(names, addresses, strict=True))
@@ -79,7 +85,7 @@ def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int) -> 
         )
         for offset, facts in enumerate(code.image.kernels)
     }
-    return CpuModule(kernels, code, addresses, (table, paces))
+    return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
 
 
 def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:

@@ -101,6 +101,21 @@ MAX_LIVE_REGISTERS = 2048
 # with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
 MAX_SAVED_REGISTERS = 100_000
 
+# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes two to
+# three times as long to compile. nvcc's loops, unrolled, stay under a third; the worst at this number take a second.
+MAX_LANE_INSTRUCTIONS = 2048
+MAX_LANE_LINES = 12_000
+
+# Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
+# 0.2 s to compile, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
+MAX_LANE_BLOCKS = 96
+
+# Registers that such threads save and bring back at all barriers together: each way is a line or two of IR.
+MAX_LANE_SAVED_REGISTERS = 4096
+
+# What such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
+MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
+
 # --- Printing --------------------------------------------------------------------------------------------------
 
 # What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.

@@ -64,10 +64,14 @@ class Stream:
     Args:
         places: Address of the environments that blocks run in.
         hosts: How many threads are to run the blocks of a launch.
+
+    Attributes:
+        poll: Called before each launch and while one waits for room, if there is one; it may raise.
     """
 
     def __init__(self, places: int, hosts: int) -> None:
         self._helpers = Helpers(places, hosts)
+        self.poll: Poll | None = None
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._queued = 0
@@ -91,8 +95,10 @@ class Stream:
     def submit(self, record: bytes, *, is_shared: bool = False) -> None:
         """Queue a launch's head and parameters; waits while the queue is full. `is_shared` says that it has chunks."""
         number = self._queued
+        if self.poll is not None:
+            self.poll()
         if number - self._words[_COMPLETED] >= QUEUE_DEPTH:
-            self._wait_for(number - QUEUE_DEPTH + 1, None)
+            self._wait_for(number - QUEUE_DEPTH + 1, self.poll)
         if is_shared and not self._has_helpers:
             self._helpers.start(stream_code())
             self._has_helpers = True
@@ -107,6 +113,10 @@ class Stream:
         """Return once all that was queued has run or been skipped; `poll` may raise to give up."""
         if self._words[_COMPLETED] != self._queued:
             self._wait_for(self._queued, poll)
+
+    def progress(self) -> tuple[int, int]:
+        """How many launches were queued, and how many are behind the loop."""
+        return self._queued, self._words[_COMPLETED]
 
     @property
     def has_fault(self) -> bool:

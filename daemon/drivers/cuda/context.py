@@ -12,13 +12,18 @@ import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
+from gpulease.daemon.drivers.cuda.local import LocalMemory
+from gpulease.daemon.drivers.cuda.markers import Markers
+from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
 from gpulease.daemon.drivers.interface import (
+    Admit,
     Dim3,
     DriverError,
     KernelFault,
     LaunchRejected,
     OutOfMemory,
     Poll,
+    admit_all,
     keep_waiting,
 )
 
@@ -32,15 +37,27 @@ beside it."""
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
 
+HEAP_BYTES: Final = 8 << 20
+"""What kernels may malloc, all together. The driver takes it when the first module with a malloc is loaded, so it is a
+part of every session's allowance; a kernel that asks for more gets a null pointer."""
+
+PRINT_BYTES: Final = 1 << 20
+"""What kernels may print between two syncs; the oldest lines are lost beyond that. Taken with the heap."""
+
 
 class CudaContext:
     """See `gpulease.daemon.drivers.interface.Context`."""
 
-    def __init__(self, context: Any) -> None:
+    page_bytes = PAGE_BYTES
+
+    def __init__(self, context: Any, local: LocalMemory) -> None:
         self._context = context
+        self._local = local
+        self._pages = Pages()
         self._stream = cuda.Stream()
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
+        self._markers: Markers | None = None
         self._launches = 0
         self._last_tag = 0
         self._last_kernel = ""
@@ -50,9 +67,23 @@ class CudaContext:
         """CuInit and a context on the one card this process sees. Raises DriverError."""
         try:
             cuda.init()
-            return cls(cuda.Device(0).make_context())
+            device = cuda.Device(0)
+            context = device.make_context()
+            cuda.Context.set_limit(cuda.limit.MALLOC_HEAP_SIZE, HEAP_BYTES)
+            cuda.Context.set_limit(cuda.limit.PRINTF_FIFO_SIZE, PRINT_BYTES)
+            local = LocalMemory(
+                stack_bytes=cuda.Context.get_limit(cuda.limit.STACK_SIZE),
+                threads=device.multiprocessor_count * device.max_threads_per_multiprocessor,
+                buffers_bytes=HEAP_BYTES + PRINT_BYTES,
+            )
+            return cls(context, local)
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
+
+    @property
+    def rounding_bytes(self) -> int:
+        """As the driver places allocations (see pages.py)."""
+        return self._pages.rounding_bytes
 
     def mem_alloc(self, size_bytes: int) -> int:
         """Memory of the card, zeroed: the driver zeroes what other processes had, not what this one had."""
@@ -67,12 +98,14 @@ class CudaContext:
         self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._stream)
         address = int(allocation)
         self._allocations[address] = allocation
+        self._pages.add(address, size_bytes)
         return address
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Once everything launched before has ended."""
         self.sync(poll)
         self._call(self._allocations.pop(address).free)
+        self._pages.remove(address)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
@@ -109,11 +142,11 @@ class CudaContext:
             if time.monotonic() > until:
                 self.sync(poll)
 
-    def module_load(self, image: bytes) -> CudaModule:
-        """PTX or a cubin."""
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
+        """PTX or a cubin, weighed before the card sees it."""
         if self._fault is not None:
             raise self._fault
-        return load_image(image)
+        return load_image(image, admit, self._local)
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Once everything launched before has ended; the driver unloads it with the last reference."""
@@ -121,6 +154,8 @@ class CudaContext:
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch: the parameter buffer goes to the driver as it is."""
+        if self._markers is not None:
+            self._markers.make_room()
         try:
             kernel.function._launch_kernel(grid, block, params, shared_bytes, self._stream)
         except cuda.Error as error:
@@ -129,6 +164,8 @@ class CudaContext:
             raise LaunchRejected(
                 f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
             ) from None
+        if self._markers is not None:
+            self._call(self._markers.add)
         self._launches += 1
         self._last_tag = tag
         self._last_kernel = kernel.name
@@ -143,6 +180,16 @@ class CudaContext:
                 poll()
                 time.sleep(min(waited / 16, MAX_SLEEP_S))
         self._launches = 0
+
+    def watch(self, poll: Poll) -> None:
+        """Mark each launch with an event from now on."""
+        self._markers = Markers(self._stream, poll)
+
+    def progress(self) -> tuple[int, int]:
+        """What the events say; after a fault nothing runs."""
+        if self._markers is None:
+            return 0, 0
+        return self._markers.progress()
 
     def fault(self) -> KernelFault | None:
         """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""

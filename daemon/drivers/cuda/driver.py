@@ -26,4 +26,6 @@ class CudaDriver:
         """The context; this process sees that card and no other from here on. Raises DriverError."""
         # Read by cuInit (CUDA C++ Programming Guide, "CUDA Environment Variables").
         os.environ["CUDA_VISIBLE_DEVICES"] = card
+        # A listing of kernels must not load them (see images.py).
+        os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         return CudaContext.open()

@@ -1,8 +1,8 @@
 """PTX and cubins to modules whose kernels are known by name and parameters.
 
 pycuda launches fastest but can't list a module's kernels. So PTX is compiled once, by the driver's linker; the listing
-is read from a passing load of the result through cuda-bindings (cuModuleEnumerateFunctions, cuFuncGetParamInfo: CUDA
-driver API 12.4), and pycuda loads the same machine code.
+is read from the result through cuda-bindings as a library, which takes nothing of the card (cuLibraryEnumerateKernels,
+cuKernelGetParamInfo: CUDA driver API 12.4), and pycuda loads the same machine code.
 """
 
 import ctypes
@@ -14,7 +14,9 @@ from typing import Any, Final
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.interface import ImageRejected, Parameter
+from gpulease.daemon.drivers.cuda.elf import weigh
+from gpulease.daemon.drivers.cuda.local import LocalMemory
+from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter
 
 LOG_BYTES: Final = 64 << 10
 """Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
@@ -31,6 +33,7 @@ class CudaKernel:
     parameters: tuple[Parameter, ...]
     parameter_bytes: int
     max_threads_per_block: int
+    kept_bytes: int
     function: Any
 
 
@@ -39,25 +42,38 @@ class CudaModule:
     """A loaded module; it is unloaded when the last reference to `loaded` goes."""
 
     kernels: Mapping[str, CudaKernel]
+    device_bytes: int
+    shared_bytes: int
+    kept_bytes: int
     loaded: Any
 
 
-def load_image(image: bytes) -> CudaModule:
+def load_image(image: bytes, admit: Admit, local: LocalMemory) -> CudaModule:
     """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log."""
     cubin = image if image.startswith(_ELF) else _compile(image)
+    weight = weigh(cubin)
+    kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
+    admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
     listed = _list_kernels(cubin)
     try:
         loaded = cuda.module_from_buffer(cubin)
-        kernels = {name: _kernel(loaded, name, parameters) for name, parameters in listed.items()}
+        kernels = {name: _kernel(loaded, name, parameters, local) for name, parameters in listed.items()}
     except cuda.Error as error:
         raise ImageRejected(f"the driver can't load the image: {error}", log=str(error)) from None
-    return CudaModule(kernels, loaded)
+    return CudaModule(kernels, weight.device_bytes, weight.shared_bytes, kept_bytes, loaded)
 
 
-def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...]) -> CudaKernel:
+def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory) -> CudaKernel:
     function = loaded.get_function(name)
     last = parameters[-1] if parameters else Parameter(0, 0)
-    return CudaKernel(name, parameters, last.offset + last.size, function.max_threads_per_block, function)
+    return CudaKernel(
+        name,
+        parameters,
+        last.offset + last.size,
+        function.max_threads_per_block,
+        local.kept_by(function.local_size_bytes),
+        function,
+    )
 
 
 def _compile(ptx: bytes) -> bytes:
@@ -80,28 +96,30 @@ def _compile(ptx: bytes) -> bytes:
 
 
 def _list_kernels(cubin: bytes) -> dict[str, tuple[Parameter, ...]]:
-    error, module = api.cuModuleLoadData(cubin)
+    error, library = api.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
     _check(error)
     try:
-        error, count = api.cuModuleGetFunctionCount(module)
+        error, count = api.cuLibraryGetKernelCount(library)
         _check(error)
-        error, functions = api.cuModuleEnumerateFunctions(count, module)
+        if not count:
+            return {}
+        error, kernels = api.cuLibraryEnumerateKernels(count, library)
         _check(error)
-        return {_name(function): _parameters(function) for function in functions}
+        return {_name(kernel): _parameters(kernel) for kernel in kernels}
     finally:
-        api.cuModuleUnload(module)
+        api.cuLibraryUnload(library)
 
 
-def _name(function: Any) -> str:
-    error, name = api.cuFuncGetName(function)
+def _name(kernel: Any) -> str:
+    error, name = api.cuKernelGetName(kernel)
     _check(error)
     return str(name.decode())
 
 
-def _parameters(function: Any) -> tuple[Parameter, ...]:
+def _parameters(kernel: Any) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     while True:
-        error, offset, size = api.cuFuncGetParamInfo(function, len(parameters))
+        error, offset, size = api.cuKernelGetParamInfo(kernel, len(parameters))
         # The index one past the last parameter is the one way to learn their number.
         if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
             return tuple(parameters)

@@ -21,6 +21,8 @@ from gpulease.protocol.address import DEFAULT_ADDRESS
         ("lease_secs", True),
         ("lease_secs", 2**32),
         ("timeout", -1),
+        ("max_kernel_secs", 0),
+        ("max_kernel_secs", 2**32),
         ("exclusivity", 4),
         ("exclusivity", 255),
         ("exclusivity", "shared"),

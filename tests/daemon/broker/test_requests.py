@@ -1,7 +1,7 @@
 import pytest
 
-from gpulease.daemon.broker.requests import Refusal, exclusivity_of
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, Exclusivity, Status
+from gpulease.daemon.broker.requests import Refusal, exclusivity_of, max_kernel_ms_of
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, Exclusivity, Status
 from gpulease.protocol.primitives import LeaseParameter
 
 
@@ -11,7 +11,7 @@ def classes(*values: bytes) -> tuple[LeaseParameter, ...]:
 
 def test_the_class_if_none_is_given() -> None:
     assert exclusivity_of(()) is Exclusivity.SESSION_EXCLUSIVE
-    assert exclusivity_of((LeaseParameter(0x0904, b"\x02"),)) is Exclusivity.SESSION_EXCLUSIVE
+    assert exclusivity_of((LeaseParameter(0x0905, b"\x02"),)) is Exclusivity.SESSION_EXCLUSIVE
 
 
 @pytest.mark.parametrize("member", Exclusivity)
@@ -31,4 +31,16 @@ def test_unknown_classes(number: int) -> None:
 def test_what_is_no_class(values: tuple[bytes, ...]) -> None:
     with pytest.raises(Refusal) as caught:
         exclusivity_of(classes(*values))
+    assert caught.value.failure.status is Status.INVALID_REQUEST
+
+
+def test_how_long_a_kernel_may_run() -> None:
+    assert max_kernel_ms_of(classes(b"\0")) == 0
+    assert max_kernel_ms_of((*classes(b"\0"), LeaseParameter(MAX_KERNEL_TAG, b"\0\0\x09\xc4"))) == 2500
+
+
+@pytest.mark.parametrize("values", [(b"",), (b"\0\0\0\0",), (b"\0\0\1",), (b"\0\0\0\1", b"\0\0\0\1")])
+def test_what_is_no_time_for_a_kernel(values: tuple[bytes, ...]) -> None:
+    with pytest.raises(Refusal) as caught:
+        max_kernel_ms_of(tuple(LeaseParameter(MAX_KERNEL_TAG, value) for value in values))
     assert caught.value.failure.status is Status.INVALID_REQUEST

@@ -17,6 +17,7 @@ from gpulease.daemon.core import (
     ArmTimer,
     ArmWaitTimer,
     Card,
+    Cause,
     CoreLimits,
     Denied,
     Effect,
@@ -40,6 +41,7 @@ from gpulease.daemon.core import (
     RequesterGone,
     RevokeDone,
     RevokeRequested,
+    SessionCondemned,
     SessionFaulted,
     SetDeadline,
     ShutdownRequested,
@@ -314,6 +316,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=ANY)
     def session_faults(self, pick: int) -> None:
         self.shell.send(SessionFaulted(self.some_lease(pick), "illegal address"))
+
+    @precondition(lambda self: self.shell.spawned)
+    @rule(pick=ANY, cause=st.sampled_from([Cause.OVER_SLICE, Cause.KERNEL_TIMEOUT, Cause.UNRESPONSIVE]))
+    def session_is_condemned(self, pick: int, cause: Cause) -> None:
+        self.shell.send(SessionCondemned(self.some_lease(pick), cause, "a rule was broken"))
 
     @precondition(lambda self: self.shell.jobs)
     @rule(pick=ANY, luck=ANY, is_lost=st.sampled_from([False] * 7 + [True]))

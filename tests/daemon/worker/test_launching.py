@@ -19,11 +19,15 @@ class MadeKernel:
     parameters: tuple[Parameter, ...]
     parameter_bytes: int
     max_threads_per_block: int = 1024
+    kept_bytes: int = 0
 
 
 @dataclass
 class MadeModule:
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    device_bytes: int = 0
+    shared_bytes: int = 0
+    kept_bytes: int = 0
 
 
 def kernel_of(*parameters: tuple[int, int], name: str = "k", parameter_bytes: int | None = None) -> MadeKernel:
@@ -42,6 +46,22 @@ def planner_for(*kernels: MadeKernel) -> tuple[Planner, Ledger, Launch]:
 
 def plan_of(planner: Planner, launch: Launch) -> tuple[Plan, bytes]:
     return planner.plan(memoryview(build_body(launch)))
+
+
+def test_local_memory_is_charged_once_and_must_fit() -> None:
+    planner, ledger, launch = planner_for(replace(kernel_of((0, 8)), kept_bytes=1 << 19))
+    plan_of(planner, launch)
+    assert planner.has_new_kernel
+    plan_of(planner, replace(launch, grid_x=9))
+    assert ledger.charged_bytes == 1 << 19
+    planner, ledger, launch = planner_for(replace(kernel_of((0, 8)), kept_bytes=(1 << 20) + 1))
+    with pytest.raises(Refused, match="local memory") as caught:
+        plan_of(planner, launch)
+    assert caught.value.failure.status is Status.LAUNCH_FAILED
+    assert caught.value.failure.kernel == "k"
+    assert caught.value.failure.hint
+    assert ledger.charged_bytes == 0
+    assert not planner.has_new_kernel
 
 
 def test_arguments_without_gaps_go_as_they_are() -> None:

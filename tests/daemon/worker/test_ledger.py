@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpulease.daemon.drivers.interface import Kernel
+from gpulease.daemon.drivers.interface import ImageRejected, Kernel
 from gpulease.daemon.worker.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger, Refused
 from gpulease.protocol.opcodes import Status
 
@@ -16,6 +16,9 @@ class NoKernels:
     """A module: the ledger only keeps it."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    device_bytes: int = 0
+    shared_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @contextmanager
@@ -38,6 +41,60 @@ def test_the_slice_is_the_limit() -> None:
     ledger.remove_allocation(0x1000)
     assert ledger.used_bytes == 0
     ledger.check_alloc(SLICE)
+
+
+def test_what_a_card_takes_besides_is_on_the_allowance_first() -> None:
+    ledger = Ledger(SLICE, allowance_bytes=100, page_bytes=10)
+    number = ledger.add_module(NoKernels(device_bytes=60), 1)
+    ledger.keep(30)
+    ledger.keep(20)
+    assert (ledger.charged_bytes, ledger.room_bytes) == (0, SLICE + 10)
+    ledger.check_alloc(SLICE)
+    ledger.keep(70)
+    assert ledger.charged_bytes == 30
+    with refused(Status.ALLOC_FAILED, "1000 bytes were asked for; 970 of the slice's 1000"):
+        ledger.check_alloc(SLICE)
+    ledger.remove_module(number)
+    assert (ledger.charged_bytes, ledger.room_bytes) == (0, SLICE + 30)
+
+
+def test_rounding_to_pages_counts_before_it_is_taken() -> None:
+    ledger = Ledger(SLICE, allowance_bytes=9, page_bytes=10)
+    ledger.check_alloc(991)
+    ledger.add_allocation(0x1000, 501)
+    ledger.rounding_bytes = 9
+    assert ledger.charged_bytes == 501
+    ledger.check_alloc(490)
+    with refused(Status.ALLOC_FAILED, "491 bytes were asked for"):
+        ledger.check_alloc(491)
+
+
+@pytest.mark.parametrize(("device_bytes", "kept_bytes", "fits"), [(700, 0, True), (701, 0, False), (300, 600, True)])
+def test_a_module_must_fit_before_it_is_loaded(device_bytes: int, kept_bytes: int, fits: bool) -> None:
+    ledger = Ledger(SLICE, allowance_bytes=100)
+    ledger.add_allocation(0x1000, 200)
+    ledger.keep(200)
+    if fits:
+        ledger.check_module(device_bytes, 0, kept_bytes)
+        return
+    with pytest.raises(ImageRejected, match=f"takes {device_bytes} bytes of the card.*room for 700") as caught:
+        ledger.check_module(device_bytes, 0, kept_bytes)
+    assert caught.value.hint
+    assert ledger.charged_bytes == 300
+
+
+def test_pages_that_modules_share_are_charged_until_all_are_gone() -> None:
+    ledger = Ledger(SLICE)
+    numbers = [ledger.add_module(NoKernels(device_bytes=300, shared_bytes=200), 1) for _ in range(2)]
+    assert ledger.charged_bytes == 600
+    ledger.remove_module(numbers[0])
+    assert ledger.charged_bytes == 500
+    # The next one has room in the page that is kept.
+    ledger.check_module(700, 200, 0)
+    with pytest.raises(ImageRejected, match="takes 501 bytes"):
+        ledger.check_module(701, 200, 0)
+    ledger.remove_module(numbers[1])
+    assert ledger.charged_bytes == 0
 
 
 def test_nothing_can_not_be_allocated() -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -38,7 +39,27 @@ def initialise() -> None:
     bind_symbol(CLOCK_GETTIME, ctypes.CDLL(None).clock_gettime)
 
 
-def emit_object(text: str, *, is_optimised: bool = True) -> bytes:
+class Effort(Enum):
+    """How much is done to make code fast.
+
+    `FEW` is for code of vectors, which has no loops left that could be made into vectors: what turns slots into values
+    and merges what is said twice, in half the time. `LEAST` is linear in the size, and not hopelessly slow.
+    """
+
+    FULL = ()
+    FEW = (
+        "always_inliner",
+        "sroa",
+        "instruction_combine",
+        "simplify_cfg",
+        "new_gvn",
+        "simplify_cfg",
+        "dead_code_elimination",
+    )
+    LEAST = ("sroa",)
+
+
+def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
     """IR to object code, which names what it calls and holds no address of this process. Raises BadIr."""
     initialise()
     try:
@@ -46,15 +67,12 @@ def emit_object(text: str, *, is_optimised: bool = True) -> bytes:
         module.verify()
     except RuntimeError as error:
         raise BadIr(str(error)) from None
-    level = OPTIMISATION_LEVEL if is_optimised else 0
+    level = 0 if effort is Effort.LEAST else OPTIMISATION_LEVEL
     machine = _target_machine(level)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
-    if is_optimised:
-        passes = builder.getModulePassManager()
-    else:
-        # Only what turns stack slots into values: linear in the size, and code that is not hopelessly slow.
-        passes = llvm.create_new_module_pass_manager()
-        passes.add_sroa_pass()
+    passes = builder.getModulePassManager() if effort is Effort.FULL else llvm.create_new_module_pass_manager()
+    for name in effort.value:
+        getattr(passes, f"add_{name}_pass")()
     passes.run(module, builder)
     data: bytes = machine.emit_object(module)
     return data

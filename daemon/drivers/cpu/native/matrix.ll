@@ -1,7 +1,7 @@
 ; Products of matrices that a warp's lanes hold in parts: what one lane gets. translate/fragments.py says who holds what.
 ;
-; `shown` is where lane 0 has the words of its parts of A, of B and of C, one behind the other; each further lane has
-; them `stride` bytes on. `rows` and `columns` count eights of rows of A and of columns of B, `chunks` how many words
+; `a.all` and `b.all` are where lane 0 has the words of its parts of A and of B; each further lane has them `stride` bytes
+; on. `c.first` is where the lane itself has its part of C. `rows` and `columns` count eights of rows of A and of columns of B, `chunks` how many words
 ; (of f64: numbers) of A's row a lane has. The lane's part of the result is stored to `into`, laid out as that of C.
 ;
 ; Floats are added as an H100's tensor cores do (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021, and
@@ -301,7 +301,8 @@ define internal double @dot_bytes(ptr %a, ptr %a.exponents, ptr %b, ptr %b.expon
 }
 
 ; `c.is.half` and `d.is.half`: C or the result is f16, not f32.
-define void @gpulease_multiply_floats(ptr %shown, i64 %stride, i32 %lane, ptr %into, i32 %rows, i32 %columns,
+define void @gpulease_multiply_floats(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+    i32 %rows, i32 %columns,
     i32 %chunks, i32 %a.kind, i32 %b.kind, i1 %c.is.half, i1 %d.is.half) {
 entry:
   %a.values = alloca [64 x double], align 64
@@ -316,17 +317,7 @@ entry:
   %group = and i32 %lane, 28
   %group.wide = zext i32 %group to i64
   %group.distance = mul i64 %group.wide, %stride
-  %a.first = getelementptr i8, ptr %shown, i64 %group.distance
-  %a.words = mul i32 %rows, %chunks
-  %b.words = mul i32 %columns, %chunks
-  %c.word = add i32 %a.words, %b.words
-  %b.word.wide = zext i32 %a.words to i64
-  %c.word.wide = zext i32 %c.word to i64
-  %lane.wide = zext i32 %lane to i64
-  %own.distance = mul i64 %lane.wide, %stride
-  %own = getelementptr i8, ptr %shown, i64 %own.distance
-  %c.first = getelementptr i32, ptr %own, i64 %c.word.wide
-  %b.all = getelementptr i32, ptr %shown, i64 %b.word.wide
+  %a.first = getelementptr i8, ptr %a.all, i64 %group.distance
   %a.step.words = zext i32 %rows to i64
   %a.step = shl i64 %a.step.words, 2
   br label %row
@@ -441,23 +432,14 @@ declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
 
 ; Bytes to s32: sums wrap, or stop at the ends.
-define void @gpulease_multiply_bytes(ptr %shown, i64 %stride, i32 %lane, ptr %into, i32 %rows, i32 %columns,
+define void @gpulease_multiply_bytes(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+    i32 %rows, i32 %columns,
     i32 %chunks, i1 %a.is.signed, i1 %b.is.signed, i1 %saturates) {
 entry:
   %group = and i32 %lane, 28
   %group.wide = zext i32 %group to i64
   %group.distance = mul i64 %group.wide, %stride
-  %a.first = getelementptr i8, ptr %shown, i64 %group.distance
-  %a.words = mul i32 %rows, %chunks
-  %b.words = mul i32 %columns, %chunks
-  %c.word = add i32 %a.words, %b.words
-  %b.word.wide = zext i32 %a.words to i64
-  %c.word.wide = zext i32 %c.word to i64
-  %lane.wide = zext i32 %lane to i64
-  %own.distance = mul i64 %lane.wide, %stride
-  %own = getelementptr i8, ptr %shown, i64 %own.distance
-  %c.first = getelementptr i32, ptr %own, i64 %c.word.wide
-  %b.all = getelementptr i32, ptr %shown, i64 %b.word.wide
+  %a.first = getelementptr i8, ptr %a.all, i64 %group.distance
   %pair = and i32 %lane, 3
   %even.lane = shl i32 %pair, 3
   %pairs = mul i32 %rows, %columns
@@ -525,23 +507,14 @@ done:
 }
 
 ; f64: fused multiplications and additions in the order of the row.
-define void @gpulease_multiply_doubles(ptr %shown, i64 %stride, i32 %lane, ptr %into, i32 %rows, i32 %columns,
+define void @gpulease_multiply_doubles(ptr %a.all, ptr %b.all, i64 %stride, i32 %lane, ptr %c.first, ptr %into,
+    i32 %rows, i32 %columns,
     i32 %chunks) {
 entry:
   %group = and i32 %lane, 28
   %group.wide = zext i32 %group to i64
   %group.distance = mul i64 %group.wide, %stride
-  %a.first = getelementptr i8, ptr %shown, i64 %group.distance
-  %a.words = mul i32 %rows, %chunks
-  %b.words = mul i32 %columns, %chunks
-  %c.word = add i32 %a.words, %b.words
-  %b.word.wide = zext i32 %a.words to i64
-  %c.word.wide = zext i32 %c.word to i64
-  %lane.wide = zext i32 %lane to i64
-  %own.distance = mul i64 %lane.wide, %stride
-  %own = getelementptr i8, ptr %shown, i64 %own.distance
-  %c.first = getelementptr double, ptr %own, i64 %c.word.wide
-  %b.all = getelementptr double, ptr %shown, i64 %b.word.wide
+  %a.first = getelementptr i8, ptr %a.all, i64 %group.distance
   %pair = and i32 %lane, 3
   %even.lane = shl i32 %pair, 3
   %pairs = mul i32 %rows, %columns

@@ -21,8 +21,6 @@ GRANULE_BYTES = 1 << GRANULE_SHIFT
 # The widest access: a vector of four 32-bit or two 64-bit elements (PTX ISA section 6.4.2).
 MAX_ACCESS_BYTES = 16
 
-LOCAL = Value("ptr", "%local")
-
 # The .param variables of a function's calls.
 CALLS = Value("ptr", "%calls")
 
@@ -127,9 +125,9 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
     """The host address at which a window begins."""
     match space:
         case Space.SHARED:
-            return t.ir.load("ptr", t.ir.offset(ENVIRONMENT, Environment.shared.offset), extra=INVARIANT)
+            return t.ir.fixed("ptr", ENVIRONMENT, Environment.shared.offset)
         case Space.LOCAL:
-            return LOCAL
+            return t.local_window()
         case Space.CALL:
             return CALLS
         case Space.RESULT:
@@ -145,7 +143,7 @@ def window_limit(t: OperandTranslator, space: Space) -> Value:
     """The bytes in a window, as i64; those of shared memory are known at launch only."""
     if space is not Space.SHARED:
         return constant("i64", _static_limit(t, space))
-    size = t.ir.load("i32", t.ir.offset(LAUNCH, Launch.shared_bytes.offset), extra=INVARIANT)
+    size = t.ir.fixed("i32", LAUNCH, Launch.shared_bytes.offset)
     return t.ir.cast("zext", size, "i64")
 
 
@@ -189,9 +187,9 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
     """Whether an address may be accessed as a global one; with `wanted` only that many bytes need be there."""
-    arena = ir.load("i64", ir.offset(ENVIRONMENT, Environment.arena.offset), extra=INVARIANT)
-    shadow = ir.load("ptr", ir.offset(ENVIRONMENT, Environment.shadow.offset), extra=INVARIANT)
-    last = ir.load("i64", ir.offset(ENVIRONMENT, Environment.last_granule.offset), extra=INVARIANT)
+    arena = ir.fixed("i64", ENVIRONMENT, Environment.arena.offset)
+    shadow = ir.fixed("ptr", ENVIRONMENT, Environment.shadow.offset)
+    last = ir.fixed("i64", ENVIRONMENT, Environment.last_granule.offset)
     offset = ir.binary("sub", address, arena)
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)
     entry = ir.offset(shadow, ir.binary("shl", granule, 1))

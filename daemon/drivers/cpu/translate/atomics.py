@@ -49,10 +49,9 @@ Update = Callable[[Value], Value]
 
 
 def _forms(function: Callable[["ThreadTranslator", Instruction, Modifiers], None]) -> None:
-    """All spellings of the operations with one operand; those of libcu++ name the operation first."""
+    """All spellings of the operations with one operand."""
     for operation, types in _TYPES.items():
         _register(function, f".{operation}.type", type=types)
-        FAMILY.form(f"atom.{operation}.order.scope.type", 3, order=_ORDERS, scope=_SCOPES, type=types)(function)
     _register(function, ".add.noftz.type", type=_HALF_TYPES)
 
 
@@ -110,7 +109,6 @@ for _rest, _vectors, _kinds in (
 @FAMILY.form(
     "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
 )
-@FAMILY.form("atom.exch.order.scope.type", 3, order=_ORDERS, scope=_SCOPES, type=("b32", "b64"))
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store an operand; the result is what was there."""
     scalar = m.scalar()
@@ -124,7 +122,6 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form(
     "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
 )
-@FAMILY.form("atom.cas.order.scope.type", 4, order=_ORDERS, scope=_SCOPES, type=("b16", "b32", "b64"))
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Store the second operand if the first was there; the result is what was there."""
     scalar, ir = m.scalar(), t.ir

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.drivers.cpu.native.layout import Access
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS
 from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Integer, Space
-from gpulease.daemon.drivers.cpu.translate.access import LOCAL, address_in, fail_unless, is_valid, pointer_at
+from gpulease.daemon.drivers.cpu.translate.access import address_in, fail_unless, is_valid, pointer_at
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.memory import check_policy
-from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator
+from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
 from gpulease.daemon.drivers.cpu.translate.phases import object_of, settle
 
 if TYPE_CHECKING:

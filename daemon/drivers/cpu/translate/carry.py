@@ -59,9 +59,13 @@ def _flag(t: OperandTranslator, operation: str) -> Value:
     made_by, flag = t.carry or ("", None)
     if flag is None:
         raise t.problem("the carry comes from no .cc instruction right before, in the same straight code")
-    if made_by != operation:
-        raise t.problem("a borrow taken as a carry, or a carry as a borrow, is not supported")
-    return flag
+    if made_by == operation:
+        return flag
+    if operation == "sub":
+        raise t.problem("a carry taken as a borrow is not supported")
+    # A card subtracts by adding the complement and 1, so an addition finds a carry where nothing was borrowed. CUDA's
+    # own division of 128-bit integers relies on it; the ISA's text has no word of it.
+    return t.ir.invert(flag)
 
 
 def _finish(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str, result: tuple[Value, Value]) -> None:

@@ -66,6 +66,27 @@ FAMILIES = (
     PHASES,
 )
 
+# Instructions that do nothing but write registers, of which no thread's depends on another's.
+_PURE = (
+    INTEGER,
+    CARRY,
+    MULTIMEDIA,
+    VIDEO,
+    FLOATING,
+    DIRECTED,
+    APPROXIMATE,
+    HALF,
+    COMPARISON,
+    RELATION,
+    SELECTION,
+    LOGIC,
+    MOVEMENT,
+    CONVERSION,
+    NARROWING,
+    MINIFLOATS,
+)
+PURE_OPCODES = frozenset(form.opcode for family in _PURE for form in family.forms)
+
 
 def _by_opcode() -> dict[str, list[Form]]:
     table: dict[str, list[Form]] = {}

@@ -56,14 +56,19 @@ def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     if i.opcode == "rcp":
         operands.insert(0, real(kind, 1.0))
     operation, mode = _OPERATIONS[i.opcode], m["round"]
-    name = f"{operation}_{mode}_f{scalar.bits}"
-    result = t.ir.function(name, kind, _definition(name, operation, kind, len(operands), mode), *operands)
+    lanes = t.ir.lanes_of(*operands)
+    name = f"{operation}_{mode}_f{scalar.bits}_x{lanes}"
+    definition = _definition(name, (operation, mode), kind, len(operands), lanes)
+    result = t.ir.function(name, kind, definition, *operands)
     write_float(t, i, scalar, m, result)
 
 
-def _definition(name: str, operation: str, kind: str, arity: int, mode: str) -> str:
-    """The function that does one operation in one mode."""
+def _definition(name: str, what: tuple[str, str], kind: str, arity: int, lanes: int) -> str:
+    """The function that does one operation in one mode, for so many lanes."""
+    operation, mode = what
     suffix = {"float": "f32", "double": "f64"}[kind]
+    if lanes > 1:
+        kind, suffix = f"<{lanes} x {kind}>", f"v{lanes}{suffix}"
     intrinsic = f"@llvm.experimental.constrained.{operation}.{suffix}"
     types = ", ".join([kind] * arity)
     parameters = ", ".join(f"{kind} %p{n}" for n in range(arity))

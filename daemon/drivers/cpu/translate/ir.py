@@ -56,6 +56,28 @@ class IrWriter:
             self.block(self.fresh("dead"))
         self.lines.append(f"  {line}")
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the block at hand has its terminator."""
+        return self._terminated
+
+    def mark(self) -> tuple[int, bool]:
+        """How far the function is written."""
+        return len(self.lines), self._terminated
+
+    def rewind(self, mark: tuple[int, bool]) -> None:
+        """Take back what has been written since."""
+        del self.lines[mark[0] :]
+        self._terminated = mark[1]
+
+    def argument(self, name: str) -> Value:
+        """One of the function's numbers, which has the name of a special register."""
+        return Value("i32", f"%{name}")
+
+    def flat_thread(self) -> Value | None:
+        """The thread's number in its block, if it is at hand."""
+        return None
+
     def value(self, type_name: str, expression: str) -> Value:
         """Name an expression's result."""
         name = f"%{self.fresh()}"
@@ -105,13 +127,20 @@ class IrWriter:
         self._declarations.add(f"declare {type_name} @{name}({types})")
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
+    def lanes_of(self, *values: Value) -> int:
+        """For how many lanes an operation on these values is."""
+        return 1
+
     def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
         """Call a function of ours, defined once in the module by this use of it; what it declares comes with it."""
+        self._define(definition)
+        return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
+
+    def _define(self, definition: str) -> None:
         for line in definition.splitlines():
             if line.startswith("declare"):
                 self._declarations.add(line)
         self._declarations.add(definition[definition.index("define") :])
-        return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
     def offset(self, pointer: Value, distance: Value | int) -> Value:
         """A pointer so many bytes on."""
@@ -121,6 +150,10 @@ class IrWriter:
     def load(self, type_name: str, pointer: Value, *, extra: str = "") -> Value:
         """A plain load; `extra` is what follows the pointer."""
         return self.value(type_name, f"load {type_name}, {pointer}{extra}")
+
+    def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
+        """What lies at a constant distance behind a pointer and does not change while a kernel runs."""
+        return self.load(type_name, self.offset(pointer, distance), extra=INVARIANT)
 
     def store(self, value: Value, pointer: Value) -> None:
         """A plain store."""

@@ -34,6 +34,15 @@ class Effect:
     writes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Straight code: the instructions from `start` to before `end`, and the numbers of the blocks that may follow."""
+
+    start: int
+    end: int
+    follows: tuple[int, ...]
+
+
 def registers_of(operand: Operand) -> list[Register]:
     """The registers an operand names."""
     match operand:
@@ -71,25 +80,38 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
 
 def live_after(instructions: Sequence[Instruction], effects: Sequence[Effect], wanted: set[int]) -> dict[int, int]:
     """For each wanted instruction the registers needed behind it, as bits. Raises TooComplex."""
-    starts = sorted(leaders(instructions))
-    ends = [*starts[1:], len(instructions)]
-    block_at = {start: number for number, start in enumerate(starts)}
-    width = max((effect.reads | effect.writes).bit_length() for effect in effects)
-    if width * len(starts) > MAX_LIVENESS_BITS:
-        raise TooComplex("too many registers and blocks in a kernel with barriers")
-    follows = [_followers(instructions, end, block_at) for end in ends]
-    summary = [_summary(effects[start:end]) for start, end in zip(starts, ends, strict=True)]
-    live_in = _settle(follows, summary)
+    blocks = blocks_of(instructions)
+    live_in = live_at_starts(blocks, effects)
     result: dict[int, int] = {}
-    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    for block in blocks:
         live = 0
-        for follower in follows[number]:
+        for follower in block.follows:
             live |= live_in[follower]
-        for index in range(end - 1, start - 1, -1):
+        for index in range(block.end - 1, block.start - 1, -1):
             if index in wanted:
                 result[index] = live
             live = effects[index].reads | (live & ~effects[index].writes)
     return result
+
+
+def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
+    """The blocks of a body, in its order."""
+    starts = sorted(leaders(instructions))
+    ends = [*starts[1:], len(instructions)]
+    block_at = {start: number for number, start in enumerate(starts)}
+    return [
+        Block(start, end, tuple(_followers(instructions, end, block_at)))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[int]:
+    """The registers needed where each block begins, as bits. Raises TooComplex."""
+    width = max((effect.reads | effect.writes).bit_length() for effect in effects)
+    if width * len(blocks) > MAX_LIVENESS_BITS:
+        raise TooComplex("too many registers and blocks in a kernel with barriers")
+    summary = [_summary(effects[block.start : block.end]) for block in blocks]
+    return _settle([block.follows for block in blocks], summary)
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:

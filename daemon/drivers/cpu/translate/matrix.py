@@ -2,15 +2,17 @@
 
 All 32 lanes must be there; a warp that is not whole faults. What the ISA leaves open of the arithmetic is as on an
 H100: see native/matrix.ll.
+
+Threads wait for one another once for several `mma` in a row: with the first they show what the others take, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.native.layout import Access
 from gpulease.daemon.drivers.cpu.native.matrix import KINDS, MULTIPLY_BYTES, MULTIPLY_DOUBLES, MULTIPLY_FLOATS
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar
-from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Space, Vector
+from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction, Operand, Register, Space, Vector
 from gpulease.daemon.drivers.cpu.translate.access import fail_unless, is_valid, pointer_at, shared_offset
 from gpulease.daemon.drivers.cpu.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.cpu.translate.fragments import Tiles, tiles_of
@@ -27,6 +29,13 @@ _DOUBLE = SCALARS["b64"]
 _HALVES = ("m16n8k8", "m16n8k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
+
+# What one exchange of `mma` can show (waiting.py), and how many are looked at for it.
+_SHOWN_BYTES = 128
+_MOST_AT_ONCE = 16
+
+# In the thread's own room D lies behind C, which takes up to this many bytes.
+_RESULTS_AT = 32
 
 # A row of the 8 x 8 matrices of 16 bits that are loaded and stored.
 _ROW_BYTES = 16
@@ -95,21 +104,73 @@ def multiply(
     results: int | None = None,
 ) -> None:
     """Show the parts of A, B and C, of which so many registers count, and have the thread's part of D computed."""
-    shown: list[Value] = []
-    for operand, count in zip(operands[1:], counts, strict=True):
-        shown += [t.read(register, scalar) for register in registers_of(t, operand, count)]
-    meet(t, shown)
+    parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], counts, strict=True)]
+    places = t.shown_before.get(t.index)
+    added = t.ir.offset(own_room(t), 0)
+    if places is None:
+        places, behind = _show(t, parts, scalar)
+        added = t.ir.offset(kept_words(t, lane(t)), behind)
+    else:
+        for number, register in enumerate(parts[2]):
+            t.ir.store(t.read(register, scalar), t.ir.offset(added, scalar.size * number))
     frames, stride, offset = shown_words(t)
-    into = own_room(t)
-    arguments = [t.ir.offset(frames, offset), stride, lane(t), into, *details]
+    words = t.ir.offset(frames, offset)
+    into = t.ir.offset(own_room(t), _RESULTS_AT)
+    arguments = [*(t.ir.offset(words, place) for place in places), stride, lane(t), added, into, *details]
     t.ir.require(f"declare void @{function}({', '.join(argument.type for argument in arguments)})")
     t.ir.emit(f"call void @{function}({', '.join(map(str, arguments))})")
-    take(t, registers_of(t, operands[0], counts[2] if results is None else results), scalar)
+    take(t, registers_of(t, operands[0], counts[2] if results is None else results), scalar, at=_RESULTS_AT)
 
 
-def take(t: "ThreadTranslator", into: Sequence[Operand], scalar: Scalar) -> None:
-    """Registers from the words in the thread's own room."""
-    room = own_room(t)
+def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Scalar) -> tuple[tuple[int, int], int]:
+    """Show A, B and C, and A and B of the `mma` that follow; where A and B, and where C are among the words."""
+    left, right, added = (tuple(part) for part in parts)
+    places: dict[tuple[Operand, ...], int] = {}
+    end = _place(places, 0, (left, right), scalar)
+    for index, following in _followers(t, scalar):
+        behind = _place(wanted := dict(places), end, following, scalar)
+        if behind > _SHOWN_BYTES - scalar.size * len(added):
+            break
+        places, end = wanted, behind
+        t.shown_before[index] = places[following[0]], places[following[1]]
+    shown = [register for part in places for register in part]
+    meet(t, [t.read(register, scalar) for register in (*shown, *added)])
+    return (places[left], places[right]), end
+
+
+def _place(
+    places: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
+) -> int:
+    """Give parts that have none a place behind the others; where these end then."""
+    for part in parts:
+        if part not in places:
+            places[part] = end
+            end += scalar.size * len(part)
+    return end
+
+
+def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tuple[tuple[Operand, ...], ...]]]:
+    """The `mma` right behind this one whose A and B are known already: nobody needs to wait for them again."""
+    body, first = t.function.instructions, t.instruction
+    written: set[Operand] = set()
+    for index in range(t.index, min(t.index + _MOST_AT_ONCE, len(body))):
+        i = body[index]
+        is_alike = i.opcode == "mma" and i.guard is None and ("f64" in i.modifiers) == (scalar.bits == 64)
+        if first is None or first.opcode != "mma" or not is_alike or (index > t.index and index in t.leaders):
+            return
+        vectors = [operand.elements if isinstance(operand, Vector) else () for operand in i.operands[:3]]
+        if len(vectors) != 3 or not all(isinstance(register, Register) for part in vectors for register in part):
+            return
+        if index > t.index:
+            if not written.isdisjoint((*vectors[1], *vectors[2])):
+                return
+            yield index, (vectors[1], vectors[2])
+        written.update(vectors[0])
+
+
+def take(t: "ThreadTranslator", into: Sequence[Operand], scalar: Scalar, *, at: int = 0) -> None:
+    """Registers from the words in the thread's own room, from a byte on."""
+    room = t.ir.offset(own_room(t), at)
     for number, register in enumerate(into):
         t.write(register, scalar, t.ir.load(f"i{scalar.bits}", t.ir.offset(room, scalar.size * number)))
 

@@ -71,7 +71,7 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """A register wider than the type gets the value extended."""
     scalar, space = m.scalar(), _space(m)
     check_policy(t, i, m, 2)
-    into = _elements(t, m, i.operands[0])
+    into = elements(t, m, i.operands[0])
     pointer = checked_pointer(t, i.operands[1], space, scalar.size * len(into), Access.LOAD)
     for number, element in enumerate(into):
         place = t.ir.offset(pointer, number * scalar.size)
@@ -109,7 +109,7 @@ def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar, space = m.scalar(), _space(m)
     _refuse_constant(t, i.operands[0], space)
     check_policy(t, i, m, 2)
-    values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in _elements(t, m, i.operands[1])]
+    values = [t.to_bits(t.read_wide(source, scalar), scalar) for source in elements(t, m, i.operands[1])]
     pointer = checked_pointer(t, i.operands[0], space, scalar.size * len(values), Access.STORE)
     for number, value in enumerate(values):
         place = t.ir.offset(pointer, number * scalar.size)
@@ -150,7 +150,7 @@ def _order(m: Modifiers) -> str:
     return f" {_ORDERINGS.get(order, order)}" if order else ""
 
 
-def _elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
+def elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
     """The registers of a scalar or vector access. Triton writes scalars as vectors of one, and ptxas takes them."""
     count = int(m.get("vec")[1:] or 1)
     if count == 1 and not isinstance(operand, Vector):

@@ -4,27 +4,29 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import (
+    MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
     MAX_OPTIMISED_FUNCTIONS,
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.cpu.translate.ir import METADATA
+from gpulease.daemon.drivers.cpu.translate.lane_runner import LaneRunnerWriter, WarpRunnerWriter
+from gpulease.daemon.drivers.cpu.translate.lanes import LOCAL_STEP, LaneTranslator
 from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.cpu.translate.printing import print_ir
 from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+from gpulease.daemon.drivers.cpu.translate.vectors import NotTogether
 from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
-
-# Local windows of a block lie side by side; each begins as aligned as any variable may ask for.
-_LOCAL_STEP = 256
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")
@@ -41,7 +43,7 @@ class Part:
         needs: What each kernel's blocks take.
     """
 
-    is_optimised: bool
+    effort: Effort
     callees: Callees = field(default_factory=Callees)
     runners: dict[str, str] = field(default_factory=dict)
     needs: dict[str, Needs] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Part:
         runner = writer(
             f"thread{number}",
             frame_bytes=thread.frame_bytes,
-            local_bytes=round_up(thread.local_limit, _LOCAL_STEP),
+            local_bytes=round_up(thread.local_limit, LOCAL_STEP),
             waits=thread.waits,
         )
         self._definitions.append(runner.write(f"kernel{number}"))
@@ -76,9 +78,36 @@ class Part:
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 
+    def add_together(self, function: Function, places: dict[str, int]) -> bool:
+        """Translate a kernel whose threads can run together; False for any other. Raises ImageRejected."""
+        number = len(self.runners)
+        if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
+            return False
+        try:
+            lanes = LaneTranslator(function, places, self._declarations)
+            definition = lanes.translate(f"thread{number}")
+        except NotTogether:
+            return False
+        writer = WarpRunnerWriter if lanes.is_warp else LaneRunnerWriter
+        runner = writer(
+            f"thread{number}",
+            lanes=lanes.ir.lanes,
+            frame_bytes=lanes.frame_bytes,
+            local_bytes=lanes.local_step,
+            waits=lanes.waits,
+        )
+        self._definitions += [definition, runner.write(f"kernel{number}")]
+        self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
+        return True
+
     def _add_callee(self, name: str, places: dict[str, int]) -> None:
         translator = FunctionTranslator(
-            self.callees.functions[name], places, self._declarations, self.callees, is_optimised=self.is_optimised
+            self.callees.functions[name],
+            places,
+            self._declarations,
+            self.callees,
+            is_optimised=self.effort is not Effort.LEAST,
         )
         self._definitions.append(translator.translate(self.callees.name(name) or ""))
 
@@ -90,9 +119,9 @@ def translate(image: Image) -> list[Part]:
     places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
     functions = {function.name: function for function in image.subroutines}
     watching = watching_functions(image)
-    optimised, plain = (
-        Part(is_optimised, Callees(functions, addressed, len(image.variables), watching))
-        for is_optimised in (True, False)
+    together, optimised, plain = (
+        Part(effort, Callees(functions, addressed, len(image.variables), watching))
+        for effort in (Effort.FEW, Effort.FULL, Effort.LEAST)
     )
     graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
     left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
@@ -104,10 +133,11 @@ def translate(image: Image) -> list[Part]:
         accesses = sum(accesses for accesses, _ in sizes)
         if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
             left -= accesses
-            optimised.add(function, places)
+            if not together.add_together(function, places):
+                optimised.add(function, places)
         else:
             plain.add(function, places)
-    return [part for part in (optimised, plain) if part.runners]
+    return [part for part in (together, optimised, plain) if part.runners]
 
 
 def _size(function: Function) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 
 LAUNCH = Value("ptr", "%launch")
 ENVIRONMENT = Value("ptr", "%environment")
+LOCAL = Value("ptr", "%local")
 
 
 def ir_type(scalar: Scalar) -> str:
@@ -45,6 +46,10 @@ class OperandTranslator:
         # Bytes of the thread's local window.
         self.local_limit = function.local_bytes
         self._variable_places = variable_places
+
+    def local_window(self) -> Value:
+        """Where the thread's local memory begins."""
+        return LOCAL
 
     def problem(self, reason: str) -> ImageRejected:
         """The refusal of the instruction at hand."""
@@ -115,7 +120,7 @@ class OperandTranslator:
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
             if variable.name not in self._variable_places:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
-            table = self.ir.load("ptr", self.ir.offset(LAUNCH, Launch.variables.offset), extra=INVARIANT)
+            table = self.ir.fixed("ptr", LAUNCH, Launch.variables.offset)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
         start = self.function.dynamic_shared_offset if variable.is_dynamic else variable.offset

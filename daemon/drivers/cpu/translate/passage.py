@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.ptx.syntax import Space
-from gpulease.daemon.drivers.cpu.translate.access import LOCAL, is_valid, pointer_at
+from gpulease.daemon.drivers.cpu.translate.access import is_valid, pointer_at
 from gpulease.daemon.drivers.cpu.translate.fragments import BITS, Tiles
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
-from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator
+from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator

@@ -21,7 +21,7 @@ from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
 from gpulease.daemon.drivers.cpu.translate.waiting import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
-_ENDED = -1
+ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
 
@@ -110,7 +110,7 @@ class RunnerWriter:
         frame = self._frame(flat)
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
-        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), _ENDED), after, run)
+        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
         ir.block(run)
         status = self._call(thread, block, frame, local)
         self._stop_if_faulted(status, thread, block)
@@ -119,7 +119,7 @@ class RunnerWriter:
         ir.store(TRUE, waiting)
         ir.branch(after)
         ir.block(ended)
-        ir.store(constant("i32", _ENDED), frame)
+        ir.store(constant("i32", ENDED), frame)
         ir.block(after)
 
     def _call(self, thread: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:

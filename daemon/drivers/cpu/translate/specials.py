@@ -2,7 +2,7 @@
 
 from gpulease.daemon.drivers.cpu.native.compiler import CLOCK_GETTIME
 from gpulease.daemon.drivers.cpu.native.layout import Launch
-from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, IrWriter, Value, constant
+from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
 
 WARP_THREADS = 32
 
@@ -65,10 +65,9 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
     if name in ARGUMENTS:
-        return Value("i32", f"%{name}")
+        return ir.argument(name)
     if name in _LAUNCH_FIELDS:
-        place = ir.offset(Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
-        return ir.load("i32", place, extra=INVARIANT)
+        return ir.fixed("i32", Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
     if name in _LANE_MASKS:
         return _lane_mask(ir, name)
     match name:
@@ -92,7 +91,7 @@ def _read_machine(ir: IrWriter, name: str) -> Value | None:
         case "nsmid":
             return constant("i32", 1)
         case "gridid":
-            return ir.load("i64", ir.offset(Value("ptr", "%launch"), Launch.tag.offset), extra=INVARIANT)
+            return ir.fixed("i64", Value("ptr", "%launch"), Launch.tag.offset)
         case "clock_hi":
             return _half(ir, ir.intrinsic("llvm.readcyclecounter", "i64"), 32)
     ir.require(GLOBAL_TIME_IR)
@@ -127,9 +126,11 @@ def block_threads(ir: IrWriter) -> Value:
 
 def flat_thread(ir: IrWriter) -> Value:
     """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
+    if (known := ir.flat_thread()) is not None:
+        return known
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")
-    rows = ir.binary("add", ir.binary("mul", Value("i32", "%tid.z"), height), Value("i32", "%tid.y"))
-    return ir.binary("add", ir.binary("mul", rows, width), Value("i32", "%tid.x"))
+    rows = ir.binary("add", ir.binary("mul", ir.argument("tid.z"), height), ir.argument("tid.y"))
+    return ir.binary("add", ir.binary("mul", rows, width), ir.argument("tid.x"))
 
 
 def _launch_field(ir: IrWriter, name: str) -> Value:

@@ -67,6 +67,9 @@ class ThreadTranslator(OperandTranslator):
         self._live: dict[int, int] = {}
         self._kinds: dict[str, int] = {}
         self._name = ""
+        # Matrix instructions whose parts of A and B an earlier one has shown: where these are among its words.
+        self.shown_before: dict[int, tuple[int, int]] = {}
+        self.leaders: set[int] = set()
         self.passed_bytes = self.returned_bytes = 0
         self._calls = any(self.callees.calls(i) for i in function.instructions)
         # What waits leaves the native stack, so its calls' variables lie in its local window.
@@ -89,7 +92,7 @@ class ThreadTranslator(OperandTranslator):
         found = [find_form(instruction, self.function.name) for instruction in body]
         if self.waits.sites:
             self._find_live([form for form, _ in found])
-        starts = leaders(body)
+        starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
         for index, (instruction, (form, modifiers)) in enumerate(zip(body, found, strict=True)):

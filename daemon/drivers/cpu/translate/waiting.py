@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FRAME = Value("ptr", "%frame")
 
-# The words each instruction that waits shows to its warp.
+# The words of 8 bytes each instruction that waits shows to its warp, at most; an `mma` also those of others behind it.
 _SHOWN_WORDS = {
     "bar": 0,
     "barrier": 0,
@@ -34,14 +34,11 @@ _SHOWN_WORDS = {
     "ldmatrix": 1,
     "stmatrix": 3,
     "movmatrix": 1,
-    "mma": 5,
+    "mma": 16,
     "wmma": 9,
     "mbarrier": 0,
 }
 WAITING = frozenset(_SHOWN_WORDS)
-
-# The most an `mma` of doubles shows: 8, 4 and 4 numbers of m16n8k16.
-_DOUBLES_SHOWN = 16
 
 # Loads that may see what another thread has written since the last time.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
@@ -82,13 +79,9 @@ def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = froze
     waiting = {index for index, i in enumerate(body) if i.opcode in _SHOWN_WORDS}
     yields = _watching_branches(body, watching_functions)
     is_short = not yields and all(_is_plain_barrier(body[index]) for index in waiting)
-    words = max((_words(body[index]) for index in waiting), default=0)
+    words = max((_SHOWN_WORDS[body[index].opcode] for index in waiting), default=0)
     parks = bool(yields) or any(body[index].opcode == "mbarrier" for index in waiting)
     return Waits(frozenset(waiting | yields), frozenset(yields), is_short, words, parks)
-
-
-def _words(i: Instruction) -> int:
-    return _DOUBLES_SHOWN if i.opcode == "mma" and "f64" in i.modifiers else _SHOWN_WORDS[i.opcode]
 
 
 def _is_plain_barrier(i: Instruction) -> bool:

@@ -28,22 +28,22 @@ def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Another lane's value (section 9.7.9.6); out of the segment's range it is the thread's own."""
     ir = t.ir
     own = t.read(i.operands[1], _WORD)
-    source, inside = _source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
+    source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     # Both are needed behind the wait, where the operands may no longer be: they are shown along with the value.
     packed = ir.binary("or", source, ir.binary("shl", ir.cast("zext", inside, "i32"), 5))
     shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", own, "i64"))
     group, _ = exchange(t, i.operands[4], [shown])
     packed = ir.cast("trunc", ir.binary("lshr", word_of(t, lane(t)), 32), "i32")
     source = ir.binary("and", packed, WARP_THREADS - 1)
-    is_there = _has_lane(t, group, source)
+    is_there = has_lane(t, group, source)
     value = ir.cast("trunc", word_of(t, ir.select(is_there, source, lane(t))), "i32")
-    result, predicate = _two_results(i.operands[0])
+    result, predicate = two_results(i.operands[0])
     t.write(result, _WORD, ir.select(is_there, value, constant("i32", 0)))
     if predicate is not None:
         t.write(predicate, PREDICATE, ir.compare("icmp ugt", packed, WARP_THREADS - 1))
 
 
-def _source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value) -> tuple[Value, Value]:
+def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value) -> tuple[Value, Value]:
     """The lane to take from, and whether it is in range: the algorithm of section 9.7.9.6."""
     ir, own = t.ir, lane(t)
     distance = ir.binary("and", distance, 31)
@@ -102,7 +102,7 @@ def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """One of the members: the first."""
     group, _ = exchange(t, i.operands[1])
     leader = t.ir.intrinsic("llvm.cttz.i32", "i32", group, TRUE)
-    result, predicate = _two_results(i.operands[0])
+    result, predicate = two_results(i.operands[0])
     t.write(result, _WORD, leader)
     if predicate is not None:
         t.write(predicate, PREDICATE, t.ir.compare("icmp eq", leader, lane(t)))
@@ -120,7 +120,7 @@ def match_all(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """All members and true if they have the same value, else 0 and false."""
     group, same = _match(t, i, m)
     agree = t.ir.compare("icmp eq", group, same)
-    result, predicate = _two_results(i.operands[0])
+    result, predicate = two_results(i.operands[0])
     t.write(result, _WORD, t.ir.select(agree, group, constant("i32", 0)))
     if predicate is not None:
         t.write(predicate, PREDICATE, agree)
@@ -147,10 +147,11 @@ def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(REDUCE_WORDS, "i32", frames, stride, group, offset, number))
 
 
-def _has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
+def has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
+    """Whether a lane is in a group."""
     return t.ir.cast("trunc", t.ir.binary("lshr", group, which), "i1")
 
 
-def _two_results(operand: Operand) -> tuple[Operand, Operand | None]:
+def two_results(operand: Operand) -> tuple[Operand, Operand | None]:
     """`d|p` as two, or `d` alone."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.native.compiler import emit_object
+from gpulease.daemon.drivers.cpu.native.compiler import Effort, emit_object
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
@@ -88,7 +88,7 @@ def loads(text: str) -> bool:
     except ImageRejected:
         return False
     for part in parts:
-        emit_object(part.text, is_optimised=False)
+        emit_object(part.text, Effort.LEAST)
     return True
 
 

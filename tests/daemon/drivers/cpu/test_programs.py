@@ -154,10 +154,34 @@ def test_scan_in_dynamic_shared_memory(programs: Program, threads: int) -> None:
     assert np.array_equal(result, np.cumsum(x))
 
 
+def wide_numbers(n: int) -> list[int]:
+    """Of 128 bits, of all lengths; those of the same length leave small quotients."""
+    words = RNG.integers(0, 2**32, (n, 4)).tolist()
+    lengths = RNG.integers(1, 129, n).tolist()
+    numbers = [
+        sum(w << 32 * k for k, w in enumerate(row)) >> (128 - size) for row, size in zip(words, lengths, strict=True)
+    ]
+    return [*numbers, 2**128 - 1, 2**127, 2**127 - 1, 2**64, 2**96 - 1, 2**32]
+
+
+def test_integers_of_128_bits(context: CpuContext, vector: Vector) -> None:
+    programs = Program(context, vector("quotients.sm75.ptx"))
+    x, y = wide_numbers(90), wide_numbers(90)
+    held = [np.frombuffer(b"".join(v.to_bytes(16, "little") for v in values), "u8") for values in (x, y)]
+    results = programs.run("wide_integers", (1,), (128,), *held, *(np.zeros_like(x) for x in held), i32(96))[2:]
+    signed = [v - 2**128 if v >> 127 else v for v in y]
+    for i, (got_x, got_y) in enumerate(zip(*(array.reshape(-1, 2).tolist() for array in results), strict=True)):
+        a, b, c, d = x[i], x[i ^ 1] | 1, signed[i], signed[i ^ 1] | 1
+        quotient = abs(c) // abs(d) * (1 if (c < 0) == (d < 0) else -1)
+        assert got_x[0] | got_x[1] << 64 == (a // b + a % b * 5) % 2**128
+        assert got_y[0] | got_y[1] << 64 == (quotient - (c - quotient * d) * 3) % 2**128
+
+
 def test_variables_of_the_module(programs: Program) -> None:
-    x = RNG.integers(0, 100, 100).astype("f4")
-    (result,) = programs.run("variables", (1,), (100,), x, i32(100))
-    k = np.arange(100)
+    # As many threads as there is scratch for: more would race for it.
+    x = RNG.integers(0, 100, 8).astype("f4")
+    (result,) = programs.run("variables", (1,), (8,), x, i32(8))
+    k = np.arange(8)
     expected = x * np.array([1, 2, 3, 4], "f4")[k & 3] + np.array([5, -6, 7], "f4")[k % 3]
     assert np.array_equal(result, expected)
 
@@ -171,10 +195,11 @@ def test_local_arrays(programs: Program) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_generic_pointers(programs: Program, which: int) -> None:
-    (result,) = programs.run("generic", (1,), (64,), np.zeros(128, "i4"), i32(which))
-    k = np.arange(64)
-    expected = {0: np.full(64, 1600), 1: (k & 3) * 2 + 1600, 2: k + 100}[which]
-    assert np.array_equal(result[64:], expected)
+    # As many threads as there are places that they add to: more would race.
+    (result,) = programs.run("generic", (1,), (4,), np.zeros(128, "i4"), i32(which))
+    k = np.arange(4)
+    expected = {0: np.full(4, 100), 1: k * 2 + 100, 2: k + 100}[which]
+    assert np.array_equal(result[64:68], expected)
 
 
 def test_mandelbrot(programs: Program) -> None:

@@ -41,6 +41,12 @@ def block_ptx(body: str) -> str:
 """
 
 
+@pytest.fixture
+def kernel_of() -> Callable[[str], str]:
+    """The text of the kernel that runs a body."""
+    return block_ptx
+
+
 RunBlock = Callable[..., list[list[int]]]
 
 

@@ -32,7 +32,10 @@ TYPES: Final = {
 VECTORS: Final = {"": 1, ".v2": 2, ".v4": 4}
 SHAPES: Final = [(v, kind) for v in VECTORS for kind in TYPES if VECTORS[v] * TYPES[kind] <= 16]
 SCOPES: Final = ("cta", "cluster", "gpu", "sys")
-EVICTIONS: Final = tuple(f".L1::evict_{way}" for way in ("normal", "unchanged", "first", "last"))
+EVICTIONS: Final = (
+    *(f".L1::evict_{way}" for way in ("normal", "unchanged", "first", "last")),
+    ".L1::no_allocate",
+)
 
 # Where the data lies, by the space that the access names.
 PLACES: Final = {
@@ -42,6 +45,7 @@ PLACES: Final = {
     ".local": "lo",
     ".shared": "sh",
     ".shared::cta": "sh",
+    ".shared::cluster": "sh",
     ".param": "data",
     ".param::entry": "data",
     ".param::func": "passed",
@@ -146,6 +150,11 @@ def elements(data: bytes, kind: str, count: int) -> list[int]:
 Form = tuple[str, str, str, str]
 
 
+def policy(spelling: str) -> str:
+    """The operand that comes with a cache hint: any will do."""
+    return ", %w" if "cache_hint" in spelling else ""
+
+
 def loaded(spelling: str, space: str, vector: str, kind: str, number: int) -> str:
     count = VECTORS[vector]
     widen = {
@@ -154,13 +163,23 @@ def loaded(spelling: str, space: str, vector: str, kind: str, number: int) -> st
     }.get(kind, "")
     mix = "".join(f"{widen.format(n=n)} mad.lo.u64 %d, %d, {MIX}, %e{n};" for n in range(count))
     place = PLACES[space]
-    return f"{spelling} {listed(kind, count)}, [{place}]; mov.u64 %d, 0; {mix} st.global.u64 [%out+{8 * number}], %d;\n"
+    load = f"{spelling} {listed(kind, count)}, [{place}]{policy(spelling)};"
+    return f"{load} mov.u64 %d, 0; {mix} st.global.u64 [%out+{8 * number}], %d;\n"
 
 
 ORDERS: Final = [f".{order}.{scope}" for order in ("relaxed", "acquire") for scope in SCOPES]
+STORE_HINTS: Final = ("", ".wb", ".cg", ".cs", ".wt")
 LOAD_HINTS: Final = ("", ".ca", ".cg", ".cs", ".lu", ".cv")
 PREFETCHES: Final = ("", ".L2::64B", ".L2::128B", ".L2::256B")
-FEWER_SPACES: Final = ("", ".global", ".shared", ".shared::cta")
+FEWER_SPACES: Final = ("", ".global", ".shared", ".shared::cta", ".shared::cluster")
+
+
+def further_hints(prefetches: tuple[str, ...]) -> Iterator[str]:
+    """Each eviction with and without a policy, by turns with each prefetch."""
+    turns = itertools.cycle(prefetches)
+    for eviction, policy in itertools.product(("", *EVICTIONS), ("", ".L2::cache_hint")):
+        yield eviction + policy + next(turns)
+        yield eviction + policy + next(turns)
 
 
 def loads() -> dict[str, list[Form]]:
@@ -177,9 +196,13 @@ def loads() -> dict[str, list[Form]]:
             *((f"ld{order}{space}.u32", space, "", "u32") for order in ORDERS),
         ]
     found["ld.nc"] = [(f"ld.global.nc{v}.{kind}", ".global", v, kind) for v, kind in SHAPES]
-    hints = list(itertools.product(LOAD_HINTS, ("", *EVICTIONS), PREFETCHES))
-    found["hints"] = [(f"ld.global{a}{b}{c}.u32", ".global", "", "u32") for a, b, c in hints]
-    found["hints.nc"] = [(f"ld.global{a}.nc{b}{c}.u32", ".global", "", "u32") for a, b, c in hints]
+    cached = [*zip(itertools.cycle(LOAD_HINTS), further_hints(PREFETCHES), strict=False)]
+    for name, spellings in (
+        ("hints", [f"ld.global{hint}{rest}" for hint, rest in cached]),
+        ("hints.nc", [f"ld.global{hint}.nc{rest}" for hint, rest in cached]),
+        ("hints.order", [f"ld.relaxed.gpu.global{rest}" for rest in further_hints(PREFETCHES)]),
+    ):
+        found[name] = [(f"{spelling}.u32", ".global", "", "u32") for spelling in spellings]
     return found
 
 
@@ -213,7 +236,8 @@ def stored(spelling: str, space: str, vector: str, kind: str, number: int) -> st
     plain, place = space.partition("::")[0] or ".global", PLACES[space]
     fill = "".join(f"st{plain}.u64 [{place}+{n}], {word};" for n, word in zip(WORDS, words_of(FILL), strict=True))
     keep = "".join(f"ld{plain}.u64 %w, [{place}+{n}]; mad.lo.u64 %d, %d, {MIX}, %w;" for n in WORDS)
-    return f"{fill} {spelling} [{place}], {values}; mov.u64 %d, 0; {keep} st.global.u64 [%out+{8 * number}], %d;\n"
+    store = f"{spelling} [{place}], {values}{policy(spelling)};"
+    return f"{fill} {store} mov.u64 %d, 0; {keep} st.global.u64 [%out+{8 * number}], %d;\n"
 
 
 # The values to be stored: of each word of the data as much as the register holds.
@@ -225,7 +249,7 @@ VALUES: Final = "".join(
 
 def stores() -> dict[str, list[Form]]:
     found: dict[str, list[Form]] = {}
-    for space in ("", ".global", ".local", ".shared", ".shared::cta", ".param", ".param::func"):
+    for space in (*FEWER_SPACES, ".local", ".param", ".param::func"):
         weak = itertools.cycle(("", ".weak"))
         found[f"st{space}"] = [(f"st{next(weak)}{space}{v}.{kind}", space, v, kind) for v, kind in SHAPES]
         found[f"st.volatile{space}"] = [(f"st.volatile{space}{v}.{kind}", space, v, kind) for v, kind in SHAPES]
@@ -236,8 +260,9 @@ def stores() -> dict[str, list[Form]]:
             *((f"st{next(given_)}{space}{v}.{kind}", space, v, kind) for v, kind in SHAPES),
             *((f"st{order}{space}.u32", space, "", "u32") for order in orders),
         ]
-    hints = itertools.product(("", ".wb", ".cg", ".cs", ".wt"), ("", *EVICTIONS))
-    found["hints"] = [(f"st.global{a}{b}.u32", ".global", "", "u32") for a, b in hints]
+    hints = [hint + rest for hint, rest in zip(itertools.cycle(STORE_HINTS), further_hints(("",)), strict=False)]
+    found["hints"] = [(f"st.global{hint}.u32", ".global", "", "u32") for hint in hints]
+    found["hints.order"] = [(f"st.relaxed.gpu.global{hint}.u32", ".global", "", "u32") for hint in further_hints(("",))]
     return found
 
 

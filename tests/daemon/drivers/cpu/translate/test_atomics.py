@@ -29,6 +29,7 @@ PLACES: Final = {
     "generic global": ("", "mov.u64 %w, %p;"),
     "shared": (".shared", OWN),
     "shared::cta": (".shared::cta", OWN),
+    "shared::cluster": (".shared::cluster", OWN),
     "generic shared": ("", f"{OWN} cvta.shared.u64 %w, %w;"),
 }
 ORDERS: Final = {"atom": ("", ".relaxed", ".acquire", ".release", ".acq_rel"), "red": ("", ".relaxed", ".release")}
@@ -59,6 +60,8 @@ class Form:
     operation: str
     kind: str
     count: int = 1
+    # As libcu++ spells it, with the operation in front of order and scope, and no space.
+    is_operation_first: bool = False
 
     @property
     def bits(self) -> int:
@@ -82,6 +85,8 @@ class Form:
         half = ".noftz" if self.kind in HALVES else ""
         vector = f".v{count}" if count > 1 else ""
         spelling = f"{self.opcode}{self.order}{space}.{self.operation}{half}{vector}.{self.kind}"
+        if self.is_operation_first:
+            spelling = f"{self.opcode}.{self.operation}{self.order}.{self.kind}"
         operands = ([before] if self.opcode == "atom" else []) + ["[%w]", operand]
         operands += [new] if self.operation == "cas" else []
         mix = "".join(
@@ -106,13 +111,18 @@ def listed(registers: list[str]) -> str:
 
 
 def forms(operation: str, kind: str, count: int, turn: int) -> Iterator[Form]:
-    """Each order and scope, with `atom` each place; which come together differs by the turn."""
-    places = list(PLACES)[: 2 if count > 1 else 5]
+    """Each order, scope and place; which come together differs by the turn."""
+    places = list(PLACES)[: 2 if count > 1 else None]
     for opcode, orders in ORDERS.items():
         if opcode == "atom" or operation not in ("exch", "cas"):
-            for n, scope in enumerate(SCOPES):
-                order = orders[(n + turn) % len(orders)]
-                yield Form(opcode, order + scope, places[(2 * n + turn) % len(places)], operation, kind, count)
+            for n in range(len(PLACES)):
+                order = orders[(2 * n + turn) % len(orders)] + SCOPES[n % len(SCOPES)]
+                yield Form(opcode, order, places[(n + turn) % len(places)], operation, kind, count)
+    if count == 1 and kind not in HALVES:
+        for n, order in enumerate(ORDERS["atom"][1:]):
+            place = ("generic global", "generic shared")[(n + turn) % 2]
+            scope = SCOPES[1 + (n + turn) % 4]
+            yield Form("atom", order + scope, place, operation, kind, is_operation_first=True)
 
 
 def all_forms() -> dict[str, list[Form]]:

@@ -52,6 +52,14 @@ def test_the_flag_goes_through_a_chain(compute: Compute, data: st.DataObject, na
         assert result == carried & ((1 << bits) - 1)
 
 
+@SETTINGS
+@given(rows=st.lists(st.tuples(wide(32), wide(32)), min_size=8, max_size=48))
+def test_an_addition_finds_a_carry_where_nothing_was_borrowed(compute: Compute, rows: list[tuple[int, int]]) -> None:
+    for last in ("addc.u32 %d, 0, 0;", "madc.lo.u32 %d, 0, 0, 0;"):
+        body = f"sub.cc.u32 %d, %a, %b; {last}"
+        assert compute(body, ["u32", "u32"], "u32", rows) == [int(a >= b) for a, b in rows]
+
+
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 @SETTINGS
 @given(data=st.data())
@@ -84,7 +92,7 @@ def test_the_upper_half_is_signed_if_the_type_is(compute: Compute, rows: list[tu
         ("setp.eq.u32 %x, %a, 0; @%x bra L; add.cc.u32 %d, %a, %a; L: addc.u32 %d, %a, %a;", "no .cc instruction"),
         ("add.cc.u32 %d, %a, %a; bar.sync 0; addc.u32 %d, %a, %a;", "no .cc instruction"),
         ("setp.eq.u32 %x, %a, 0; @%x add.cc.u32 %d, %a, %a;", "predicate"),
-        ("sub.cc.u32 %d, %a, %a; addc.u32 %d, %a, %a;", "borrow"),
+        ("add.cc.u32 %d, %a, %a; subc.u32 %d, %a, %a;", "borrow"),
     ],
 )
 def test_a_broken_chain_is_refused(compute: Compute, body: str, reason: str) -> None:

@@ -62,16 +62,21 @@ def test_a_trap_names_its_thread(context: CpuContext) -> None:
         run(context, "setp.eq.u32 %p0, %r0, 5; @%p0 trap; st.global.u32 [%d1], 1; ret;")
 
 
-def test_a_fault_stops_that_thread_at_once_and_all_behind_it(context: CpuContext) -> None:
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_fault_stops_that_thread_at_once_and_all_behind_it(context: CpuContext, rows: int) -> None:
     address = context.mem_alloc(32)
-    body = "st.global.u32 [%d1], 1; setp.eq.u32 %p0, %r0, 3; @%p0 trap; st.global.u32 [%d1], 2; ret;"
+    body = """
+    mov.u32 %r1, %tid.y; add.u32 %r0, %r0, %r1; mad.wide.u32 %d1, %r0, 4, %d0;
+    st.global.u32 [%d1], 1; setp.eq.u32 %p0, %r0, 3; @%p0 trap; st.global.u32 [%d1], 2; ret;
+    """
     kernels = context.module_load(kernel(body)).kernels
-    context.launch(kernels["k"], (1, 1, 1), (8, 1, 1), 0, address.to_bytes(8, "little"), 3)
+    context.launch(kernels["k"], (1, 1, 1), (8 // rows, rows, 1), 0, address.to_bytes(8, "little"), 3)
     with pytest.raises(KernelFault):
         context.sync(lambda: None)
     into = bytearray(32)
     context.mem_read(address, memoryview(into))
-    assert struct.unpack("<8I", into) == (2, 2, 2, 1, 0, 0, 0, 0)
+    # Threads of a row run together.
+    assert struct.unpack("<8I", into) == ((1,) * 8 if rows == 1 else (2, 2, 2, 1, 0, 0, 0, 0))
 
 
 def test_a_barrier_keeps_registers_of_every_width(context: CpuContext) -> None:

@@ -93,7 +93,7 @@ FLOATS = [
         ("m16n8k16", "bf16", "bf16", "f32", "f32"),
         ("m16n8k4", "tf32", "tf32", "f32", "f32"),
         ("m16n8k8", "tf32", "tf32", "f32", "f32"),
-        ("m16n8k32", "e5m2", "e5m2", "f32", "f32"),
+        ("m16n8k32", "e5m2", "e4m3", "f32", "f32"),
         ("m16n8k32", "e4m3", "e5m2", "f32", "f32"),
     ]
 ]
@@ -124,6 +124,25 @@ def test_floats(run_block: RunBlock, spelling: str, shape: str, a: str, b: str, 
                 assert found[row][column] == expected, (row, column)
 
     run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_products_in_a_row_are_as_products_apart(run_block: RunBlock, seed: int) -> None:
+    draw = random.Random(seed)
+
+    def product() -> str:
+        d, a, b, c = (", ".join(f"%r{draw.randrange(10)}" for _ in range(count)) for count in (2, 2, 1, 2))
+        guard = draw.choice(["", "", "@%x0 "])
+        return f"{guard}mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};"
+
+    products = [product() for _ in range(20)]
+    products[7] = f"AGAIN: {products[7]}"
+    end = "setp.ne.u32 %x1, %r15, 0; mov.u32 %r15, 0; @%x1 bra AGAIN;"
+    keep = "".join(f"mov.b64 %o{n}, {{%r{2 * n}, %r{2 * n + 1}}};" for n in range(4))
+    start = f"{UNPACK} mov.u32 %r15, 1; setp.eq.u32 %x0, 0, 0;"
+    rows = [[draw.getrandbits(64) & 0x3BFF_3BFF_3BFF_3BFF for _ in range(6)] for _ in range(32)]
+    together, apart = ("".join(products), "bar.warp.sync -1;".join(products))
+    assert run_block(f"{start} {together} {end} {keep}", rows) == run_block(f"{start} {apart} {end} {keep}", rows)
 
 
 BYTES = [
@@ -158,7 +177,7 @@ def test_bytes(run_block: RunBlock, shape: str, a: str, b: str, stops: str) -> N
             assert found[row][column] == total % 2**32
 
 
-@pytest.mark.parametrize("shape", ["m8n8k4", "m16n8k4"])
+@pytest.mark.parametrize("shape", ["m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"])
 def test_doubles(run_block: RunBlock, shape: str) -> None:
     draw, layout = random.Random(3), SHAPES[f"{shape}.64"]
     sizes = ((layout.m, layout.k), (layout.k, layout.n), (layout.m, layout.n))
@@ -168,11 +187,14 @@ def test_doubles(run_block: RunBlock, shape: str) -> None:
     held = [parts(m, place, n, 64) for m, place, n in zip(as_bits, places, layout.counts, strict=True)]
     names, start = [], 0
     for count in layout.counts:
-        names.append("{" + ", ".join(f"%a{start + n}" for n in range(count)) + "}")
+        names.append("{" + ", ".join(f"%v{start + n}" for n in range(count)) + "}")
         start += count
     into = "{" + ", ".join(f"%o{n}" for n in range(layout.counts[2])) + "}"
-    text = f"mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64 {into}, {', '.join(names)};"
-    kept = run_block(text, [a + b + c for a, b, c in zip(*held, strict=True)])
+    own = ".reg .b64 %v<16>; mul.wide.u32 %d0, %i, 128; add.u64 %d0, %area, %d0;"
+    take = "".join(f"ld.global.u64 %v{n}, [%d0+{8 * n}];" for n in range(start))
+    text = f"{own} {take} mma.sync.aligned.{shape}.row.col.f64.f64.f64.f64 {into}, {', '.join(names)};"
+    area = bytearray(b"".join(struct.pack(f"<{start}Q", *a, *b, *c).ljust(128) for a, b, c in zip(*held, strict=True)))
+    kept = run_block(text, [[]] * 32, area=area)
     found = together(kept, layout.c, layout.counts[2], layout, 64)
     for row in range(layout.m):
         for column in range(layout.n):
@@ -222,8 +244,9 @@ def test_matrices_are_loaded(run_block: RunBlock, count: int, trans: str, space:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("trans", ["", ".trans"])
-@pytest.mark.parametrize("space", ["", ".shared"])
+@pytest.mark.parametrize(
+    ("trans", "space"), [("", ""), (".trans", ".shared"), ("", ".shared::cta"), (".trans", ".shared::cta")]
+)
 def test_matrices_are_stored(run_block: RunBlock, count: int, trans: str, space: str) -> None:
     rows = []
     for g, t in LANES:

@@ -35,6 +35,21 @@ HARMLESS = [
     "discard.global.L2 [%area], 128",
     "setmaxnreg.inc.sync.aligned.u32 96",
     "pmevent 3",
+    "pmevent.mask 3",
+    "setmaxnreg.dec.sync.aligned.u32 96",
+    "discard.L2 [%area], 128",
+    "fence.proxy.async.global",
+    "fence.proxy.async.shared::cluster",
+    "createpolicy.cvt.L2.b64 %d0, 0x100",
+    *(f"createpolicy.fractional.L2::evict_{way}.b64 %d0" for way in ("normal", "unchanged", "first", "last")),
+    "createpolicy.fractional.L2::evict_last.L2::evict_first.b64 %d0, 0.5",
+    *(f"createpolicy.range.L2::evict_{way}.b64 %d0, [%area], 256, 512" for way in ("normal", "unchanged", "first")),
+    *(
+        f"createpolicy.range.L2::evict_last.L2::evict_{way}.b64 %d0, [%area], 256, 512"
+        for way in ("unchanged", "first")
+    ),
+    "cp.async.bulk.prefetch.L2.global.L2::cache_hint [%area], 16, %d0",
+    "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%area+512], [sh], 16, %d0",
     "createpolicy.fractional.L2::evict_last.b64 %d0, 0.5",
     "createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %d0",
     "createpolicy.range.global.L2::evict_last.b64 %d0, [%area], 256, 512",

@@ -13,11 +13,14 @@ SHARED = "mov.u64 %d1, sh; cvta.shared::cluster.u64 %d1, %d1;"
 
 
 @pytest.mark.parametrize(("place", "shared", "local"), [("%area", 0, 0), ("%d1", 1, 0), ("%d2+8", 0, 1), ("0", 0, 0)])
-def test_a_generic_address_lies_in_one_space(run_block: RunBlock, place: str, shared: int, local: int) -> None:
+@pytest.mark.parametrize("last", ["shared::cta", "shared::cluster"])
+def test_a_generic_address_lies_in_one_space(
+    run_block: RunBlock, place: str, shared: int, local: int, last: str
+) -> None:
     base, _, offset = place.partition("+")
     asks = "".join(
         f"isspacep.{space} %x{n}, %d3; selp.u64 %o{n}, 1, 0, %x{n};"
-        for n, space in enumerate(("shared", "local", "global", "shared::cta"))
+        for n, space in enumerate(("shared", "local", "global", last))
     )
     text = f"{LOCAL} {SHARED} add.u64 %d3, {base}, {offset or 0}; {asks}".replace("add.u64 %d3, 0,", "mov.u64 %d3,")
     assert run_block(text, [[], []]) == [[shared, local, int(not shared | local), shared]] * 2

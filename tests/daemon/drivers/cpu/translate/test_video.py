@@ -51,8 +51,13 @@ def check(compute: Compute, text: str, expected: Callable[[int, int, int], int],
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("more", ["", ".sat", ".add"])
-@pytest.mark.parametrize(("lanes", "into", "left", "right"), [(2, *TYPES[1]), (4, *TYPES[2])])
+@pytest.mark.parametrize(
+    ("lanes", "into", "left", "right", "more"),
+    [
+        *((lanes, *TYPES[which], more) for lanes, which in ((2, 1), (4, 2)) for more in ("", ".sat", ".add")),
+        *((lanes, *TYPES[which], more) for lanes, which in ((2, 0), (4, 3)) for more in (".sat", ".add")),
+    ],
+)
 def test_lanes(compute: Compute, name: str, into: str, left: str, right: str, more: str, lanes: int) -> None:
     bits = 32 // lanes
 
@@ -89,13 +94,17 @@ def test_whole_numbers(compute: Compute, name: str, into: str, left: str, right:
 @pytest.mark.parametrize("more", ["", ".add"])
 def test_comparisons(compute: Compute, condition: str, more: str) -> None:
     holds = CONDITIONS[condition]
-    check(compute, f"vset.u32.s32.{condition}", lambda a, b, c: holds(*parts(a, 32, "u32"), *parts(b, 32, "s32")), 2)
+    kinds = ("s32", "u32") if condition in ("eq", "lt", "gt") else ("u32", "s32")
+    whole = f"vset.{kinds[0]}.{kinds[1]}.{condition}"
+    check(compute, whole, lambda a, b, c: holds(*parts(a, 32, kinds[0]), *parts(b, 32, kinds[1])), 2)
+    for bits in (8, 16):
 
-    def expected(a: int, b: int, c: int) -> int:
-        ones = [holds(x, y) for x, y in zip(parts(a, 8, "s32"), parts(b, 8, "u32"), strict=True)]
-        return c + sum(ones) if more else sum(one << 8 * n for n, one in enumerate(ones))
+        def expected(a: int, b: int, c: int, bits: int = bits) -> int:
+            pairs = zip(parts(a, bits, kinds[0]), parts(b, bits, kinds[1]), strict=True)
+            ones = [holds(x, y) for x, y in pairs]
+            return c + sum(ones) if more else sum(one << bits * n for n, one in enumerate(ones))
 
-    check(compute, f"vset4.s32.u32.{condition}{more}", expected, 3)
+        check(compute, f"vset{32 // bits}.{kinds[0]}.{kinds[1]}.{condition}{more}", expected, 3)
 
 
 @pytest.mark.parametrize("mode", ["clamp", "wrap"])
@@ -105,5 +114,6 @@ def test_shifts(compute: Compute, mode: str, kind: str) -> None:
     distances = [min(n, 32) if mode == "clamp" else n % 32 for _, n in rows]
     values = [parts(word, 32, kind)[0] for word, _ in rows]
     for name, move in (("vshl", operator.lshift), ("vshr", operator.rshift)):
-        found = compute(f"{name}.u32.{kind}.u32.{mode} %d, %a, %b;", ["u32", "u32"], "u32", rows)
+        into = "s32" if kind == "u32" else "u32"
+        found = compute(f"{name}.{into}.{kind}.u32.{mode} %d, %a, %b;", ["u32", "u32"], "u32", rows)
         assert found == [move(v, n) % 2**32 for v, n in zip(values, distances, strict=True)]

@@ -1,0 +1,60 @@
+"""The kernels of `gpulease verify`, and how they are launched."""
+
+from importlib.resources import files
+from typing import Final
+
+from gpulease.client import Buffer, GpuSession, KernelArgs, Module
+
+ONE: Final = (1, 1, 1)
+WARP: Final = (32, 1, 1)
+BLOCK: Final = (256, 1, 1)
+GRID: Final = (1024, 1, 1)
+"""With BLOCK: more threads than most cards hold at a time."""
+
+LONG_LINES: Final = 200
+"""Instructions of each kernel of a module that compiles for long."""
+
+
+def rule_breakers() -> bytes:
+    """PTX of all that runs on any driver."""
+    return files(__package__).joinpath("kernels.ptx").read_bytes()
+
+
+def hungry() -> bytes:
+    """PTX of what makes a card's driver take memory by itself."""
+    return files(__package__).joinpath("hungry.ptx").read_bytes()
+
+
+def compiling_long(kernels: int) -> bytes:
+    """PTX of many kernels without a use."""
+    parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
+    for kernel in range(kernels):
+        body = "".join(f"mad.lo.u32 %r1, %r1, {7 * line + 3}, {line + kernel};\n" for line in range(LONG_LINES))
+        parts.append(
+            f".visible .entry k{kernel}(.param .u64 p)\n{{\n.reg .b32 %r<2>;\n.reg .b64 %rd<2>;\n"
+            f"ld.param.u64 %rd1, [p];\nld.global.u32 %r1, [%rd1];\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n"
+        )
+    return "".join(parts).encode()
+
+
+def with_variable(size_bytes: int) -> bytes:
+    """PTX of one variable of that size."""
+    head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
+    body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
+    return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
+
+
+def fill(session: GpuSession, module: Module, buffer: Buffer, words: int, value: int) -> None:
+    """Set the first words of a buffer."""
+    args = KernelArgs().push_buffer(buffer).push_u64(words).push_u32(value)
+    session.launch(module, "fill", GRID, BLOCK, args)
+
+
+def count_set(session: GpuSession, module: Module, buffer: Buffer, words: int) -> int:
+    """How many of the first words of a buffer are not 0."""
+    count = session.mem_alloc(4)
+    args = KernelArgs().push_buffer(buffer).push_u64(words).push_buffer(count)
+    session.launch(module, "count_set", GRID, BLOCK, args)
+    found = int.from_bytes(session.mem_read(count, 0, 4), "little")
+    session.mem_free(count)
+    return found

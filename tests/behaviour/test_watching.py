@@ -1,0 +1,95 @@
+"""Kernels that run for too long, and workers that answer no more, end their lease; nobody else notices."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Buffer, GpuSession, GpuSessionFailed, KernelArgs, Module
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import FAULTS, Neighbour, start_endless
+from helpers.waiting import wait_until
+
+
+def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> None:
+    args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
+    while True:
+        session.launch(module, "fill_u32", [1], [1], args)
+
+
+@pytest.mark.parametrize("then", ["idle", "sync", "launches"])
+def test_a_kernel_that_runs_for_too_long_ends_its_lease(daemon: Daemon, then: str) -> None:
+    with daemon.builder().acquire() as other, GpuSession(other) as beside:
+        neighbour = Neighbour(beside)
+        lease = daemon.builder(seconds=30).max_kernel_secs(0.3).acquire()
+        session = GpuSession(lease)
+        module, flag = start_endless(session)
+        started = time.monotonic()
+        if then == "sync":
+            with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
+                session.sync()
+        if then == "launches":
+            with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
+                launch_for_ever(session, module, flag)
+        wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
+        assert 0.3 <= time.monotonic() - started < 5
+        report = daemon.query(lease.lease_id)
+        assert (report["cause"], report["reason"]) == ("kernel_timeout", "a kernel ran for more than 0.3 s")
+        with pytest.raises(GpuSessionFailed, match=r"a kernel ran for more than 0\.3 s"):
+            session.sync()
+
+
+def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
+    with daemon.builder(seconds=30).max_kernel_secs(0.5).acquire() as lease, GpuSession(lease) as session:
+        module = session.module_load(FAULTS)
+        out = session.mem_alloc(4)
+        started = time.monotonic()
+        while time.monotonic() - started < 1.2:
+            for _ in range(50):
+                session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(out).push_u32(500_000))
+            session.sync()
+        assert lease.query()["state"] == "active"
+
+
+def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
+    quick = {
+        "gpulease.daemon.broker.watchman:UNRESPONSIVE_AFTER_S": 0.6,
+        "gpulease.daemon.broker.watchman:ROUND_S": 0.05,
+    }
+    daemon = start_daemon(faults=Faults(quick))
+    with daemon.builder(seconds=60).acquire() as other, GpuSession(other) as beside:
+        neighbour = Neighbour(beside)
+        lease = daemon.builder(seconds=60).acquire()
+        session = GpuSession(lease)
+        os.kill(daemon.worker_pid(lease.lease_id), signal.SIGSTOP)
+        # The neighbour is at work all the time: a worker that only sleeps shows itself every few seconds.
+        wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
+        with pytest.raises(GpuSessionFailed, match="did not answer any more"):
+            session.sync()
+        assert daemon.query(lease.lease_id)["cause"] == "unresponsive"
+        neighbour.check()
+
+
+@pytest.mark.parametrize("grows_by", ["load", "first launch"])
+def test_a_session_that_holds_more_than_was_admitted_ends(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, grows_by: str
+) -> None:
+    inflated = tmp_path / "inflated"
+    daemon = start_daemon(faults=Faults(inflate_while=inflated))
+    lease = daemon.builder(seconds=60).acquire()
+    session = GpuSession(lease)
+    module, out = session.module_load(FAULTS), session.mem_alloc(4)
+    session.sync()
+    inflated.touch()
+    assert lease.query()["state"] == "active"
+    if grows_by == "load":
+        session.module_load(FAULTS)
+    else:
+        session.launch(module, "fill_u32", [1], [1], KernelArgs().push_buffer(out).push_u32(1).push_u32(7))
+    daemon.wait_for_end(lease.lease_id)
+    assert daemon.query(lease.lease_id)["cause"] == "over_slice"
+    with pytest.raises(GpuSessionFailed, match="held more of the card than was leased"):
+        session.sync()

@@ -1,0 +1,73 @@
+"""`gpulease verify` on the embedded driver: a few rows of it, and what it says of a promise that does not hold."""
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpulease.client.cli import verify as command
+from gpulease.client.verify.claims import check
+from gpulease.client.verify.faults import Fault, Sizes, Told, faults
+from gpulease.client.verify.scene import Breach, Scene, worker_pid
+
+
+def verify(*words: str) -> Result:
+    return CliRunner().invoke(command.verify, ["--driver", "cpu", *words])
+
+
+def rows_named(*names: str) -> Any:
+    def chosen(scene: Scene, sizes: Sizes) -> list[Fault]:
+        return [fault for fault in faults(scene, sizes) if fault.name in names]
+
+    return chosen
+
+
+def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["trap", "more than the slice", "variables of 40 GiB", "worker SIGKILL", "client that stops reading"]
+    monkeypatch.setattr(command, "faults", rows_named(*names))
+    done = verify("--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    rows = {row["fault"]: row for row in report["faults"]}
+    assert list(rows) == names
+    assert [row["told"]["error"] for row in rows.values()] == [
+        "SyncFailed",
+        "AllocFailed",
+        "LoadFailed",
+        "GpuSessionFailed",
+        "-",
+    ]
+    assert rows["worker SIGKILL"]["told"]["cause"] == "worker_died"
+    assert all(row["during"]["rounds"] > 0 and not row["during"]["error"] for row in rows.values())
+    assert {claim["name"] for claim in report["claims"]} == {
+        "no byte of an earlier lease",
+        "launch gate",
+        "six leases",
+    }
+    assert report["breaches"] == 0
+
+
+def test_a_breach_is_told_and_its_lease_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(scene: Scene) -> Told:
+        scene.wish(1 << 20).acquire()
+        raise Breach("it was told nothing")
+
+    monkeypatch.setattr(command, "faults", lambda scene, sizes: [Fault("silence", forget)])
+    done = verify("--only", "silence")
+    assert done.exit_code == 1
+    assert "Breach: it was told nothing" in done.stdout
+    assert "exactly" in done.stdout
+
+
+def test_a_promise_that_does_not_hold() -> None:
+    def prove() -> str:
+        raise Breach("7 words were readable")
+
+    assert check("canary", prove).breach == "Breach: 7 words were readable"
+    assert check("canary", lambda: "all zero").breach == ""
+
+
+def test_a_process_that_is_not_there() -> None:
+    with pytest.raises(Breach, match="there is no process gpul-"):
+        worker_pid(1)

@@ -1,0 +1,119 @@
+"""Cubins, made here: headers, sections and symbols as ptxas writes them, and as an attacker would."""
+
+import contextlib
+import struct
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpulease.daemon.drivers.cuda.elf import MODULE_GRAIN_BYTES, weigh
+from gpulease.daemon.drivers.interface import ImageRejected
+
+MIB = 1 << 20
+PROGBITS, SYMTAB, NOBITS, ALLOCATED, OBJECT, FUNCTION = 1, 2, 8, 2, 1, 2
+
+
+@dataclass
+class Section:
+    """One to be written; those with a size but no content have no bytes in the file."""
+
+    name: str
+    kind: int
+    flags: int
+    size: int
+    content: bytes = b""
+    link: int = 0
+
+
+@dataclass
+class Symbol:
+    name: str
+    kind: int
+    section: int
+    value: int
+    size: int
+
+
+def cubin(*sections: Section, symbols: tuple[Symbol, ...] = ()) -> bytes:
+    """Sections are numbered from 1; behind them come the strings and the symbols."""
+    texts = b"\0"
+    places: dict[str, int] = {}
+    for name in [section.name for section in sections] + [symbol.name for symbol in symbols]:
+        places[name] = len(texts)
+        texts += name.encode() + b"\0"
+    rows = b"".join(struct.pack("<IBBHQQ", places[s.name], s.kind, 0, s.section, s.value, s.size) for s in symbols)
+    strings_at = len(sections) + 1
+    all_sections = [
+        Section("", 0, 0, 0),
+        *sections,
+        Section("", 3, 0, len(texts), texts),
+        Section("", SYMTAB, 0, len(rows), rows, strings_at),
+    ]
+    body = b""
+    headers = b""
+    for section in all_sections:
+        start = 64 + len(body)
+        body += section.content
+        name_at = places.get(section.name, 0)
+        headers += struct.pack(
+            "<IIQQQQIIQQ", name_at, section.kind, section.flags, 0, start, section.size, section.link, 0, 1, 0
+        )
+    ident = b"\x7fELF\x02\x01".ljust(16, b"\0")
+    head = struct.pack(
+        "<16sHHIQQQIHHHHHH", ident, 2, 190, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64, len(all_sections), strings_at
+    )
+    return head + body + headers
+
+
+CODE = Section(".text.k", PROGBITS, ALLOCATED | 4, 384, bytes(384))
+
+
+def in_grains(size: int) -> int:
+    return -(-size // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("sections", "taken"),
+    [
+        ((CODE,), in_grains(384)),
+        ((CODE, Section(".debug_frame", PROGBITS, 0, 9 * MIB)), in_grains(384)),
+        ((CODE, Section(".nv.shared.k", NOBITS, 3, 200 << 10)), in_grains(384)),
+        ((CODE, Section(".nv.global", NOBITS, 3, MIB)), in_grains(MIB + 512)),
+        # Two of these fill a page of 2 MiB, with a gap.
+        ((CODE, Section(".nv.global", NOBITS, 3, 700_000)), in_grains(MIB + 512)),
+        ((CODE, Section(".nv.global", NOBITS, 3, 40 * MIB + 1)), 42 * MIB + in_grains(512)),
+        ((CODE, Section(".nv.constant3", PROGBITS, 2, 65536, bytes(65536))), in_grains(65536 + 512)),
+    ],
+)
+def test_what_is_placed_on_the_card_counts(sections: tuple[Section, ...], taken: int) -> None:
+    weight = weigh(cubin(*sections))
+    assert weight.device_bytes == taken
+    assert weight.device_bytes - weight.shared_bytes in (0, 42 * MIB)
+
+
+def test_sizes_beyond_the_headers_32_bits_are_the_symbols() -> None:
+    """As ptxas writes 41 GiB of variables: the section says 1 GiB."""
+    symbols = (Symbol("small", OBJECT, 2, 0, 77), Symbol("big", OBJECT, 2, 80, 41 << 30))
+    image = cubin(CODE, Section(".nv.global", NOBITS, 3, (80 + (41 << 30)) % (1 << 32)), symbols=symbols)
+    assert weigh(image).device_bytes >= 41 << 30
+    wrapped = (Symbol("one", OBJECT, 2, 0, 4 << 30), Symbol("two", OBJECT, 2, 0, 4 << 30))
+    assert weigh(cubin(CODE, Section(".nv.global", NOBITS, 3, 0), symbols=wrapped)).device_bytes >= 8 << 30
+
+
+@pytest.mark.parametrize(("name", "found"), [("malloc", True), ("__assertfail", True), ("vprintf", False)])
+def test_system_calls_are_found(name: str, found: bool) -> None:
+    undefined, defined = Symbol(name, FUNCTION | 1 << 4, 0, 0, 0), Symbol("k", FUNCTION | 1 << 4, 1, 0, 384)
+    assert weigh(cubin(CODE, symbols=(undefined, defined))).has_system_calls is found
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
+    image = bytearray(cubin(CODE, symbols=(Symbol("malloc", FUNCTION, 0, 0, 0),)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        image[data.draw(st.integers(0, len(image) - 1))] = data.draw(st.integers(0, 255))
+    # Anything else that is raised would end the worker.
+    with contextlib.suppress(ImageRejected):
+        assert weigh(bytes(image[: data.draw(st.integers(0, len(image)))])).device_bytes >= 0

@@ -1,0 +1,59 @@
+"""A bound on kernels' time on a real card: exact for one that runs on, blind to how many there are."""
+
+import time
+
+import pytest
+
+from gpulease.client import Buffer, GpuSession, GpuSessionFailed, KernelArgs, Module
+from helpers.daemon import Daemon
+from helpers.kernels import FAULTS, Neighbour, check_main_job, start_endless
+from helpers.nvml import Cards
+from helpers.waiting import wait_until
+
+pytestmark = pytest.mark.gpu
+
+BOUND_S = 0.5
+LATEST_S = 1.5
+"""The bound, a look's delay, the end of the process, and its proof."""
+
+
+def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> None:
+    args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
+    while True:
+        session.launch(module, "fill_u32", [1], [1], args)
+
+
+@pytest.mark.parametrize("then", ["idle", "sync", "launches"])
+def test_a_kernel_that_runs_on_ends_its_lease(daemon: Daemon, cards: Cards, then: str) -> None:
+    used = cards.used_bytes()
+    with daemon.builder(64 << 20).device(0).acquire() as other, GpuSession(other) as beside:
+        neighbour = Neighbour(beside)
+        lease = daemon.builder(1 << 30).device(0).max_kernel_secs(BOUND_S).acquire()
+        session = GpuSession(lease)
+        module, flag = start_endless(session)
+        started = time.monotonic()
+        if then == "sync":
+            with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
+                session.sync()
+        elif then == "launches":
+            with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
+                launch_for_ever(session, module, flag)
+        wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
+        assert BOUND_S <= time.monotonic() - started < LATEST_S
+        assert daemon.query(lease.lease_id)["cause"] == "kernel_timeout"
+        with pytest.raises(GpuSessionFailed, match=r"a kernel ran for more than 0\.5 s"):
+            session.sync()
+    cards.check_back_to(used)
+
+
+def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
+    with daemon.builder(64 << 20).max_kernel_secs(BOUND_S).acquire() as lease, GpuSession(lease) as session:
+        module = session.module_load(FAULTS)
+        out = session.mem_alloc(4)
+        started = time.monotonic()
+        # Some 20 ms each: all of them take seconds, and none of them half of one.
+        for _ in range(100):
+            session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(out).push_u32(1_000_000))
+        session.sync()
+        assert time.monotonic() - started > 2 * BOUND_S
+        check_main_job(session)
