@@ -12,21 +12,27 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
 from gpulease.client.core.renewal import RenewalSchedule, keep
-from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.ring_channel import wanted_of
+from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
+from gpulease.protocol.sharing import Wanted
 
 __all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive"]
 
 T = TypeVar("T")
+
+SPIN_NS: Final = 20_000
+"""How long an answer is looked for before the event loop gets a turn: no longer than a callback may take."""
 
 
 class AsyncGpuBuilder(Wish):
@@ -83,10 +89,12 @@ class AsyncGpuSession(SessionView):
     Tasks may share it; they take turns.
     """
 
-    def __init__(self, lease: AsyncGpuLease) -> None:
+    def __init__(self, lease: AsyncGpuLease, *, shared_memory: bool = True) -> None:
+        """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = asyncio.Lock()
-        self._state = SessionState(lease._state, self._lock)
+        wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, spin_ns=SPIN_NS)
         self._closing: Callable[[], object] | None = None
 
     async def open(self) -> Self:

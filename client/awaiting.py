@@ -55,19 +55,22 @@ async def forgetting(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait(step: Wait) -> bool:
+    if not step.channel.doze(for_room=step.for_room):
+        return True
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
     fd = step.channel.sock.fileno()
+    watches_room = step.for_room and step.channel.waits_for_room
     timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
     loop.add_reader(fd, _wake, ready, True)
-    if step.for_room:
+    if watches_room:
         loop.add_writer(fd, _wake, ready, True)
     try:
         return await ready
     finally:
         timer.cancel()
         loop.remove_reader(fd)
-        if step.for_room:
+        if watches_room:
             loop.remove_writer(fd)
 
 

@@ -5,12 +5,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
-from gpulease.client.core.session import SessionState, SessionView
+from gpulease.client.core.ring_channel import wanted_of
+from gpulease.client.core.session import SessionState
+from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
@@ -18,8 +20,13 @@ from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
+from gpulease.protocol.sharing import Wanted
 
 Into = TypeVar("Into")
+
+SPIN_NS: Final = 200_000
+"""How long an answer is looked for before its caller sleeps: most come within it, and waking up takes tens of
+microseconds."""
 
 
 class GpuBuilder(Wish):
@@ -72,10 +79,12 @@ class GpuSession(SessionView):
     next other operation, which is then not done itself. A session keeps its lease from being dropped.
     """
 
-    def __init__(self, lease: GpuLease) -> None:
+    def __init__(self, lease: GpuLease, *, shared_memory: bool = True) -> None:
+        """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = threading.RLock()
-        self._state = SessionState(lease._state, self._lock)
+        wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, spin_ns=SPIN_NS)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
 
@@ -89,11 +98,17 @@ class GpuSession(SessionView):
 
     def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle."""
-        drive(self._state.mem_write(buffer, offset, data))
+        with self._lock:
+            rest = self._state.write_promptly(buffer, offset, data)
+            if rest is not None:
+                drive(rest)
 
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
         """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
-        return drive(self._state.mem_read(buffer, offset, nbytes, into))
+        with self._lock:
+            rest = self._state.read_promptly(buffer, offset, nbytes, into)
+            result = None if rest is None else drive(rest)
+        return into if result is None else result
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
@@ -138,7 +153,10 @@ class GpuSession(SessionView):
 
     def sync(self) -> None:
         """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
-        drive(self._state.sync())
+        with self._lock:
+            rest = self._state.sync_promptly()
+            if rest is not None:
+                drive(rest)
 
     def close(self) -> None:
         """End the session; an operation that waits in another thread fails. The lease goes on."""

@@ -33,8 +33,10 @@ def drive(procedure: Procedure[T]) -> T:
 
 def _wait(step: Wait) -> bool:
     channel = step.channel
+    if not channel.doze(for_room=step.for_room):
+        return True
     timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
-    if step.for_room:
+    if step.for_room and channel.waits_for_room:
         both = select.poll()
         both.register(channel.sock, select.POLLIN | select.POLLOUT)
         return bool(both.poll(timeout_ms))

@@ -5,6 +5,7 @@ gpulease would make.
 """
 
 import json
+import mmap
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from gpulease.daemon.drivers.interface import Context, Dim3
 from gpulease.daemon.drivers.registry import driver_named
 
 COPY_BYTES: Final = 16 << 20
+LARGE_COPY_BYTES: Final = 256 << 20
 SMALL_COPY_BYTES: Final = 4096
 SLICE_BYTES: Final = 256 << 20
 THREADS: Final = 32
@@ -54,7 +56,11 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
     figures |= _copies(context, samples)
+    pinned = memoryview(mmap.mmap(-1, LARGE_COPY_BYTES if driver_name == "cuda" else COPY_BYTES))
+    context.pin(pinned)
+    figures |= _pinned_copies(context, "16m", pinned[:COPY_BYTES])
     if driver_name == "cuda":
+        figures |= _pinned_copies(context, "256m", pinned)
         from gpulease.daemon.drivers.cuda.baseline import call_us
 
         figures["pycuda_call_us"] = call_us(module, address, THREADS, launches)
@@ -79,6 +85,17 @@ def _copies(context: Context, samples: int) -> dict[str, float]:
         "write_4k_p50_us": _timed_us(lambda: context.mem_write(address, small), samples)[samples // 2],
         "read_4k_p50_us": _timed_us(lambda: context.mem_read(address, small), samples)[samples // 2],
     }
+
+
+def _pinned_copies(context: Context, name: str, host: memoryview) -> dict[str, float]:
+    size = len(host)
+    address = context.mem_alloc(size)
+    figures = {
+        f"arena_write_{name}_gb_s": size / _timed_us(lambda: context.write_pinned(address, host), 15)[7] / 1e3,
+        f"arena_read_{name}_gb_s": size / _timed_us(lambda: context.read_pinned(address, host), 15)[7] / 1e3,
+    }
+    context.mem_free(address)
+    return figures
 
 
 def _timed_us(action: Callable[[], object], count: int) -> list[float]:

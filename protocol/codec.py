@@ -1,21 +1,35 @@
 """Bodies to payloads and back, by the construct definitions. Exact: a payload has nothing before, between or after."""
 
+import struct
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import construct as c
 
 from gpulease.protocol.errors import BodyError, LocalProtocolError
-from gpulease.protocol.messages import BODIES, Body, Empty, ErrorBody
+from gpulease.protocol.messages import BODIES, Body, Data, Empty, ErrorBody
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import BadValue, Record
 
 T = TypeVar("T", bound=Body)
 
-# Most replies have no body, and construct takes microseconds to say so.
+# What is nothing, or nothing but integers of fixed size: construct takes microseconds to say so.
 _EMPTY = Empty()
+_NO_DATA = Data(b"")
+_NO_DATA_BYTES = bytes(4)
 
 _SCHEMAS: dict[type[Any], Any] = {
     body: Record(body) for body in {ErrorBody, *(body for pair in BODIES.values() for body in pair)}
+}
+
+
+def _integers_of(kind: type[Any]) -> struct.Struct | None:
+    formats = [getattr(item.metadata["wire"], "fmtstr", "") for item in fields(kind)]
+    return struct.Struct(">" + "".join(fmt.lstrip(">") for fmt in formats)) if formats and all(formats) else None
+
+
+_INTEGERS: dict[type[Any], struct.Struct] = {
+    body: layout for body in _SCHEMAS if (layout := _integers_of(body)) is not None
 }
 
 
@@ -33,6 +47,11 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     """The body a payload holds. Raises BodyError if it is not exactly that, or longer or shorter."""
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
+    layout = _INTEGERS.get(kind)
+    if layout is not None and len(payload) == layout.size:
+        return kind(*layout.unpack(payload))
+    if kind is Data and payload == _NO_DATA_BYTES:
+        return _NO_DATA  # type: ignore[return-value]
     schema = _SCHEMAS[kind]
     data = bytes(payload)
     stream = c.io.BytesIO(data)

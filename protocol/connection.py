@@ -205,10 +205,14 @@ class Connection:
         """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
+        request_id = self._last_request_id + 1
+        self.expect_reply_to(op, request_id)
+        return self.next_request_id()
+
+    def expect_reply_to(self, op: Opcode, request_id: int) -> None:
+        """The same for a request that has a number of `next_request_id` already."""
         self._move(request_trigger(op), op)
-        request_id = self.next_request_id()
         self._in_flight[request_id] = op
-        return request_id
 
     def send_reply(self, request: Request, body: Body) -> bytes:
         """The bytes that answer a request."""

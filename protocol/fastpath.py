@@ -12,12 +12,15 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError, LocalProtocolError
 from gpulease.protocol.framing import HEADER_BYTES, build_frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_DATA_BYTES, MAX_KERNEL_NAME_BYTES
-from gpulease.protocol.messages import Body, Handle, Launch, MemRead, MemWrite
+from gpulease.protocol.messages import ArenaCopy, Body, Handle, Launch, MemRead, MemWrite
 from gpulease.protocol.opcodes import Flag, Opcode
 
 REQUEST_ID_OFFSET: Final = 16
 MIDDLE_AT: Final = REQUEST_ID_OFFSET + 8
 _U32: Final = struct.Struct(">I")
+# Plain integers: see framing.
+_QUIET: Final = int(Flag.QUIET)
+_REPLY: Final = int(Flag.REPLY)
 
 
 def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
@@ -31,6 +34,7 @@ def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
 
 HANDLE: Final = fixed_struct(Handle, "handle")
 MEM_READ: Final = fixed_struct(MemRead, "handle", "offset", "length")
+ARENA_COPY: Final = fixed_struct(ArenaCopy, "handle", "offset", "arena_offset", "length")
 _MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
 _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
 _LAUNCH_GEOMETRY: Final = fixed_struct(
@@ -126,14 +130,14 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
         fixed = _MEM_WRITE.pack(handle, offset) + _U32.pack(length)
     except struct.error as error:
         raise LocalProtocolError(f"MemWrite can't be encoded: {error}") from None
-    flags = Flag.QUIET if quiet else 0
+    flags = _QUIET if quiet else 0
     header = build_frame(Opcode.MEM_WRITE, b"", request_id=request_id, session_id=session_id, flags=flags)
     return _with_length(header, len(fixed) + length) + fixed
 
 
 def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:
     """A successful MEM_READ reply up to its data, which is to follow on the wire."""
-    header = build_frame(Opcode.MEM_READ, b"", request_id=request_id, session_id=session_id, flags=Flag.REPLY)
+    header = build_frame(Opcode.MEM_READ, b"", request_id=request_id, session_id=session_id, flags=_REPLY)
     return _with_length(header, _U32.size + length) + _U32.pack(length)
 
 

@@ -229,6 +229,16 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaCopy:
+    """Which bytes of an allocation and of the session's arena: from one to the other, as the operation says."""
+
+    handle: int = wire(U64)
+    offset: int = wire(U64)
+    arena_offset: int = wire(U64)
+    length: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleLoad:
     """PTX text or a cubin."""
 
@@ -293,6 +303,7 @@ Body = (
     | MemWrite
     | MemRead
     | Data
+    | ArenaCopy
     | ModuleLoad
     | ModuleLoaded
     | Launch
@@ -319,6 +330,8 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.LAUNCH: (Launch, Empty),
     Opcode.SYNC: (Empty, Empty),
     Opcode.MODULE_UNLOAD: (Handle, Empty),
+    Opcode.ARENA_WRITE: (ArenaCopy, Empty),
+    Opcode.ARENA_READ: (ArenaCopy, Empty),
 }
 """(request, reply) of each operation. GOODBYE is never asked for: the daemon sends it as an error reply to request 0,
 to say why it is about to close the connection."""

@@ -36,6 +36,8 @@ class Opcode(IntEnum):
     LAUNCH = 0x0606
     SYNC = 0x0607
     MODULE_UNLOAD = 0x0608
+    ARENA_WRITE = 0x0609
+    ARENA_READ = 0x060A
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)

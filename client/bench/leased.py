@@ -10,6 +10,7 @@ from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percenti
 
 SLICE_BYTES: Final = 256 << 20
 COPY_BYTES: Final = 16 << 20
+LARGE_COPY_BYTES: Final = 256 << 20
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
@@ -33,11 +34,11 @@ AGAIN:
 """A kernel that never ends by itself: its flag stays 0."""
 
 
-def hot_path(address: str, ptx: bytes, launches: int, samples: int) -> dict[str, float]:
-    """Launches, syncs, copies and allocations of one session."""
+def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
+    """Launches, syncs, copies and allocations of one session, through shared memory or through its socket alone."""
     # Card 0, because that is the one the direct calls are made on.
     wanted = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(600)
-    with wanted.acquire() as lease, GpuSession(lease) as session:
+    with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
         buffer = session.mem_alloc(THREADS * 4)
         args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
@@ -62,6 +63,35 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int) -> dict[str,
             "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
             "alloc_free_p50_us": percentile(timed_us(alloc_and_free, samples), 50),
         } | _copies(session, samples)
+
+
+def arena_copies(address: str, driver: str, *, shared_memory: bool = True) -> dict[str, float]:
+    """Copies of arrays that session and worker share; ordinary ones without shared memory."""
+    figures: dict[str, float] = {}
+    for name, size in [("16m", COPY_BYTES)] + [("256m", LARGE_COPY_BYTES)] * (driver == "cuda"):
+        wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
+        with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
+            figures |= _arena_copies(session, name, size)
+    return figures
+
+
+def _arena_copies(session: GpuSession, name: str, size: int) -> dict[str, float]:
+    array = session.empty(size, np.uint8)
+    array[:] = 1
+    buffer = session.mem_alloc(size)
+
+    def write() -> None:
+        session.mem_write(buffer, 0, array)
+
+    def read() -> None:
+        session.mem_read(buffer, 0, size, into=array)
+
+    # The first copy pins the array.
+    write()
+    return {
+        f"arena_write_{name}_gb_s": gigabytes_per_s(write, size, 15),
+        f"arena_read_{name}_gb_s": gigabytes_per_s(read, size, 15),
+    }
 
 
 def _copies(session: GpuSession, samples: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from gpulease.client.bench.kernels import kernel_figures
-from gpulease.client.bench.leased import acquisition, expiry, hot_path
+from gpulease.client.bench.leased import acquisition, arena_copies, expiry, hot_path
 from gpulease.client.blocking import ask
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
@@ -30,6 +30,10 @@ _ROWS: Final = (
     ("alloc_free_p50_us", "alloc + free 1 MiB, p50", "us"),
     ("write_gb_s", "mem_write 16 MiB", "GB/s"),
     ("read_gb_s", "mem_read 16 MiB", "GB/s"),
+    ("arena_write_16m_gb_s", "mem_write 16 MiB of the arena / pinned", "GB/s"),
+    ("arena_read_16m_gb_s", "mem_read 16 MiB to the arena / pinned", "GB/s"),
+    ("arena_write_256m_gb_s", "mem_write 256 MiB of the arena / pinned", "GB/s"),
+    ("arena_read_256m_gb_s", "mem_read 256 MiB to the arena / pinned", "GB/s"),
     ("write_4k_p50_us", "mem_write 4 KiB, p50", "us"),
     ("read_4k_p50_us", "mem_read 4 KiB, p50", "us"),
 )
@@ -79,13 +83,14 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
-        leased, direct = _rounds(address, card["driver"], rounds, launches)
+        leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
         lease_figures = acquisition(address, leases) | expiry(address, leases)
         kernels = kernel_figures(address)
     report = {
         "driver": card["driver"],
         "card": card["name"],
         "leased": leased,
+        "leased_by_socket": by_socket,
         "direct": direct,
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "lease_samples": leases,
@@ -99,12 +104,16 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
 
 
-def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figures, Figures]:
-    leased, direct = [], []
+def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figures, Figures, Figures]:
+    leased: list[Figures] = []
+    by_socket: list[Figures] = []
+    direct: list[Figures] = []
     for _ in range(rounds):
         direct.append(_direct(driver, launches))
-        leased.append(hot_path(address, transform_ptx(), launches, 500))
-    return _medians(leased), _medians(direct)
+        for figures, shared in ((leased, True), (by_socket, False)):
+            copies = arena_copies(address, driver, shared_memory=shared)
+            figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | copies)
+    return _medians(leased), _medians(by_socket), _medians(direct)
 
 
 def _direct(driver: str, launches: int) -> Figures:
@@ -123,17 +132,17 @@ def _medians(rounds: list[Figures]) -> Figures:
 
 
 def _tables(report: dict[str, object]) -> str:
-    leased, direct, ratio, leases = (report[key] for key in ("leased", "direct", "ratio", "leases"))
-    if not (isinstance(leased, dict) and isinstance(direct, dict) and isinstance(ratio, dict)):
-        raise TypeError("a report has maps of figures")
+    maps = [report[key] for key in ("leased", "leased_by_socket", "direct", "ratio")]
+    leased, by_socket, direct, ratio = (found for found in maps if isinstance(found, dict))
+    leases = report["leases"]
     rows = [
-        [text, f"{leased[name]:.2f}", f"{direct[name]:.2f}", unit, f"{ratio[name]:.2f}"]
+        [text, *(f"{figures[name]:.2f}" for figures in (leased, by_socket, direct)), unit, f"{ratio[name]:.2f}"]
         for name, text, unit in _ROWS
         if name in ratio
     ]
     parts = [
         f"{report['card']}, driver {report['driver']}",
-        table(["", "leased", "direct", "unit", "leased/direct"], rows),
+        table(["", "leased", "by socket", "direct", "unit", "leased/direct"], rows),
     ]
     if "launch_to_pycuda_call" in report:
         parts.append(

@@ -1,13 +1,18 @@
 """A nonblocking socket and the link that makes sense of its bytes. Nothing here waits."""
 
+import array
+import contextlib
 import errno
+import os
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 from gpulease.client.core.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
+from gpulease.protocol.sharing import MAX_DESCRIPTORS
 
 MAX_PARTS_PER_SEND: Final = 16
 """Most pieces given to one sendmsg; far below IOV_MAX (1024), and more than any request has."""
@@ -21,18 +26,35 @@ class Channel:
         link: What was said on it.
         address: Where it leads, for messages.
         waiter: What the face keeps to wait on the socket.
+        waits_for_room: Whether the socket itself tells when there is room to send.
+        put: Sends what there is room for at once and says how much; raises OSError if there is none, or no peer.
+        takes_descriptors: Whether what comes beside the bytes is wanted; else the kernel drops it.
+        descriptors: What came.
     """
 
-    def __init__(self, sock: socket.socket, address: Address) -> None:
+    waits_for_room = True
+
+    def __init__(self, sock: socket.socket, address: Address, link: Link | None = None) -> None:
         self.sock = sock
-        self.link = Link()
+        self.link = link or Link()
         self.address = address
         self.waiter: Any = None
+        self.put: Callable[[bytes | memoryview], int] = sock.send
+        self.takes_descriptors = False
+        self.descriptors: list[int] = []
+
+    def spin(self) -> bool:
+        """Look again and again for a bounded time, where that is worth it; True once something has come."""
+        return False
+
+    def doze(self, *, for_room: bool) -> bool:
+        """Get ready for a sleep on the socket; False if there is no need for one."""
+        return True
 
     def pump(self) -> bool:
         """Take what has arrived; False if nothing has."""
         try:
-            count = self.sock.recv_into(self.link.get_buffer())
+            count = self._receive_into(self.link.get_buffer())
         except BlockingIOError:
             return False
         except OSError as error:
@@ -43,6 +65,24 @@ class Channel:
         else:
             self.link.end_of_stream(f"the daemon at {self.address} closed the connection")
         return True
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        if not self.takes_descriptors:
+            return self.sock.recv_into(buffer)
+        space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+        count, ancillary, _, _ = self.sock.recvmsg_into([buffer], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self.descriptors += array.array("i", payload)
+        return count
+
+    def drop_descriptors(self) -> None:
+        """Take no more of them, and close those nobody took."""
+        self.takes_descriptors = False
+        for fd in self.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send what the socket takes and drop it from `parts`; True if any of it went."""
@@ -69,6 +109,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket; again is harmless."""
         self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
+        self.drop_descriptors()
         self.sock.close()
 
 

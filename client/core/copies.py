@@ -8,7 +8,7 @@ from gpulease.client.core.steps import Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.fastpath import MEM_READ, mem_write_prefix
+from gpulease.protocol.fastpath import ARENA_COPY, MEM_READ, mem_write_prefix
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Body
 
@@ -54,6 +54,10 @@ def _flat(view: memoryview) -> memoryview | None:
 def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
     """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all."""
     link, limit = session.channel.link, session.limit
+    place = None if session.arena is None else session.arena.offset_of(data)
+    if place is not None:
+        yield from session.arena_write.do(session, ARENA_COPY.pack(buffer.handle, offset, place, len(data)))
+        return
     own_requests = []
     for at in range(0, len(data), session.chunk_bytes):
         piece = data[at : at + session.chunk_bytes]
@@ -77,6 +81,10 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
 
 def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
     """MEM_READs of a chunk each, a few in flight at a time, received where they belong."""
+    place = None if session.arena is None else session.arena.offset_of(target)
+    if place is not None:
+        yield from session.arena_read.do(session, ARENA_COPY.pack(buffer.handle, offset, place, len(target)))
+        return
     in_flight: deque[int] = deque()
     failures: list[Failure] = []
     for at in range(0, len(target), session.chunk_bytes):

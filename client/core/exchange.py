@@ -80,7 +80,8 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
     """The result of a request. Raises LinkEnded, or what the limit raises."""
     take = channel.link.take
     while (result := take(request_id)) is None:
-        yield from _wait(channel, limit, for_room=False)
+        if not channel.spin():
+            yield from _wait(channel, limit, for_room=False)
         channel.pump()
     return result
 

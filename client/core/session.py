@@ -5,29 +5,35 @@ request was not done, and nothing behind the failed one was, so frees that were 
 """
 
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gpulease.client.core import copies
+from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
 from gpulease.client.core.fate import find_fate
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.prompt import Prompter
+from gpulease.client.core.ring_channel import share
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Handle, Module
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import HANDLE, fixed_struct
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, fixed_struct
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply, Body, MemAlloc, ModuleLoad
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.sharing import Wanted
 
 T = TypeVar("T")
 
@@ -88,9 +94,12 @@ class SessionState:
         chunk_bytes: Into what pieces copies are cut.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any) -> None:
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
+        """Args: wanted: What to share with the worker. spin_ns: How long to look for an answer before sleeping."""
         self.lease = lease
         self.lock = lock
+        self._wanted = wanted
+        self._spin_ns = spin_ns
         self.session_id = lease.grant.lease_id
         self.end: Failure | None = _NOT_OPEN
         self.dropped: deque[tuple[Opcode, int]] = deque()
@@ -101,6 +110,10 @@ class SessionState:
         self._max_payload_bytes = 0
         self._freed: deque[tuple[int, Opcode, int]] = deque()
         self._send: Callable[[bytes], int]
+        self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
+        self.arena: Arena | None = None
+        self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
+        self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
 
     @property
     def is_alive(self) -> bool:
@@ -121,7 +134,10 @@ class SessionState:
         )
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
-            answer = yield from answer_to(self.channel, Opcode.ATTACH, Attach(()), limit, self.session_id)
+            self.channel.takes_descriptors = self._wanted != Wanted()
+            answer = yield from answer_to(
+                self.channel, Opcode.ATTACH, Attach(self._wanted.to_options()), limit, self.session_id
+            )
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:
@@ -132,8 +148,9 @@ class SessionState:
                 self.channel.close()
                 raise error_of(lease.heed(answer), "attach")
             self.attached = answer
+            self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
             self.end = None
-            self._send = self.channel.sock.send
+            self._send = self.channel.put
             return
         raise (yield from self._find_out(failure, "attach"))
 
@@ -153,13 +170,14 @@ class SessionState:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
+        self.arena = None
 
     # --- operations ---
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
         """Device memory."""
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
-        reply = yield from self._operation("mem_alloc", self._ask(Opcode.MEM_ALLOC, _SIZE.pack(size)))
+        reply = yield from self._operation("mem_alloc", self.ask(Opcode.MEM_ALLOC, _SIZE.pack(size)))
         return Buffer(self, reply.handle, size)
 
     def mem_free(self, buffer: Buffer) -> Procedure[None]:
@@ -184,13 +202,43 @@ class SessionState:
             yield from self._operation("mem_read", copies.read(self, buffer, offset, target))
         return into if owned is None else bytes(owned)
 
+    def write_promptly(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
+        """mem_write at once, under the session's lock: None if it is done, else what has still to be driven."""
+        copy = self._arena_copy(buffer, offset, data, None)
+        is_done = None if copy is None else self.arena_write.ask(self, copy)
+        if is_done is None:
+            return self.mem_write(buffer, offset, data)
+        return None if is_done else self._go_on("mem_write", self.arena_write.rest(self))
+
+    def read_promptly(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Procedure[Any] | None:
+        """mem_read likewise; if it is done, the bytes are in `into`."""
+        copy = self._arena_copy(buffer, offset, into, nbytes)
+        is_done = None if copy is None else self.arena_read.ask(self, copy)
+        if is_done is None:
+            return self.mem_read(buffer, offset, nbytes, into)
+        return None if is_done else self._go_on("mem_read", self.arena_read.rest(self))
+
+    def _arena_copy(self, buffer: Buffer, offset: int, data: Any, nbytes: int | None) -> bytes | None:
+        """The request that copies from or to an array of the arena; None if it is none, or anything is wrong."""
+        if self.arena is None or data is None or type(buffer) is not Buffer or buffer.owner is not self:
+            return None
+        try:
+            view = memoryview(data)
+            place = self.arena.offset_of(view)
+            size = view.nbytes if nbytes is None else nbytes
+            if place is None or not 0 < size <= view.nbytes or not 0 <= offset <= buffer.size_bytes - size:
+                return None
+            return ARENA_COPY.pack(buffer.handle, offset, place, size)
+        except (TypeError, ValueError, struct.error):
+            return None
+
     def module_load(self, image: Any) -> Procedure[Module]:
         """Compile and load PTX, or load a cubin."""
         code = image.encode() if isinstance(image, str) else bytes(copies.readable_bytes(image, "module_load"))
         most = self._max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
-        reply = yield from self._operation("module_load", self._ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code))))
+        reply = yield from self._operation("module_load", self.ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code))))
         return Module(self, reply.module, reply.kernels)
 
     def module_unload(self, module: Module) -> Procedure[None]:
@@ -199,7 +247,14 @@ class SessionState:
 
     def sync(self) -> Procedure[None]:
         """Wait until all that was launched has ended."""
-        yield from self._operation("sync", self._ask(Opcode.SYNC))
+        yield from self._operation("sync", self.ask(Opcode.SYNC))
+
+    def sync_promptly(self) -> Procedure[None] | None:
+        """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
+        is_done = self._sync.ask(self)
+        if is_done is None:
+            return self.sync()
+        return None if is_done else self._go_on("sync", self._sync.rest(self))
 
     def launch(
         self,
@@ -223,7 +278,7 @@ class SessionState:
             frame += self.frees()
         try:
             return number, frame, self._send(frame)
-        except OSError:
+        except (OSError, FramingError):
             return number, frame, 0  # no room, or no peer: sending again waits, or finds out
 
     def finish_launch(self, frame: bytes, sent: int) -> Procedure[None]:
@@ -241,6 +296,19 @@ class SessionState:
         result: T = yield Locked(self.lock, self._guarded(doing, procedure))
         return result
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is alive, with nothing to be freed and nothing under way."""
+        return self.end is None and self.lease.over is None and not self.dropped and self.channel.link.is_at_rest
+
+    def _go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """What is left of an operation that has begun, still under the session's lock."""
+        try:
+            return (yield from procedure)
+        except LinkEnded as ended:
+            failure = ended.failure
+        raise (yield from self._find_out(failure, doing))
+
     def _guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
         """Refuse if it is over, free what was dropped, and find out what happened if the connection ends."""
         over = self.end or self.lease.over
@@ -256,7 +324,8 @@ class SessionState:
         # Not inside the except block: the tenant's traceback shows one error, not two.
         raise (yield from self._find_out(failure, doing))
 
-    def _ask(self, op: Opcode, payload: bytes = b"") -> Procedure[Any]:
+    def ask(self, op: Opcode, payload: bytes = b"") -> Procedure[Any]:
+        """A request, under the session's lock; its reply's body."""
         request_id = self.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=self.session_id)
         yield from send(self.channel, (frame,), self.limit)
@@ -266,6 +335,8 @@ class SessionState:
 
     def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
         """A reply came: every quiet request before it is done, or failed, or was skipped. Raises its failure."""
+        if not self._freed and not isinstance(result, Failure):
+            return
         freed, self._freed = self._freed, deque()
         if not isinstance(result, Failure):
             return
@@ -291,7 +362,7 @@ class SessionState:
     def _free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         self._check(handle, kind, doing)
         try:
-            yield from self._operation(doing, self._ask(handle._free_op, HANDLE.pack(handle.handle)))
+            yield from self._operation(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
         except InvalidHandle as error:
             if error.failure.failed_request_id is None:
                 handle.owner = None
@@ -319,37 +390,3 @@ class SessionState:
             failure = self.lease.heed(failure)
         self.finish(failure)
         return error_of(failure, doing)
-
-
-class SessionView:
-    """What a session's face shows without asking."""
-
-    _state: SessionState
-
-    @property
-    def session_id(self) -> int:
-        """The session's number: its lease's."""
-        return self._state.session_id
-
-    @property
-    def driver(self) -> str:
-        """What the session computes with: "cuda" or "cpu"."""
-        return self._state.attached.driver
-
-    @property
-    def card_uuid(self) -> str:
-        """Which card it is on."""
-        return self._state.attached.card_uuid
-
-    @property
-    def slice_bytes(self) -> int:
-        """Device memory it may allocate in all."""
-        return self._state.attached.slice_bytes
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is open and its lease not over, as far as is known here."""
-        return self._state.is_alive
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.session_id:032x}{'' if self.is_alive else ', over'}>"

@@ -29,8 +29,9 @@ from gpulease.protocol.connection import (
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, HelloReply
+from gpulease.protocol.messages import Attach, Body, HelloReply
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.sharing import Wanted
 from gpulease.protocol.states import State
 
 HELLO_TIMEOUT_S: Final = 10.0
@@ -251,7 +252,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         fd = os.dup(self._transport.get_extra_info("socket").fileno())
         try:
             rest = self._connection.take_rest()
-            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest):
+            wanted = Wanted.from_options(request.body.options) if isinstance(request.body, Attach) else Wanted()
+            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted):
                 self._connection.receive_data(rest)
                 return False
         finally:

@@ -17,6 +17,7 @@ from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFail
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
+from gpulease.protocol.sharing import Wanted
 
 ZYGOTE_RESTART_DELAY_S: Final = 1.0
 """Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
@@ -153,13 +154,15 @@ class Workers:
         worker.is_killed = True
         self._kill(worker)
 
-    def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes) -> bool:
+    def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted) -> bool:
         """Hand a tenant's socket to its worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
         if worker is None or worker.hand_overs >= MAX_HAND_OVERS:
             return False
+        message = {"op": "attach", "request_id": request_id, "rest": rest}
+        message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
         try:
-            send_message(worker.channel, {"op": "attach", "request_id": request_id, "rest": rest}, (sock_fd,))
+            send_message(worker.channel, message, (sock_fd,))
         except (ChannelClosed, BlockingIOError):
             return False
         worker.hand_overs += 1

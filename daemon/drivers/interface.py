@@ -179,6 +179,15 @@ class Context(Protocol):
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy device bytes to the host in stream order; complete on return."""
 
+    def pin(self, memory: memoryview) -> None:
+        """Prepare host memory that stays mapped until the process ends for many fast copies, if the driver can."""
+
+    def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """See mem_write; `data` was given to `pin` before, whole or as a part."""
+
+    def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """See mem_read; `into` was given to `pin` before, whole or as a part."""
+
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 

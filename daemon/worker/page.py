@@ -81,12 +81,17 @@ class BrokerPage:
 
 
 class WorkerPage:
-    """The worker's view: it reads the lease's state before every operation and keeps the counters."""
+    """The worker's view: it reads the lease's state before every operation and keeps the counters.
+
+    Attributes:
+        word: The revocation word alone, not 0 once the lease is over.
+    """
 
     def __init__(self, fd: int) -> None:
         self._state_map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
         self._count_map = mmap.mmap(fd, PAGE_BYTES, offset=PAGE_BYTES)
         self._state = memoryview(self._state_map).cast("Q")
+        self.word = self._state[_WORD : _WORD + 1]
         self.counters = memoryview(self._count_map).cast("Q")
 
     def refusal(self) -> Status | None:
@@ -100,6 +105,7 @@ class WorkerPage:
 
     def close(self) -> None:
         """Give the pages back."""
+        self.word.release()
         self._state.release()
         self.counters.release()
         self._state_map.close()

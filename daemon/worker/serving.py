@@ -1,4 +1,4 @@
-"""The worker's loop: the broker's channel, and the tenant's sockets it handed over.
+"""The worker's loop: the broker's channel, and the tenant's connections it handed over.
 
 One thread, one poll(2). Between requests the worker sleeps in the kernel and costs nothing. While it waits inside the
 driver it looks at the control page; what it does not see in time, the broker ends with SIGKILL.
@@ -8,10 +8,13 @@ import contextlib
 import select
 import socket
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.session import Session
+from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -19,6 +22,7 @@ from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.sharing import Given, Wanted
 
 MAX_CONNECTIONS: Final = 16
 """Most connections of a SHARED session. Stops a tenant from filling its worker with descriptors."""
@@ -37,20 +41,9 @@ LOOK_MS: Final = 5000
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
 
-SPIN_NS: Final = 150_000
-"""How long a served connection is looked at again and again before the worker sleeps. A sleep costs the next request a
-wake-up, tens of microseconds on a virtual machine; a tenant that waits for replies is soon back."""
-
 SPINS_PER_REPLY: Final = 2
 """Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
 sleeps while requests gather, and takes many at once."""
-
-SEND_POLL_MS: Final = 100
-"""How often a send to a peer that does not read looks at the lease."""
-
-
-class _ConnectionLost(Exception):
-    """The peer is gone, or what it sends can't be followed."""
 
 
 class _Connection:
@@ -58,8 +51,11 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, rest: bytes) -> None:
         self.sock = sock
+        self.fd = sock.fileno()
+        self.wire: SocketWire | RingWire = SocketWire(sock)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
+        self.has_arena = False
         self.spins_left = SPINS_PER_REPLY
         self.heard_at_s = time.monotonic()
 
@@ -70,9 +66,10 @@ class Server:
     def __init__(self, channel: socket.socket, session: Session, welcome: AttachReply, *, is_shared: bool) -> None:
         self._channel = channel
         self._session = session
-        self._welcome = build_body(welcome)
+        self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, _Connection] = {}
+        self._unfinished: set[int] = set()
         self._poll = select.poll()
         self._reported_lost = False
 
@@ -82,12 +79,19 @@ class Server:
         self._poll.register(self._channel, select.POLLIN)
         while True:
             self._session.look()
-            for fd, _ in self._poll.poll(self._look_after_ms()):
-                if fd == self._channel.fileno():
-                    if not self._serve_broker():
-                        return
-                elif fd in self._connections:
-                    self._serve(self._connections[fd])
+            timeout_ms = self._look_after_ms()
+            for connection in self._connections.values():
+                if not connection.wire.doze():
+                    self._unfinished.add(connection.fd)
+            heard = {fd for fd, _ in self._poll.poll(0 if self._unfinished else timeout_ms)}
+            for connection in self._connections.values():
+                connection.wire.rise(connection.fd in heard)
+            if self._channel.fileno() in heard and not self._serve_broker():
+                return
+            heard |= self._unfinished
+            self._unfinished.clear()
+            for fd in heard & self._connections.keys():
+                self._serve(self._connections[fd])
 
     def _look_after_ms(self) -> int:
         """How long to sleep at most; drops connections that have kept half a frame here for too long."""
@@ -108,8 +112,14 @@ class Server:
             except ChannelClosed:
                 return False
             match message:
-                case {"op": "attach", "request_id": int(request_id), "rest": bytes(rest)} if len(fds) == 1:
-                    self._attach(socket.socket(fileno=fds[0]), request_id, rest)
+                case {
+                    "op": "attach",
+                    "request_id": int(request_id),
+                    "rest": bytes(rest),
+                    "ring": bool(ring),
+                    "arena": int(arena_bytes),
+                } if len(fds) == 1:
+                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, Wanted(ring, arena_bytes))
                     report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
@@ -118,11 +128,12 @@ class Server:
                 case _:
                     close_all(fds)
 
-    def _attach(self, sock: socket.socket, request_id: int, rest: bytes) -> None:
+    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted) -> None:
         sock.setblocking(False)
         connection = _Connection(sock, rest)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
+            earlier.wire.rise(True)
             self._serve(earlier)
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
@@ -135,15 +146,46 @@ class Server:
             if failure is not None:
                 lease_id = self._session.lease_id
                 self._send(connection, failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id))
-                sock.close()
+                connection.wire.close()
                 return
-            header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
-            self._send(connection, build_frame(Opcode.ATTACH, self._welcome, **header))
-            self._connections[sock.fileno()] = connection
+            self._connections[connection.fd] = connection
             self._poll.register(sock, select.POLLIN)
+            self._welcome_in(connection, request_id, wanted)
             self._serve_frames(connection)
-        except (_ConnectionLost, FramingError) as error:
+        except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
+
+    def _welcome_in(self, connection: _Connection, request_id: int, wanted: Wanted) -> None:
+        """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
+        ring, arena = _ring_for(connection.sock, wanted), self._arena_for(connection, wanted)
+        given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
+        body = build_body(replace(self._welcome, options=given.to_options()))
+        header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
+        frame = build_frame(Opcode.ATTACH, body, **header)
+        fds = [shared.fd for shared in (ring, arena) if shared is not None]
+        try:
+            # Nothing was sent on this socket since its last reply was read: there is room.
+            sent = socket.send_fds(connection.sock, [frame], fds, socket.MSG_NOSIGNAL)
+        except OSError:
+            sent = 0
+        if sent != len(frame):
+            if ring is not None:
+                ring.close()
+            raise ConnectionLost("the peer is gone, or does not read")
+        connection.has_arena = arena is not None
+        if ring is not None:
+            ring.offered()
+            connection.wire = ring
+
+    def _arena_for(self, connection: _Connection, wanted: Wanted) -> Arena | None:
+        """The session's arena, unless another connection has it: two clients would use the same bytes."""
+        is_taken = any(other.has_arena for other in self._connections.values())
+        if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
+            return None
+        try:
+            return self._session.arena.open(wanted.arena_bytes)
+        except OSError:
+            return None
 
     def _say_goodbye(self) -> None:
         """Tell every connection why it will not be answered any more; the process is about to be killed."""
@@ -156,34 +198,24 @@ class Server:
     def _serve(self, connection: _Connection) -> None:
         try:
             for _ in range(READS_PER_TURN):
-                if not self._receive(connection) and not self._spin(connection):
+                if not self._receive(connection):
                     return
                 self._serve_frames(connection)
-        except (_ConnectionLost, FramingError) as error:
+            self._unfinished.add(connection.fd)
+        except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
 
-    def _spin(self, connection: _Connection) -> bool:
-        if not connection.spins_left:
-            return False
-        connection.spins_left -= 1
-        until = time.monotonic_ns() + SPIN_NS
-        while time.monotonic_ns() < until:
-            if self._receive(connection):
-                return True
-        return False
-
     def _receive(self, connection: _Connection) -> bool:
-        try:
-            count = connection.sock.recv_into(connection.reader.get_buffer())
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise _ConnectionLost(error.strerror) from None
-        if count == 0:
-            raise _ConnectionLost("the peer closed the connection")
-        connection.reader.buffer_updated(count)
-        connection.heard_at_s = time.monotonic()
-        if len(connection.reader.buffer) > RETAINED_BUFFER_BYTES:
+        wire, reader = connection.wire, connection.reader
+        if not wire.receive(reader):
+            if not connection.spins_left:
+                return False
+            connection.spins_left -= 1
+            if not wire.spin(reader):
+                return False
+        if wire.spins_when_quiet:
+            connection.spins_left = 1
+        if len(reader.buffer) > RETAINED_BUFFER_BYTES:
             self._check_buffers()
         return True
 
@@ -198,15 +230,19 @@ class Server:
 
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session = connection.reader, self._session
-        while True:
+        while reader.start != reader.end:
             session.take_launches(reader)
-            frame = reader.next_frame()
-            if frame is None:
-                break
-            reply = session.handle(frame)
+            reply: bytes | memoryview | None = session.take_sync(reader)
+            if reply is None:
+                frame = reader.next_frame()
+                if frame is None:
+                    break
+                reply = session.handle(frame)
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY
+        if reader.is_mid_frame:
+            connection.heard_at_s = time.monotonic()
         if session.may_have_grown:
             session.may_have_grown = False
             report(self._channel, {"op": "look"})
@@ -214,37 +250,20 @@ class Server:
             self._report_lost(self._session.lost)
 
     def _send(self, connection: _Connection, data: bytes | memoryview) -> None:
-        """Send all of it, however slow the peer, for as long as the lease lives."""
-        while True:
-            try:
-                sent = connection.sock.send(data, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                self._await_writable(connection)
-                continue
-            except OSError as error:
-                raise _ConnectionLost(error.strerror) from None
-            if sent == len(data):
-                return
-            data = memoryview(data)[sent:]
+        connection.wire.send(data, self._look)
 
-    def _await_writable(self, connection: _Connection) -> None:
-        writable = select.poll()
-        writable.register(connection.sock, select.POLLOUT)
-        while not writable.poll(SEND_POLL_MS):
-            self._session.look()
-            if self._session.refusal() is not None:
-                raise _ConnectionLost("the lease ended while its peer did not read")
+    def _look(self) -> Failure | None:
+        """Show that this process goes round while it waits for a peer; why the lease is over, None while it lives."""
+        self._session.look()
+        return self._session.refusal()
 
     def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
         if isinstance(error, FramingError):
             failure = failure or Failure(error.status, str(error))
-            # A peer that can't be told will notice that the connection is closed.
-            with contextlib.suppress(OSError):
-                connection.sock.send(failure.to_frame(Opcode.GOODBYE, request_id=0), socket.MSG_NOSIGNAL)
-        fd = connection.sock.fileno()
-        if self._connections.pop(fd, None) is not None:
-            self._poll.unregister(fd)
-        connection.sock.close()
+            connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
+        if self._connections.pop(connection.fd, None) is not None:
+            self._poll.unregister(connection.fd)
+        connection.wire.close()
 
     def _report_lost(self, failure: Failure) -> None:
         self._reported_lost = True
@@ -255,3 +274,12 @@ def report(channel: socket.socket, message: dict[str, Any]) -> None:
     """Tell the broker something it can do without if it is not listening."""
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)
+
+
+def _ring_for(sock: socket.socket, wanted: Wanted) -> RingWire | None:
+    if not wanted.ring or not can_ring(sock):
+        return None
+    try:
+        return RingWire(sock)
+    except OSError:
+        return None  # no descriptor or no memory for one: the socket does as well

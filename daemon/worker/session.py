@@ -14,12 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
+from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault
+from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.daemon.worker.reasons import failure_of, refusal_of
+from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed
 from gpulease.daemon.worker.watch import KernelWatch
-from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import (
@@ -31,10 +34,9 @@ from gpulease.protocol.fastpath import (
     parse_fixed,
     parse_mem_write,
 )
-from gpulease.protocol.framing import Frame, FrameReader, build_frame
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES
 from gpulease.protocol.messages import (
-    Body,
     Handle,
     KernelEntry,
     MemAlloc,
@@ -45,20 +47,17 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
-_REFUSAL_TEXT: Final = {
-    Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
-    Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
-    Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
-    Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
-    Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
-}
-
+LAUNCHES_PER_CLOCK: Final = 8
+"""Launches taken in a row between two looks at the deadline, some 50 us; the revocation word, which the broker sets at
+the deadline too, is looked at before each. On some hosts the clock takes as long as the rest of a launch's checks."""
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
+_SYNC: Final = int(Opcode.SYNC)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
+_SYNCS: Final = int(Counter.SYNCS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
 _LOOKED_NS: Final = int(Counter.LOOKED_NS)
@@ -75,6 +74,7 @@ class Session:
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
+        arena: Its arena, and the copies from and to it.
         watch: Its kernels' times.
         may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
@@ -95,6 +95,8 @@ class Session:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
         self._staging = bytearray()
+        self.arena = ArenaDesk(ledger, context, self._check_lease)
+        self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: self._mem_alloc,
             Opcode.MEM_FREE: self._mem_free,
@@ -105,6 +107,8 @@ class Session:
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,
+            Opcode.ARENA_WRITE: self.arena.write,
+            Opcode.ARENA_READ: self.arena.read,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -133,10 +137,11 @@ class Session:
         that is not expected, incomplete, or behind a failure is left to `handle`.
         """
         plan = self._planner.expected
-        if plan is None or self._kept is not None or self.lost is not None:
+        if plan is None or reader.start == reader.end or self._kept is not None or self.lost is not None:
             return
         buffer, start, end = reader.buffer, reader.start, reader.end
         stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
+        word = self._page.word
         latest, request_id, count = None, 0, 0
         self._counters[_DOING] = _LAUNCH
         try:
@@ -148,7 +153,8 @@ class Session:
                     or not stands_at(pattern.front, start)
                     or not stands_at(pattern.middle, start + MIDDLE_AT)
                     or not stands_at(pattern.tail, start + pattern.args_end)
-                    or refusal() is not None
+                    or word[0]
+                    or (count % LAUNCHES_PER_CLOCK == 0 and refusal() is not None)
                 ):
                     break
                 (request_id,) = _REQUEST_ID.unpack_from(buffer, start + REQUEST_ID_OFFSET)
@@ -174,13 +180,34 @@ class Session:
         self._counters[_OPS] += count
         self._counters[_LAUNCHES] += count if self._kept is None else count - 1
 
+    def take_sync(self, reader: FrameReader) -> bytes | None:
+        """Do a SYNC at the front of what a connection sent, the most frequent request with a reply; its reply.
+
+        None if there is none, or anything else is to be said than how the waiting went: that is left to `handle`.
+        """
+        number = self._sync_pattern.number(reader)
+        if not number or number == NO_NUMBER or self._kept is not None or self.lost is not None:
+            return None
+        if self._page.refusal() is not None:
+            return None
+        reader.start += HEADER_BYTES
+        self._counters[_OPS] += 1
+        self._counters[_DOING] = _SYNC
+        try:
+            self._context.sync(self._check_lease)
+        except (DriverError, LeaseOver) as error:
+            self._counters[_FAILED_OPS] += 1
+            request_id = int.from_bytes(number, "big")
+            return self._failure(error, _SYNC).to_frame(_SYNC, request_id=request_id, session_id=self.lease_id)
+        finally:
+            self._counters[_DOING] = 0
+        self._counters[_SYNCS] += 1
+        return self._sync_pattern.reply(number)
+
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()
-        if status is None:
-            return None
-        message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
-        return Failure(status, message, hint=hint)
+        return None if status is None else refusal_of(status)
 
     # --- one request ---
 
@@ -192,7 +219,7 @@ class Session:
             except (Refused, BodyError, DriverError, LeaseOver) as error:
                 failure = self._failure(error, frame.op)
         self._counters[_FAILED_OPS] += 1
-        return _failed(frame, failure)
+        return failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
         if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
@@ -235,21 +262,11 @@ class Session:
 
     def _failure(self, error: Exception, op: int) -> Failure:
         match error:
-            case Refused():
-                return error.failure
             case KernelFault():
                 return self._from_fault(error)
             case LeaseOver():
                 return self.refusal() or Failure(Status.INTERNAL, "the wait was ended while the lease lives")
-            case BodyError():
-                return Failure(error.status, str(error))
-            case ImageRejected():
-                return Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
-            case LaunchRejected():
-                return Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
-            case DriverError():
-                return Failure(_DRIVER_STATUS.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
-        raise error
+        return failure_of(error, op)
 
     def _from_fault(self, fault: KernelFault) -> Failure:
         failure = Failure(
@@ -273,7 +290,7 @@ class Session:
         address = self._context.mem_alloc(size_bytes)
         self._ledger.add_allocation(address, size_bytes)
         self._count()
-        return _done(frame, Handle(address))
+        return done(frame, Handle(address))
 
     def _mem_free(self, frame: Frame) -> bytes:
         (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
@@ -281,14 +298,14 @@ class Session:
         self._context.mem_free(handle, self._check_lease)
         self._ledger.remove_allocation(handle)
         self._count()
-        return _empty(frame)
+        return empty(frame)
 
     def _mem_write(self, frame: Frame) -> bytes:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
             self._context.mem_write(address, data, self._check_lease)
-        return _empty(frame)
+        return empty(frame)
 
     def _mem_read(self, frame: Frame) -> bytes | memoryview:
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
@@ -317,7 +334,7 @@ class Session:
         number = self._ledger.add_module(module, len(image))
         self._count()
         try:
-            return _done(frame, ModuleLoaded(number, kernels))
+            return done(frame, ModuleLoaded(number, kernels))
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._ledger.remove_module(number)
@@ -332,7 +349,7 @@ class Session:
         self._context.module_unload(module, self._check_lease)
         self._ledger.remove_module(number)
         self._count()
-        return _empty(frame)
+        return empty(frame)
 
     def _count(self) -> None:
         self._ledger.rounding_bytes = self._context.rounding_bytes
@@ -347,19 +364,19 @@ class Session:
             self.may_have_grown = True
             self._count()
         self._counters[_LAUNCHES] += 1
-        return b"" if frame.flags else _empty(frame)
+        return b"" if frame.flags else empty(frame)
 
     def _sync(self, frame: Frame) -> bytes:
         if frame.payload:
             raise BodyError("SYNC takes no payload")
         self._context.sync(self._check_lease)
         self._counters[Counter.SYNCS] += 1
-        return _empty(frame)
+        return empty(frame)
 
     def _ping(self, frame: Frame) -> bytes:
         if frame.flags:
             raise BodyError("PING can't be quiet: only session operations can")
-        return _done(frame, parse_body(Ping, frame.payload))
+        return done(frame, parse_body(Ping, frame.payload))
 
     def look(self) -> None:
         """Show the broker that this process goes round, and how long its kernel has run."""
@@ -371,27 +388,3 @@ class Session:
         self.look()
         if self._page.refusal() is not None:
             raise LeaseOver
-
-
-_DRIVER_STATUS: Final[dict[int, Status]] = {
-    Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
-    Opcode.MODULE_LOAD: Status.LOAD_FAILED,
-    Opcode.LAUNCH: Status.LAUNCH_FAILED,
-    Opcode.SYNC: Status.SYNC_FAILED,
-}
-
-
-def _done(frame: Frame, body: Body) -> bytes:
-    return build_frame(
-        frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY
-    )
-
-
-def _empty(frame: Frame) -> bytes:
-    if frame.flags:
-        return b""
-    return build_frame(frame.op, b"", request_id=frame.request_id, session_id=frame.session_id, flags=Flag.REPLY)
-
-
-def _failed(frame: Frame, failure: Failure) -> bytes:
-    return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)

@@ -23,6 +23,15 @@ def test_two_kernels_on_one_buffer(daemon: Daemon, n: int) -> None:
         check_main_job(session, n)
 
 
+def test_without_shared_memory(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease, shared_memory=False) as session:
+        check_main_job(session)
+        data = np.random.default_rng(3).bytes(1 << 19)
+        buffer = session.mem_alloc(len(data))
+        session.mem_write(buffer, 0, data)
+        assert session.mem_read(buffer, 0, len(data)) == data
+
+
 def test_over_tcp(daemon: Daemon) -> None:
     builder = GpuBuilder(daemon.tcp_address).min_vram(1 << 20).lease_secs(60)
     with builder.acquire() as lease, GpuSession(lease) as session:

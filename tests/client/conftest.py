@@ -18,3 +18,15 @@ def run(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Callable[[Scenari
     """Plays a scenario on one face; every test that takes this runs on both."""
     face = Face(request.param, peer)
     return lambda scenario: play(scenario, face)
+
+
+@pytest.fixture(params=["blocking", "asyncio", "blocking, ring", "asyncio, ring"])
+def run_over_both(
+    request: pytest.FixtureRequest, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scenario], None]:
+    """The same, and once more with the frames in shared memory, by a client that spins however few cores there are."""
+    name, _, ring = request.param.partition(", ")
+    peer.gives_rings = bool(ring)
+    monkeypatch.setattr("gpulease.client.core.ring_channel._HAS_CORES", True)
+    face = Face(name, peer)
+    return lambda scenario: play(scenario, face)

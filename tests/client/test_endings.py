@@ -44,7 +44,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize("op", SESSION_OPERATIONS)
-def test_eof_in_any_operation_tells_what_became_of_the_lease(run: Run, peer: ScriptedPeer, op: str) -> None:
+def test_eof_in_any_operation_tells_what_became_of_the_lease(run_over_both: Run, peer: ScriptedPeer, op: str) -> None:
     async def scenario(face: Face) -> None:
         async with face.session() as session:
             buffer, module = await session.mem_alloc(1 << 21), await session.module_load(b"ptx")
@@ -57,7 +57,7 @@ def test_eof_in_any_operation_tells_what_became_of_the_lease(run: Run, peer: Scr
             assert not session.is_alive
             assert not buffer.is_alive
 
-    run(scenario)
+    run_over_both(scenario)
 
 
 @pytest.mark.parametrize(("report", "error", "words"), CAUSES, ids=lambda value: str(value)[:30])
@@ -102,7 +102,7 @@ def test_attach_refused(run: Run, peer: ScriptedPeer) -> None:
 
 
 @pytest.mark.parametrize("length", range(0, 48, 3))
-def test_eof_at_every_point_of_a_reply(run: Run, peer: ScriptedPeer, length: int) -> None:
+def test_eof_at_every_point_of_a_reply(run_over_both: Run, peer: ScriptedPeer, length: int) -> None:
     peer.report.update(cause="worker_died")
     for op, body in ((Opcode.MEM_ALLOC, Handle(1)), (Opcode.MEM_READ, Data(bytes(100)))):
         whole = build_frame(op, build_body(body), request_id=3, session_id=LEASE_ID, flags=Flag.REPLY)
@@ -113,7 +113,7 @@ def test_eof_at_every_point_of_a_reply(run: Run, peer: ScriptedPeer, length: int
             with pytest.raises(client.GpuSessionFailed):
                 await session.mem_alloc(100)
 
-    run(scenario)
+    run_over_both(scenario)
 
 
 def test_eof_in_the_middle_of_a_read(run: Run, peer: ScriptedPeer) -> None:

@@ -241,12 +241,12 @@ SCENARIOS: list[Scenario] = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: str(scenario.__name__))
-def test_scenario(run: Run, scenario: Scenario) -> None:
-    run(scenario)
+def test_scenario(run_over_both: Run, scenario: Scenario) -> None:
+    run_over_both(scenario)
 
 
 @pytest.mark.parametrize("size", [1, 43, 44, 45, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 6 * CHUNK + 3])
-def test_copies_around_the_chunk_limit(run: Run, peer: ScriptedPeer, size: int) -> None:
+def test_copies_around_the_chunk_limit(run_over_both: Run, peer: ScriptedPeer, size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes()
 
     async def copy(face: Face) -> None:
@@ -256,7 +256,7 @@ def test_copies_around_the_chunk_limit(run: Run, peer: ScriptedPeer, size: int) 
             assert await session.mem_read(buffer, 5, size) == data
             assert bytes(await session.mem_read(buffer, 5, size, into=bytearray(size))) == data
 
-    run(copy)
+    run_over_both(copy)
     writes = [request for request in peer.heard if request.op is Opcode.MEM_WRITE]
     assert len(writes) == -(-size // CHUNK)
     assert [request.is_quiet for request in writes] == [True] * (len(writes) - 1) + [False]

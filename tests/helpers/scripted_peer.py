@@ -5,6 +5,7 @@ It tests what a client does with what it hears. By default it behaves: it grants
 """
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpulease.daemon.worker.wires import RING_LAYOUT, ConnectionLost, RingWire
 from gpulease.protocol import (
     Connection,
     EndOfStream,
@@ -47,6 +49,7 @@ from gpulease.protocol.messages import (
     Ping,
     Report,
 )
+from gpulease.protocol.sharing import Given
 
 KERNELS = (
     KernelEntry("scale", 1024, (8, 4, 4)),
@@ -89,6 +92,7 @@ class Conversation:
 
     sock: socket.socket
     connection: Connection
+    ring: RingWire | None = None
     is_worker: bool = False
     kept: Failure | None = None
     skipped: int = 0
@@ -105,6 +109,7 @@ class ScriptedPeer:
     report: dict[str, Any] = field(default_factory=dict)
     ttl_ms: int | None = None
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    gives_rings: bool = False
 
     def __post_init__(self) -> None:
         self.address = f"unix:{self.path}"
@@ -180,7 +185,7 @@ class ScriptedPeer:
         try:
             while self._step(talk):
                 pass
-        except (HangUp, ConnectionError, BrokenPipeError):
+        except (HangUp, ConnectionLost, ConnectionError, BrokenPipeError):
             pass
         except OSError as error:
             self.problems.append(error)
@@ -188,11 +193,15 @@ class ScriptedPeer:
             self.problems.append(error)
         finally:
             self._open.discard(sock)
+            if talk.ring is not None:
+                talk.ring.close()
             sock.close()
 
     def _step(self, talk: Conversation) -> bool:
         event = talk.connection.next_event()
         match event:
+            case None if talk.ring is not None:
+                self._listen(talk, talk.ring)
             case None:
                 count = talk.sock.recv_into(talk.connection.reader.get_buffer())
                 if talk.connection.state is State.CLOSED:
@@ -223,15 +232,35 @@ class ScriptedPeer:
         except Refusal as refusal:
             reply = talk.connection.send_failure(request, refusal.failure)
         except SayGoodbye as goodbye:
-            talk.sock.sendall(talk.connection.send_goodbye(goodbye.failure))
+            self._say(talk, talk.connection.send_goodbye(goodbye.failure))
             return False
         except SendRaw as raw:
-            talk.sock.sendall(raw.data)
+            self._say(talk, raw.data)
             return not raw.closes
         except Silence:
             return True
-        talk.sock.sendall(reply)
+        if self.gives_rings and request.op is Opcode.ATTACH and reply[8:10] == bytes(2):
+            talk.ring = RingWire(talk.sock)
+            socket.send_fds(talk.sock, [reply], [talk.ring.fd])
+            talk.sock.setblocking(False)
+        else:
+            self._say(talk, reply)
         return True
+
+    def _say(self, talk: Conversation, data: bytes) -> None:
+        if talk.ring is None:
+            talk.sock.sendall(data)
+        else:
+            talk.ring.send(data, lambda: None)
+
+    def _listen(self, talk: Conversation, ring: RingWire) -> None:
+        reader = talk.connection.reader
+        try:
+            if not ring.receive(reader) and ring.doze():
+                select.select([talk.sock], [], [])
+                ring.rise(True)
+        except ConnectionLost:
+            talk.connection.receive_eof()
 
     def _keep(self, talk: Conversation, request: Request) -> None:
         if talk.kept is not None:
@@ -286,7 +315,8 @@ class ScriptedPeer:
 
     def _attach(self, request: Request) -> Body:
         assert request.session_id == LEASE_ID
-        return AttachReply(1 << 30, "made-up", CARD, ())
+        given = Given(RING_LAYOUT) if self.gives_rings else Given()
+        return AttachReply(1 << 30, "made-up", CARD, given.to_options())
 
     def _mem_alloc(self, request: Request) -> Body:
         assert isinstance(request.body, MemAlloc)

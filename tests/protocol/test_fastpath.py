@@ -214,7 +214,7 @@ def test_data_prefix_equals_the_codec(data: bytes, request_id: int, session_id: 
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from([m.Handle, m.MemRead]), payload=st.binary(max_size=30))
 def test_parse_fixed_equals_the_codec(kind: type[Any], payload: bytes) -> None:
-    layout = {m.Handle: fastpath.HANDLE, m.MemRead: fastpath.MEM_READ}[kind]
+    layout = {m.Handle: fastpath.HANDLE, m.MemRead: fastpath.MEM_READ, m.ArenaCopy: fastpath.ARENA_COPY}[kind]
     try:
         body = parse_body(kind, payload)
     except BodyError:

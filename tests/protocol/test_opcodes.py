@@ -32,6 +32,8 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "LEASE_LIST_ACTIVE": 0x0204,
         "FENCE_CLEAR": 0x020B,
         "MODULE_UNLOAD": 0x0608,
+        "ARENA_WRITE": 0x0609,
+        "ARENA_READ": 0x060A,
     }.items()
     assert {status.name: int(status) for status in Status}.items() >= {
         "OK": 0,

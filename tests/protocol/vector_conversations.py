@@ -8,6 +8,7 @@ from gpulease.protocol import messages as m
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
 from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
 from .vector_messages import CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
@@ -87,10 +88,11 @@ class Script:
         grant = m.LeaseGrant(LEASE, 1, SLICE, ttl_ms, EXPIRES, Exclusivity.SHARED, CARD_UUID)
         self.call(connection, Opcode.LEASE_ALLOC, alloc(SLICE, ttl_ms), grant)
 
-    def attach(self) -> None:
+    def attach(self, wanted: Wanted | None = None, given: Given | None = None) -> None:
         """A second connection that becomes the lease's session."""
+        asked, options = (wanted or Wanted()).to_options(), (given or Given()).to_options()
         self.hello("session")
-        self.call("session", Opcode.ATTACH, m.Attach(()), m.AttachReply(SLICE, "cpu", CARD_UUID, ()), LEASE)
+        self.call("session", Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
 
     def load(self) -> None:
         """The two kernels."""
@@ -161,6 +163,23 @@ def deferred_failure() -> Script:
     )
     script.refuse("session", write, failure, "names the launch; the failure is now reported and the session goes on")
     script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    return script
+
+
+def arena_copies() -> Script:
+    script = Script(
+        "A client that shares an arena with its session, but no ring: copies name their bytes' place in it."
+    )
+    script.hello("control")
+    script.grant()
+    script.attach(Wanted(arena_bytes=1 << 30), Given(arena_bytes=64 << 20))
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.call("session", Opcode.ARENA_WRITE, m.ArenaCopy(POINTER, 0, 4096, 16), m.Empty(), LEASE)
+    script.call("session", Opcode.ARENA_READ, m.ArenaCopy(POINTER, 8, 4112, 8), m.Empty(), LEASE)
+    outside = Failure(Status.INVALID_REQUEST, "bytes 67108860 to 67108868 are outside the arena of 67108864 bytes")
+    too_far = m.ArenaCopy(POINTER, 0, (64 << 20) - 4, 8)
+    script.refuse("session", script.ask("session", Opcode.ARENA_READ, too_far, session_id=LEASE), outside)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
     return script
 
 
@@ -293,6 +312,7 @@ def goodbye() -> Script:
 SCRIPTS = (
     main_job,
     deferred_failure,
+    arena_copies,
     session_failures,
     expiry,
     renew_and_free,

@@ -232,7 +232,7 @@ def _operations() -> list[dict[str, Any]]:
     quiet_ping = {"quiet-ping": ("a quiet PING in a session", frame(Opcode.PING, m.Ping(1), flags=QUIET))}
     return [
         *cases("OPERATION", UNSUPPORTED, unknown),
-        *cases("OPERATION", in_session, {"op-0609": ("0x0609 in a session", frame(0x0609, session_id=9))}),
+        *cases("OPERATION", in_session, {"op-06ff": ("0x06FF in a session", frame(0x06FF, session_id=9))}),
         *cases("QUIET", REFUSED, quiet),
         *cases("QUIET", IN_SESSION, quiet_ping),
     ]

@@ -110,6 +110,11 @@ SESSION: Cases = {
     ),
     "MemRead": (m.MemRead(0, 0, 0), m.MemRead(POINTER, 16, 8), m.MemRead(U64, U64, U64)),
     "Data": (m.Data(b""), m.Data(bytes.fromhex("0000803f00000040")), m.Data(b"\x5a" * limits.MAX_DATA_BYTES)),
+    "ArenaCopy": (
+        m.ArenaCopy(0, 0, 0, 0),
+        m.ArenaCopy(POINTER, 16, 4096, 8),
+        m.ArenaCopy(U64, U64, U64, U64),
+    ),
     "ModuleLoad": (
         m.ModuleLoad(b""),
         m.ModuleLoad(b".version 6.3\n.target sm_75\n.address_size 64\n"),

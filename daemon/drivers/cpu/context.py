@@ -96,6 +96,12 @@ class CpuContext:
         target = into.cast("B")
         target[:] = self._arena.bytes_at(address, target.nbytes)
 
+    def pin(self, memory: memoryview) -> None:
+        """See the interface: there is nothing to prepare."""
+
+    write_pinned = mem_write
+    read_pinned = mem_read
+
     # --- Modules -----------------------------------------------------------------------------------------------
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:

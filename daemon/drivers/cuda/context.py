@@ -4,10 +4,12 @@ Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, e
 same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
 """
 
+import ctypes
 import time
 from typing import Any, Final
 
 import pycuda.driver as cuda
+from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
 from gpulease.daemon.drivers.cuda.local import LocalMemory
@@ -27,6 +29,10 @@ from gpulease.daemon.drivers.interface import (
 
 SPIN_S: Final = 200e-6
 """How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""
+
+COPY_SPIN_BYTES_PER_S: Final = 10e9
+"""A pinned copy is asked after for as long as it would take at this rate, which any bus exceeds: a sleep is coarse
+beside it."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
@@ -112,6 +118,29 @@ class CudaContext:
         self.sync(poll)
         # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+
+    def pin(self, memory: memoryview) -> None:
+        """Lock its pages and tell the card of them (CUDA driver API, cuMemHostRegister).
+
+        Where the driver refuses, for want of memory say, copies are as right and as slow as from any other memory.
+        """
+        api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+
+    def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """The card reads the bytes while the call returns: wait until it has."""
+        self.mem_write(address, data, poll)
+        self._await_copy(len(data), poll)
+
+    def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """The card writes the bytes while the call returns: wait until it has."""
+        self.mem_read(address, into, poll)
+        self._await_copy(len(into), poll)
+
+    def _await_copy(self, nbytes: int, poll: Poll) -> None:
+        until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
+        while not self._call(self._stream.is_done):
+            if time.monotonic() > until:
+                self.sync(poll)
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """PTX or a cubin, weighed before the card sees it."""

@@ -150,7 +150,7 @@ def test_a_reply_ends_the_stream(bench: Bench) -> None:
     [
         (Opcode.LEASE_ALLOC, Status.INVALID_REQUEST),
         (Opcode.ATTACH, Status.INVALID_REQUEST),
-        (0x0609, Status.UNSUPPORTED),
+        (0x06FF, Status.UNSUPPORTED),
         (0xFFFF, Status.UNSUPPORTED),
     ],
 )

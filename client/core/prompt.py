@@ -1,0 +1,72 @@
+"""Requests whose answer is awaited on the spot: one known frame out, one known frame back.
+
+A successful reply without a body is known to the byte before it comes. Where it comes while this side still looks for
+it, nothing has to be parsed, and a round trip costs a few microseconds. Anything else, a failure or a long wait, is
+left to the general way.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from gpulease.client.core.exchange import receive
+from gpulease.client.core.ring_channel import RingChannel
+from gpulease.client.core.steps import Procedure
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Body
+from gpulease.protocol.opcodes import Flag
+
+if TYPE_CHECKING:
+    from gpulease.client.core.session import SessionState
+
+_REPLY: Final = int(Flag.REPLY)
+
+
+class Prompter:
+    """Asks one operation of one session, again and again, each time with a payload of the same size."""
+
+    def __init__(self, op: Opcode, payload_bytes: int, session_id: int) -> None:
+        self._op = op
+        request = build_frame(op, bytes(payload_bytes), request_id=0, session_id=session_id)
+        reply = build_frame(op, request_id=0, session_id=session_id, flags=_REPLY)
+        self._head, self._middle = request[:REQUEST_ID_OFFSET], request[MIDDLE_AT : len(request) - payload_bytes]
+        self._reply_head, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT:]
+        self._late_id = 0
+
+    def ask(self, session: "SessionState", payload: bytes = b"") -> bool | None:
+        """Ask, under the session's lock: True if it is done, False if `rest` is still to be driven.
+
+        None if the session can't be asked this way now: nothing was sent.
+        """
+        channel = session.channel
+        if not isinstance(channel, RingChannel) or not session.is_at_rest:
+            return None
+        link = channel.link
+        request_id = link.connection.next_request_id()
+        number = request_id.to_bytes(8, "big")
+        outcome: bool | None = False
+        try:
+            outcome = channel.ask(
+                b"".join((self._head, number, self._middle, payload)),
+                b"".join((self._reply_head, number, self._reply_tail)),
+            )
+        finally:
+            if outcome is False:
+                self._late_id = request_id
+                link.expect_late(self._op, request_id)
+        if outcome:
+            session.settle(None, "")
+        return outcome
+
+    def rest(self, session: "SessionState") -> Procedure[None]:
+        """Wait for the reply to the last `ask`."""
+        result: Body | Failure = yield from receive(session.channel, self._late_id, session.limit)
+        session.settle(result, self._op.name.lower())
+
+    def do(self, session: "SessionState", payload: bytes = b"") -> Procedure[None]:
+        """Ask, one way or the other, and wait for the reply."""
+        is_done = self.ask(session, payload)
+        if is_done is None:
+            yield from session.ask(self._op, payload)
+        elif not is_done:
+            yield from self.rest(session)

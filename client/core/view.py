@@ -1,0 +1,52 @@
+"""What a session's face shows and does without asking."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpulease.client.core.arena import empty
+from gpulease.client.core.session import SessionState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class SessionView:
+    """What a session's face shows without asking."""
+
+    _state: SessionState
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
+        """A numpy array, not initialised, in memory that the session's process shares where there is such memory.
+
+        mem_write and mem_read of it, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or where
+        the session's arena has no room left, it is an ordinary array, and all works the same.
+        """
+        return empty(self._state.arena, shape, dtype)
+
+    @property
+    def session_id(self) -> int:
+        """The session's number: its lease's."""
+        return self._state.session_id
+
+    @property
+    def driver(self) -> str:
+        """What the session computes with: "cuda" or "cpu"."""
+        return self._state.attached.driver
+
+    @property
+    def card_uuid(self) -> str:
+        """Which card it is on."""
+        return self._state.attached.card_uuid
+
+    @property
+    def slice_bytes(self) -> int:
+        """Device memory it may allocate in all."""
+        return self._state.attached.slice_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is open and its lease not over, as far as is known here."""
+        return self._state.is_alive
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id:032x}{'' if self.is_alive else ', over'}>"

@@ -1,0 +1,129 @@
+"""The arena: host memory of a session's that its client maps too, so that copies need no bytes on the wire.
+
+One sealed memfd of a fixed size, made for the first client that asks and kept until the worker ends: its pages are
+made when they are first touched, and none can be cut off under a mapping. What is copied is pinned first, in extents as
+large as the copies that come: a pinned copy runs at the bus's speed, and pinning costs as much as copying once. Pinned
+pages are not given back before the worker ends, which is why the size is the bound of what a session can hold.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.replies import empty
+from gpulease.daemon.worker.wires import sealed_memory
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.fastpath import ARENA_COPY, parse_fixed
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.messages import ArenaCopy
+from gpulease.protocol.opcodes import Status
+
+MAX_ARENA_BYTES: Final = 1 << 30
+"""Most host memory of a session's arena, whatever its client asks for. Stops a lease of one byte of VRAM from pinning
+the host's memory; pinned pages can't be swapped out."""
+
+GRANULE_BYTES: Final = 4 << 20
+"""What is pinned at a time at least. Stops a tenant from making the driver keep books on single pages."""
+
+
+MAX_EXTENT_BYTES: Final = 256 << 20
+"""What is pinned at a time at most: it takes 12 ms, between which the lease is looked at."""
+
+
+Pins = Callable[[memoryview], None]
+"""What pins memory: a context's `pin`."""
+
+
+class Arena:
+    """The worker's side of it.
+
+    Attributes:
+        fd: Its descriptor, to be given to clients.
+        size_bytes: Its size.
+    """
+
+    def __init__(self, wanted_bytes: int, pins: Pins) -> None:
+        """Raises OSError if the memory can't be had, or less than a granule is wanted."""
+        self.size_bytes = min(wanted_bytes, MAX_ARENA_BYTES) // GRANULE_BYTES * GRANULE_BYTES
+        if not self.size_bytes:
+            raise OSError(f"an arena of {wanted_bytes} bytes; the smallest has {GRANULE_BYTES}")
+        self._pin_memory = pins
+        self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
+        self.fd = sealed_memory("gpulease-arena", self.size_bytes)
+        try:
+            self._view = memoryview(mmap.mmap(self.fd, self.size_bytes))
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterator[memoryview]:
+        """Bytes of the arena, cut where the pinning is.
+
+        Raises BodyError if they are not all inside, and what `check_lease` raises while they are pinned.
+        """
+        end = offset + length
+        if end > self.size_bytes:
+            raise BodyError(f"bytes {offset} to {end} are outside the arena of {self.size_bytes} bytes")
+        self._pin(offset // GRANULE_BYTES, -(-end // GRANULE_BYTES), check_lease)
+        return self._cut(offset, end)
+
+    def _cut(self, at: int, end: int) -> Iterator[memoryview]:
+        while at < end:
+            until = min(end, self._extent_ends[at // GRANULE_BYTES])
+            yield self._view[at:until]
+            at = until
+
+    def _pin(self, first: int, last: int, check_lease: Callable[[], None]) -> None:
+        """Pin each run of granules that is not, from `first` to before `last`."""
+        ends = self._extent_ends
+        while first < last:
+            if ends[first]:
+                first += 1
+                continue
+            after = first
+            while after < min(last, first + MAX_EXTENT_BYTES // GRANULE_BYTES) and not ends[after]:
+                after += 1
+            check_lease()
+            self._pin_memory(self._view[first * GRANULE_BYTES : after * GRANULE_BYTES])
+            ends[first:after] = [after * GRANULE_BYTES] * (after - first)
+            first = after
+
+
+class ArenaDesk:
+    """A session's copies between its allocations and its arena, once it has one."""
+
+    def __init__(self, ledger: Ledger, context: Context, check_lease: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._context = context
+        self._check_lease = check_lease
+        self._arena: Arena | None = None
+
+    def open(self, wanted_bytes: int) -> Arena:
+        """The arena, made for the first who asks. Raises OSError."""
+        if self._arena is None:
+            self._arena = Arena(wanted_bytes, self._context.pin)
+        return self._arena
+
+    def write(self, frame: Frame) -> bytes:
+        """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises."""
+        for address, piece in self._pieces(frame):
+            self._context.write_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def read(self, frame: Frame) -> bytes:
+        """ARENA_READ; see `write`."""
+        for address, piece in self._pieces(frame):
+            self._context.read_pinned(address, piece, self._check_lease)
+        return empty(frame)
+
+    def _pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
+        if self._arena is None:
+            raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
+        address = self._ledger.locate(handle, offset, length)
+        for piece in self._arena.pieces(at, length, self._check_lease):
+            yield address, piece
+            address += len(piece)

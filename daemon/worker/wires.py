@@ -1,0 +1,255 @@
+"""How an attached connection's bytes come and go: its socket, or a ring beside it.
+
+A ring replaces the socket's stream in both directions; the socket stays as bell and as the sign of life. A byte on it
+says "look", whatever it is, and its end ends the connection, once what is left in the ring has been served.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import platform
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.framing import FrameReader
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, worker_ends
+
+RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
+"""A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
+connection's ring can hold: its pages are made when they are first used."""
+
+SPIN_NS: Final = 150_000
+"""How long a served connection is looked at again and again before the worker sleeps. A sleep costs the next request a
+wake-up, tens of microseconds on a virtual machine; a tenant that waits for replies is soon back."""
+
+MIN_SPIN_CORES: Final = 4
+"""Cores this process must have for it to spin while a tenant only launches, or does not read: on fewer it would take
+the tenant's."""
+
+SEND_POLL_MS: Final = 100
+"""How often a send to a peer that does not read looks at the lease."""
+
+BELLS_BYTES: Final = 4096
+"""Bells taken at a time: a peer that rings without end costs a system call for so many."""
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
+
+IsOver = Callable[[], object]
+"""Gives something once the lease is over, None while it lives."""
+
+
+class ConnectionLost(Exception):
+    """The peer is gone, or what it sends can't be followed."""
+
+
+def can_share(sock: socket.socket) -> bool:
+    """Whether the peer of a socket is on this host and memory's descriptors can be sent to it."""
+    return sock.family == socket.AF_UNIX
+
+
+def can_ring(sock: socket.socket) -> bool:
+    """The same for a ring, by what it needs of this machine; see `protocol.ring`."""
+    return can_share(sock) and platform.machine() == "x86_64"
+
+
+class SocketWire:
+    """The socket's own stream.
+
+    Attributes:
+        spins_when_quiet: Whether requests without a reply, too, are worth a spin.
+    """
+
+    spins_when_quiet = False
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def doze(self) -> bool:
+        """Get ready for a sleep in poll(2); False if there is something to serve."""
+        return True
+
+    def rise(self, has_event: bool) -> None:
+        """The sleep is over; `has_event` says that poll(2) named the socket."""
+
+    def receive(self, reader: FrameReader) -> bool:
+        """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
+        try:
+            count = self._sock.recv_into(reader.get_buffer())
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(error.strerror) from None
+        if count == 0:
+            raise ConnectionLost("the peer closed the connection")
+        reader.buffer_updated(count)
+        return True
+
+    def spin(self, reader: FrameReader) -> bool:
+        """The same, looking again and again for a bounded time."""
+        until = time.monotonic_ns() + SPIN_NS
+        while time.monotonic_ns() < until:
+            if self.receive(reader):
+                return True
+        return False
+
+    def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
+        """Send all of it, however slow the peer, for as long as the lease lives. Raises ConnectionLost."""
+        while True:
+            try:
+                sent = self._sock.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                _wait(self._sock, select.POLLOUT, is_over)
+                continue
+            except OSError as error:
+                raise ConnectionLost(error.strerror) from None
+            if sent == len(data):
+                return
+            data = memoryview(data)[sent:]
+
+    def say_last(self, frame: bytes) -> None:
+        """Send what can be sent at once. A peer that can't be told will notice that the connection is closed."""
+        with contextlib.suppress(OSError):
+            self._sock.send(frame, socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+class RingWire:
+    """A ring in sealed memory of this process's making: no peer can cut it short and make a read of it fault."""
+
+    spins_when_quiet = _HAS_CORES
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Raises OSError if the memory can't be had."""
+        self._sock = sock
+        self.layout = RING_LAYOUT
+        self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes)
+        try:
+            self._map = mmap.mmap(self.fd, self.layout.total_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        with memoryview(self._map) as memory:
+            barriers = (threading.Lock(), threading.Lock())
+            self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring, sock))
+        self._has_ended = False
+
+    def offered(self) -> None:
+        """The descriptor was sent: it is not needed here any more."""
+        os.close(self.fd)
+        self.fd = -1
+
+    def doze(self) -> bool:
+        """See SocketWire."""
+        return self._requests.doze()
+
+    def rise(self, has_event: bool) -> None:
+        """See SocketWire."""
+        self._requests.rise()
+        if has_event:
+            self._take_bells()
+
+    def receive(self, reader: FrameReader) -> bool:
+        """See SocketWire."""
+        count = self._requests.take(reader.get_buffer()) if self._requests.has_bytes else 0
+        if count:
+            reader.buffer_updated(count)
+            return True
+        if self._has_ended:
+            raise ConnectionLost("the peer closed the connection")
+        return False
+
+    def spin(self, reader: FrameReader) -> bool:
+        """See SocketWire."""
+        requests, clock = self._requests, time.monotonic_ns
+        until = clock() + SPIN_NS
+        while not requests.look(LOOKS_PER_CLOCK):
+            if clock() > until:
+                return False
+        return self.receive(reader)
+
+    def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
+        """See SocketWire. Raises FramingError too: the peer's counter is part of what it says."""
+        replies = self._replies
+        try:
+            sent = replies.put(data)
+            while sent != len(data):
+                data = memoryview(data)[sent:]
+                if not replies.room():
+                    self._await_room(is_over)
+                sent = replies.put(data)
+        except OSError as error:
+            raise ConnectionLost(error.strerror) from None
+
+    def say_last(self, frame: bytes) -> None:
+        """See SocketWire."""
+        with contextlib.suppress(OSError, FramingError):
+            self._replies.put_whole(frame)
+
+    def close(self) -> None:
+        """Close the socket, which ends the connection, and let go of the memory."""
+        self._requests.leave()
+        self._sock.close()
+        self._requests.release()
+        self._replies.release()
+        self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def _await_room(self, is_over: IsOver) -> None:
+        replies = self._replies
+        if _HAS_CORES:
+            until = time.monotonic_ns() + SPIN_NS
+            while time.monotonic_ns() < until:
+                if replies.room():
+                    return
+        while replies.doze():
+            _wait(self._sock, select.POLLIN, is_over)
+            self._take_bells()
+            # Looked at here as well: a peer that rings without end keeps every wait short.
+            if self._has_ended or is_over() is not None:
+                raise ConnectionLost("the peer is gone, or does not read, and the lease is over")
+
+    def _take_bells(self) -> None:
+        try:
+            self._has_ended = not self._sock.recv(BELLS_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._has_ended = True
+
+
+def sealed_memory(name: str, size_bytes: int) -> int:
+    """A descriptor of zeroed memory whose size nobody can change any more. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _wait(sock: socket.socket, event: int, is_over: IsOver) -> None:
+    waiting = select.poll()
+    waiting.register(sock, event)
+    while not waiting.poll(SEND_POLL_MS):
+        if is_over() is not None:
+            raise ConnectionLost("the lease ended while its peer did not read")
+
+
+def _ring(sock: socket.socket) -> None:
+    # No room for one more: the peer has bells it has not heard yet.
+    with contextlib.suppress(BlockingIOError):
+        sock.send(b"\0", socket.MSG_NOSIGNAL)

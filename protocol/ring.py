@@ -1,0 +1,300 @@
+"""The command ring: a session's two byte streams in memory that client and worker share.
+
+A ring has one writer and one reader. Each owns a counter of all bytes it ever put in or took out; data lies at the
+counter modulo the capacity. Whoever finds nothing to do says so in a word of its own, looks once more, and sleeps; the
+other side finds the word set behind its next move and wakes it. All words are native u64, each in a cache line.
+
+    at    word                     written by
+    0     tail of the requests     the client
+    64    head of the requests     the worker
+    128   reader sleeps            the worker; cleared by whoever wakes it
+    192   writer sleeps            the client; cleared by whoever wakes it
+    256   the same for the replies, the sides exchanged
+    4096  the requests' bytes, then the replies'
+
+Order rests on x86-64: stores are seen in the order they were made (Intel SDM 3A, 9.2.2), so bytes are there before the
+counter that announces them. Only a store and a later load of another word may change places; between them goes a
+barrier, a locked instruction (9.2.3.9), for which any lock will do that is taken and given back.
+
+Nothing in the memory is trusted: a word is read once, checked, and used from where it was read to.
+"""
+
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+from gpulease.protocol.errors import FramingError
+
+RING_VERSION: Final = 1
+"""Of the layout above."""
+
+DATA_AT: Final = 4096
+"""Where the bytes begin: a page of their own for the words."""
+
+MIN_RING_BYTES: Final = 4096
+MAX_RING_BYTES: Final = 16 << 20
+"""What a ring's capacity may be, a power of two. Stops a layout that would not fit, or wrap inside a word."""
+
+PIECES_PER_RING: Final = 4
+"""Into how many pieces a ring cuts what is larger than one, so that one is taken out while the next is put in."""
+
+LOOKS_PER_CLOCK: Final = 16
+"""Looks between two at the clock, which on some hosts takes as long."""
+
+_WORDS_PER_LINE: Final = 64 // 8
+_TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
+_WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
+_LAYOUT: Final = struct.Struct(">BII")
+
+
+class Barrier(Protocol):
+    """A lock nobody else uses: taking it and giving it back is a full barrier."""
+
+    def acquire(self, blocking: bool = ..., /) -> bool:
+        """Take it."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """Both rings' capacities in bytes."""
+
+    request_bytes: int
+    reply_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the memory that holds them."""
+        return DATA_AT + self.request_bytes + self.reply_bytes
+
+    def to_bytes(self) -> bytes:
+        """As it is offered."""
+        return _LAYOUT.pack(RING_VERSION, self.request_bytes, self.reply_bytes)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self | None:
+        """As it was offered; None if it is of another version or makes no sense."""
+        if len(data) != _LAYOUT.size:
+            return None
+        version, *sizes = _LAYOUT.unpack(data)
+        if version != RING_VERSION or any(size & size - 1 for size in sizes):
+            return None
+        return cls(*sizes) if all(MIN_RING_BYTES <= size <= MAX_RING_BYTES for size in sizes) else None
+
+
+class RingWriter:
+    """The end that puts bytes in.
+
+    Args:
+        memory: All of the shared memory.
+        ring: Which one: its first word, and its data's place and capacity.
+        barrier: See the module.
+        wake: Wakes the reader; may raise OSError if there is none any more.
+    """
+
+    __slots__ = ("_acquire", "_capacity", "_data", "_head", "_lap", "_limit", "_release", "_tail", "_wake", "_words")
+
+    def __init__(
+        self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
+    ) -> None:
+        first, data_at, self._capacity = ring
+        self._words = memory[:DATA_AT].cast("Q")[first : first + _WORDS_PER_RING]
+        self._data = memory[data_at : data_at + self._capacity]
+        self._acquire, self._release = barrier.acquire, barrier.release
+        self._wake = wake
+        self._tail = self._head = 0
+        # The counter up to which there is room in one piece, as far as was looked; where the data's start lies in it.
+        self._limit = self._lap = 0
+
+    def put(self, data: bytes | memoryview) -> int:
+        """Put in as much as goes in one piece, and wake the reader if it sleeps; how many bytes went, 0 without room.
+
+        Raises FramingError if the reader's counter makes no sense, OSError if it could not be woken.
+        """
+        size, tail = len(data), self._tail
+        end = tail + size
+        if end > self._limit:
+            end = min(end, self._look_ahead())
+            if end != tail + size:
+                size = end - tail
+                data = memoryview(data)[:size]
+        at = tail - self._lap
+        self._data[at : at + size] = data
+        words = self._words
+        self._tail = words[_TAIL] = end
+        self._acquire(False)
+        self._release()
+        if words[_READER_SLEEPS]:
+            self._wake_reader()
+        return size
+
+    def put_whole(self, data: bytes) -> bool:
+        """Put in all of it, which is far less than the capacity; False if there is no room for it. Raises like put."""
+        if self.room() < len(data):
+            return False
+        while sent := self.put(data):
+            data = data[sent:]
+        return True
+
+    def _look_ahead(self) -> int:
+        """Find out how far the data can go on in one piece of a bounded size."""
+        room, tail = self.room(), self._tail
+        self._lap = tail & -self._capacity
+        self._limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
+        return self._limit
+
+    def _wake_reader(self) -> None:
+        self._words[_READER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
+        try:
+            self._wake()
+        except OSError:
+            self._words[_READER_SLEEPS] = 1  # nobody hears it: the next write finds out as well
+            raise
+
+    def room(self) -> int:
+        """How many bytes fit now. Raises FramingError."""
+        head = self._words[_HEAD]
+        if not self._head <= head <= self._tail:
+            raise FramingError(f"the ring's reader claims to be at {head}, not from {self._head} to {self._tail}")
+        self._head = head
+        return self._capacity - self._tail + head
+
+    def doze(self) -> bool:
+        """Say that this side waits for half of the ring to be free; False if it is already. Raises FramingError."""
+        self._words[_WRITER_SLEEPS] = 1
+        self._acquire(False)
+        self._release()
+        if self.room() * 2 < self._capacity:
+            return True
+        self.rise()
+        return False
+
+    def rise(self) -> None:
+        """This side is awake."""
+        self._words[_WRITER_SLEEPS] = 0
+
+    def release(self) -> None:
+        """Let go of the memory; nothing else may be called then."""
+        self._words.release()
+        self._data.release()
+
+
+class RingReader:
+    """The end that takes bytes out; see RingWriter for its arguments."""
+
+    __slots__ = ("_barrier", "_capacity", "_data", "_head", "_wake", "_words")
+
+    def __init__(
+        self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
+    ) -> None:
+        first, data_at, self._capacity = ring
+        self._words = memory[:DATA_AT].cast("Q")[first : first + _WORDS_PER_RING]
+        self._data = memory[data_at : data_at + self._capacity]
+        self._barrier = barrier
+        self._wake = wake
+        self._head = 0
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there seems to be something; what it is worth, `take` finds out."""
+        return self._words[_TAIL] != self._head
+
+    def look(self, times: int) -> bool:
+        """Whether there is something, looked for so many times."""
+        words, head = self._words, self._head
+        for _ in range(times):
+            if words[_TAIL] != head:
+                break
+        else:
+            return False
+        return True
+
+    def take(self, into: memoryview) -> int:
+        """Move what is there, as far as it fits, and wake the writer if it waits for room; how many bytes came.
+
+        Raises FramingError if the writer's counter makes no sense. A writer that can't be woken is gone: what it wrote
+        last can still be taken.
+        """
+        head = self._head
+        there = self._words[_TAIL] - head
+        if not there:
+            return 0
+        if not 0 < there <= self._capacity:
+            raise FramingError(f"the ring's writer claims to be {there} bytes ahead; it holds {self._capacity}")
+        size = min(there, len(into))
+        at = head & self._capacity - 1
+        end = at + size
+        if end <= self._capacity:
+            into[:size] = self._data[at:end]
+        else:
+            here = self._capacity - at
+            into[:here] = self._data[at:]
+            into[here:size] = self._data[: size - here]
+        self._pass(size, there - size)
+        return size
+
+    def take_if(self, expected: bytes) -> bool:
+        """Take all that is there if it is these bytes and in one piece; else nothing is taken."""
+        size, at = len(expected), self._head & self._capacity - 1
+        if self._words[_TAIL] - self._head != size or self._data[at : at + size] != expected:
+            return False
+        self._pass(size, 0)
+        return True
+
+    def _pass(self, size: int, left: int) -> None:
+        words = self._words
+        words[_HEAD] = self._head = self._head + size
+        self._barrier.acquire(False)
+        self._barrier.release()
+        if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:
+            words[_WRITER_SLEEPS] = 0  # first: once woken, it may say again that it sleeps
+            with suppress(OSError):
+                self._wake()
+
+    def doze(self) -> bool:
+        """Say that this side waits for bytes; False if there are some already."""
+        self._words[_READER_SLEEPS] = 1
+        self._barrier.acquire(False)
+        self._barrier.release()
+        if not self.has_bytes:
+            return True
+        self.rise()
+        return False
+
+    def rise(self) -> None:
+        """This side is awake."""
+        self._words[_READER_SLEEPS] = 0
+
+    def leave(self) -> None:
+        """This side is going: the next write tries to wake it, and so finds out."""
+        self._words[_READER_SLEEPS] = 1
+
+    def release(self) -> None:
+        """Let go of the memory; nothing else may be called then."""
+        self._words.release()
+        self._data.release()
+
+
+def client_ends(
+    memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
+) -> tuple[RingReader, RingWriter]:
+    """The client's ends: replies out, requests in."""
+    requests, replies = _places(layout)
+    return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake)
+
+
+def worker_ends(
+    memory: memoryview, layout: RingLayout, barriers: tuple[Barrier, Barrier], wake: Callable[[], object]
+) -> tuple[RingReader, RingWriter]:
+    """The worker's ends: requests out, replies in."""
+    requests, replies = _places(layout)
+    return RingReader(memory, requests, barriers[0], wake), RingWriter(memory, replies, barriers[1], wake)
+
+
+def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    replies_at = DATA_AT + layout.request_bytes
+    return (0, DATA_AT, layout.request_bytes), (_WORDS_PER_RING, replies_at, layout.reply_bytes)

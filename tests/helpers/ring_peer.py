@@ -1,0 +1,110 @@
+"""A peer that shares a ring with its worker and does with it what no well-behaved client would."""
+
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+from gpulease.protocol import Opcode, Reply
+from gpulease.protocol.messages import Attach, AttachReply, Body
+from gpulease.protocol.ring import DATA_AT, RingLayout, client_ends
+from gpulease.protocol.sharing import MAX_DESCRIPTORS, Given, Wanted
+from helpers.raw_peer import REPLY_LIMIT_S, RawPeer
+
+# Words of the memory, see `protocol.ring`.
+TAIL, READER_SLEEPS, REPLY_HEAD, REPLY_WRITER_SLEEPS = 0, 16, 40, 56
+
+
+class RingPeer(RawPeer):
+    """See RawPeer; from `attach_ring` on frames go through the ring.
+
+    Attributes:
+        fd: The memory's descriptor.
+        memory: All of it.
+        words: Its words.
+    """
+
+    def attach_ring(self, session_id: int, wanted: Wanted | None = None) -> Given:
+        """Become that session, with a ring."""
+        self.session_id = session_id
+        body = Attach((wanted or Wanted(ring=True)).to_options())
+        _, frame = self.connection.send_request(Opcode.ATTACH, body, session_id=session_id)
+        self.sock.sendall(frame)
+        data, self.fds, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_DESCRIPTORS)
+        self.connection.receive_data(data)
+        reply = self.connection.next_event()
+        assert isinstance(reply, Reply), reply
+        assert isinstance(reply.result, AttachReply), reply
+        given = Given.from_options(reply.result.options)
+        if given.ring is not None:
+            self._map(given.ring)
+        return given
+
+    def _map(self, layout: RingLayout) -> None:
+        self.fd = self.fds[0]
+        self.layout = layout
+        self.map = mmap.mmap(self.fd, layout.total_bytes)
+        self.memory = memoryview(self.map)
+        self.words = self.memory[:DATA_AT].cast("Q")
+        barriers = (threading.Lock(), threading.Lock())
+        self.replies, self.requests = client_ends(self.memory, layout, barriers, self.bell)
+
+    def bell(self) -> None:
+        """Say that there is something to do."""
+        self.sock.sendall(b"!")
+
+    def put(self, data: bytes) -> None:
+        """All of it, in as many pieces as it takes."""
+        until = time.monotonic() + REPLY_LIMIT_S
+        while data:
+            sent = self.requests.put(data)
+            data = data[sent:]
+            assert sent or time.monotonic() < until, "the worker takes nothing"
+
+    def ask_in_ring(self, op: Opcode, body: Body, *, rings: bool = False) -> Body:
+        """One request through the ring, and the reply to it; `rings` whatever the worker's word says."""
+        _, frame = self.connection.send_request(op, body, session_id=self.session_id)
+        self.put(frame)
+        if rings:
+            self.bell()
+        reply = self.next_event()
+        assert isinstance(reply, Reply), reply
+        assert not isinstance(reply.result, Exception)
+        return reply.result  # type: ignore[return-value]
+
+    def next_event(self) -> Any:
+        """The next thing the worker says, in the ring if there is one, or that it closed."""
+        if not hasattr(self, "words"):
+            return super().next_event()
+        into = bytearray(1 << 16)
+        is_open = True
+        while (event := self.connection.next_event()) is None:
+            if count := self.replies.take(memoryview(into)):
+                self.connection.receive_data(memoryview(into)[:count])
+            elif not is_open:
+                self.connection.receive_eof()
+            elif self.replies.doze():
+                assert select.select([self.sock], [], [], REPLY_LIMIT_S)[0], "the worker says nothing"
+                is_open = self._hear()
+                self.replies.rise()
+        return event
+
+    def _hear(self) -> bool:
+        try:
+            return bool(self.sock.recv(1 << 16))
+        except ConnectionError:
+            return False
+
+    def __exit__(self, *what: object) -> None:
+        super().__exit__(None, None, None)
+        if hasattr(self, "words"):
+            for end in (self.replies, self.requests):
+                end.release()
+            self.words.release()
+            self.memory.release()
+            self.map.close()
+        for fd in getattr(self, "fds", ()):
+            os.close(fd)

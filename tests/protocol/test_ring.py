@@ -1,0 +1,234 @@
+"""The rings as pure functions of the memory: every byte arrives, nobody sleeps through one, no counter is believed."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.ring import DATA_AT, MIN_RING_BYTES, RingLayout, RingReader, RingWriter, client_ends, worker_ends
+
+LAYOUT = RingLayout(MIN_RING_BYTES, 2 * MIN_RING_BYTES)
+U64 = st.integers(0, 2**64 - 1)
+TAIL, HEAD, READER_SLEEPS, WRITER_SLEEPS = 0, 8, 16, 24
+
+
+class Ring:
+    """The ring of requests, both its ends, and who was woken."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(LAYOUT.total_bytes))
+        self.words = self.memory[:DATA_AT].cast("Q")
+        self.woken: list[str] = []
+        self.writer = client_ends(self.memory, LAYOUT, barriers(), self.wake("reader"))[1]
+        self.reader = worker_ends(self.memory, LAYOUT, barriers(), self.wake("writer"))[0]
+
+    def wake(self, who: str) -> Callable[[], None]:
+        return lambda: self.woken.append(who)
+
+    def take(self, size: int) -> bytes:
+        into = bytearray(size)
+        return bytes(into[: self.reader.take(memoryview(into))])
+
+
+def barriers() -> tuple[threading.Lock, threading.Lock]:
+    return threading.Lock(), threading.Lock()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * MIN_RING_BYTES)), max_size=40))
+def test_what_goes_in_comes_out_in_any_interleaving(moves: list[tuple[bool, int]]) -> None:
+    ring, sent, received = Ring(), bytearray(), bytearray()
+    for is_put, size in moves:
+        if is_put:
+            room = ring.writer.room()
+            data = bytes((len(sent) + at) % 251 for at in range(size))
+            count = ring.writer.put(data)
+            assert 0 < count <= min(size, room, MIN_RING_BYTES // 4) or count == room == 0
+            sent += data[:count]
+        else:
+            got = ring.take(size)
+            assert len(got) == min(size, len(sent) - len(received))
+            received += got
+    while got := ring.take(100):
+        received += got
+    assert received == sent
+    assert not ring.reader.has_bytes
+
+
+def test_the_two_rings_do_not_meet() -> None:
+    memory = memoryview(bytearray(LAYOUT.total_bytes))
+    client = client_ends(memory, LAYOUT, barriers(), list)
+    worker = worker_ends(memory, LAYOUT, barriers(), list)
+    while client[1].put(b"q" * 1000):
+        pass
+    while worker[1].put(b"r" * 1000):
+        pass
+    for (reader, _), letter, size in ((worker, b"q", LAYOUT.request_bytes), (client, b"r", LAYOUT.reply_bytes)):
+        into = bytearray(size + 1)
+        assert reader.take(memoryview(into)) == size
+        assert into[:size] == letter * size
+
+
+@given(U64, st.integers(0, 3))
+def test_a_tail_that_makes_no_sense_is_refused(tail: int, taken: int) -> None:
+    ring = Ring()
+    ring.writer.put(bytes(taken))
+    ring.take(10)
+    ring.words[TAIL] = tail
+    if 0 <= tail - taken <= MIN_RING_BYTES:
+        assert len(ring.take(2 * MIN_RING_BYTES)) == tail - taken
+    else:
+        with pytest.raises(FramingError, match="writer claims"):
+            ring.take(10)
+
+
+@given(U64, st.integers(1, 3))
+def test_a_head_that_makes_no_sense_is_refused(head: int, put: int) -> None:
+    ring = Ring()
+    ring.writer.put(bytes(put))
+    ring.words[HEAD] = head
+    if head <= put:
+        assert ring.writer.room() == MIN_RING_BYTES - put + head
+        ring.words[HEAD] = head - 1 if head else put + 1
+    for ask in (ring.writer.room, ring.writer.doze):
+        with pytest.raises(FramingError, match="reader claims"):
+            ask()
+
+
+def test_a_reader_that_sleeps_is_woken_once() -> None:
+    ring = Ring()
+    assert ring.reader.doze()
+    ring.writer.put(b"a")
+    ring.writer.put(b"b")
+    assert ring.woken == ["reader"]
+    assert not ring.reader.doze()
+    assert ring.words[READER_SLEEPS] == 0
+    assert ring.take(5) == b"ab"
+    assert ring.reader.doze()
+    ring.reader.rise()
+    ring.writer.put(b"c")
+    assert ring.woken == ["reader"]
+
+
+def test_a_writer_that_sleeps_is_woken_when_half_is_free() -> None:
+    ring = Ring()
+    assert not ring.writer.doze()
+    assert ring.words[WRITER_SLEEPS] == 0
+    while ring.writer.put(bytes(MIN_RING_BYTES)):
+        pass
+    assert ring.writer.doze()
+    ring.take(MIN_RING_BYTES // 2 - 1)
+    assert ring.woken == []
+    ring.take(1)
+    ring.take(1)
+    assert ring.woken == ["writer"]
+    assert not ring.writer.doze()
+
+
+def test_a_reader_that_is_gone_is_found_out_by_every_write() -> None:
+    ring = Ring()
+
+    def gone() -> None:
+        raise BrokenPipeError
+
+    writer = client_ends(ring.memory, LAYOUT, barriers(), gone)[1]
+    ring.reader.leave()
+    for _ in range(2):
+        with pytest.raises(BrokenPipeError):
+            writer.put(b"x")
+
+
+def test_a_writer_that_is_gone_leaves_what_it_wrote() -> None:
+    ring = Ring()
+    ring.writer.put(b"last")
+    ring.words[WRITER_SLEEPS] = 1
+
+    def gone() -> None:
+        raise BrokenPipeError
+
+    reader = worker_ends(ring.memory, LAYOUT, barriers(), gone)[0]
+    into = bytearray(4)
+    assert reader.take(memoryview(into)) == 4
+    assert into == b"last"
+
+
+def test_two_threads_that_sleep_whenever_they_can() -> None:
+    """A wake-up that goes missing leaves one of them waiting until its limit."""
+    memory = memoryview(bytearray(LAYOUT.total_bytes))
+    has_bytes, has_room = threading.Semaphore(0), threading.Semaphore(0)
+    writer = client_ends(memory, LAYOUT, barriers(), has_bytes.release)[1]
+    reader = worker_ends(memory, LAYOUT, barriers(), has_room.release)[0]
+    data = bytes(range(256)) * 2000
+    received = bytearray()
+    late: list[str] = []
+    thread = threading.Thread(target=send_all, args=(writer, data, has_room, late))
+    thread.start()
+    receive_all(reader, received, len(data), has_bytes, late)
+    thread.join()
+    assert not late
+    assert received == data
+
+
+def send_all(writer: RingWriter, data: bytes, has_room: threading.Semaphore, late: list[str]) -> None:
+    at = 0
+    while at < len(data) and not late:
+        sent = writer.put(data[at : at + 700])
+        at += sent
+        if not sent and writer.doze() and not has_room.acquire(timeout=5):
+            late.append("writer")
+
+
+def receive_all(
+    reader: RingReader, received: bytearray, size: int, has_bytes: threading.Semaphore, late: list[str]
+) -> None:
+    into = bytearray(900)
+    while len(received) < size and not late:
+        count = reader.take(memoryview(into))
+        received += into[:count]
+        if not count and reader.doze() and not has_bytes.acquire(timeout=5):
+            late.append("reader")
+
+
+@given(st.integers(12, 24), st.integers(12, 24))
+def test_a_layout_is_told(requests: int, replies: int) -> None:
+    layout = RingLayout(1 << requests, 1 << replies)
+    assert RingLayout.from_bytes(layout.to_bytes()) == layout
+    assert layout.total_bytes == DATA_AT + (1 << requests) + (1 << replies)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x01" + bytes(8),
+        LAYOUT.to_bytes()[:-1],
+        LAYOUT.to_bytes() + b"\0",
+        b"\x02" + LAYOUT.to_bytes()[1:],
+        RingLayout(MIN_RING_BYTES + 8, MIN_RING_BYTES).to_bytes(),
+        RingLayout(MIN_RING_BYTES, MIN_RING_BYTES // 2).to_bytes(),
+        RingLayout(MIN_RING_BYTES, 1 << 31).to_bytes(),
+    ],
+)
+def test_a_layout_that_makes_no_sense(data: bytes) -> None:
+    assert RingLayout.from_bytes(data) is None
+
+
+@given(st.integers(0, MIN_RING_BYTES - 1), st.integers(0, 600))
+def test_a_whole_frame_goes_in_or_none_of_it(filled: int, free: int) -> None:
+    ring, frame = Ring(), bytes(range(200)) * 2
+    assert ring.writer.put_whole(bytes(filled))
+    assert len(ring.take(filled)) == filled
+    assert ring.writer.put_whole(bytes(MIN_RING_BYTES - free))
+    assert ring.writer.put_whole(frame) == (free >= len(frame))
+    ring.take(MIN_RING_BYTES - free)
+    assert ring.take(MIN_RING_BYTES) == (frame if free >= len(frame) else b"")
+
+
+def test_one_expected_frame() -> None:
+    ring = Ring()
+    for data in (b"reply", b"repli", b"replyx", b"repl"):
+        ring.writer.put(data)
+        assert ring.reader.take_if(b"reply") == (data == b"reply")
+        assert ring.take(9) == (b"" if data == b"reply" else data)
