@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import (
+    MAX_IR_LINES,
     MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
@@ -14,6 +15,7 @@ from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLA
 from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
+from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
@@ -49,6 +51,7 @@ class Part:
     needs: dict[str, Needs] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
+    _lines: int = 0
 
     @property
     def text(self) -> str:
@@ -62,7 +65,7 @@ class Part:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
-        self._definitions.append(thread.translate(f"thread{number}"))
+        self._define(thread.translate(f"thread{number}"), function)
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:
             self._declarations.update(BLOCK_DECLARATIONS)
@@ -96,7 +99,8 @@ class Part:
             local_bytes=lanes.local_step,
             waits=lanes.waits,
         )
-        self._definitions += [definition, runner.write(f"kernel{number}")]
+        self._define(definition, function)
+        self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
         self.needs[function.name] = runner.needs
         return True
@@ -109,7 +113,15 @@ class Part:
             self.callees,
             is_optimised=self.effort is not Effort.LEAST,
         )
-        self._definitions.append(translator.translate(self.callees.name(name) or ""))
+        self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
+
+    def _define(self, text: str, function: Function) -> None:
+        """Have a function's IR; all of a part together is bounded."""
+        self._definitions.append(text)
+        self._lines += text.count("\n")
+        if self._lines > MAX_IR_LINES:
+            reason = f"the image takes more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
 
 
 def translate(image: Image) -> list[Part]:

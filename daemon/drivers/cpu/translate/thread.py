@@ -9,7 +9,13 @@ thread's frame and returns; called again, it goes on from there.
 
 from ctypes import sizeof
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES, MAX_SAVED_REGISTERS
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_IR_LINES,
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_MERGES,
+    MAX_SAVED_REGISTERS,
+)
 from gpulease.daemon.drivers.cpu.native.frame import SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
@@ -21,6 +27,7 @@ from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.liveness import (
     TooComplex,
+    count_merges,
     effect_of,
     leaders,
     live_after,
@@ -92,6 +99,7 @@ class ThreadTranslator(OperandTranslator):
         found = [find_form(instruction, self.function.name) for instruction in body]
         if self.waits.sites:
             self._find_live([form for form, _ in found])
+        self._check_merges([form for form, _ in found])
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
@@ -101,6 +109,8 @@ class ThreadTranslator(OperandTranslator):
                 self.carry = None
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
+            if len(self.ir.lines) > MAX_IR_LINES:
+                raise self.problem(f"the image takes more than {MAX_IR_LINES} steps")
         self._end()
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
@@ -203,6 +213,16 @@ class ThreadTranslator(OperandTranslator):
             self._live = live_after(body, effects, set(self.waits.sites))
         except TooComplex as error:
             raise self.problem(str(error)) from None
+
+    def _check_merges(self, forms: list[Form]) -> None:
+        body = self.function.instructions
+        effects = [effect_of(i, writes_first=form.writes) for i, form in zip(body, forms, strict=True)]
+        try:
+            merges = count_merges(body, effects, waits=bool(self.waits.sites))
+        except TooComplex as error:
+            raise self.problem(str(error)) from None
+        if merges > MAX_MERGES:
+            raise self.problem(f"more than {MAX_MERGES} registers are live where control flows together")
 
     def _end(self) -> None:
         """Control that runs off the body's end leaves the kernel."""

@@ -339,6 +339,30 @@ def test_calls_of_calls_are_refused_in_little_time(context: CpuContext, barrier:
     assert time.monotonic() - started < 20
 
 
+LABELS = ", ".join(["L"] * 4000)
+
+
+@pytest.mark.parametrize(
+    ("inside", "calls"),
+    [
+        ("trap;" * 9000, 9000),
+        (f"T: .branchtargets {LABELS}; {'brx.idx %r0, T;' * 7} L:", 2000),
+        ("".join(f"mov.u32 %r{n}, 1;" for n in range(9)), 3000),
+        (" ".join(f"{{ .reg .b32 %a{n}; mov.u32 %a{n}, 1; }}" for n in range(4000)), 20),
+    ],
+)
+def test_calls_that_would_become_gigabytes_are_refused_before(context: CpuContext, inside: str, calls: int) -> None:
+    module = f".func f() {{ .reg .b32 %r<9>; bar.sync 0; {inside} ret; }}"
+    with pytest.raises(ImageRejected, match="too many calls"):
+        context.module_load(image(module, "call f;" * calls))
+
+
+def test_indexed_branches_count_by_their_labels(context: CpuContext) -> None:
+    branches = f"T: .branchtargets {LABELS}; {'brx.idx %r1, T;' * 9} L: ret;"
+    with pytest.raises(ImageRejected, match="instructions and labels"):
+        context.module_load(image("", branches))
+
+
 def test_addresses_in_initialisers(context: CpuContext) -> None:
     module = """
     .global .align 4 .u32 v[4] = {1, 2, 3, 4};
