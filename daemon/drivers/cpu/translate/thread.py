@@ -41,6 +41,9 @@ from gpulease.daemon.drivers.cpu.translate.waiting import FRAME, Waits, find_wai
 # some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
 _TURNS = 1024
 
+# Instructions to a block of IR, where control enters no other.
+_PIECE = 64
+
 # Counts them down; it starts anew whenever the function is entered.
 _TURNS_LEFT = Value("ptr", "%turns")
 
@@ -107,6 +110,9 @@ class ThreadTranslator(OperandTranslator):
             if index in starts:
                 self.ir.block(f"at{index}")
                 self.carry = None
+            elif index % _PIECE == 0:
+                # Compiling without optimisation takes time in the square of a block's length.
+                self.ir.block(self.ir.fresh("piece"))
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
             if len(self.ir.lines) > MAX_IR_LINES:

@@ -103,3 +103,10 @@ def test_lines_are_bounded_in_one_function_and_in_all(
     monkeypatch.setattr(place, "MAX_IR_LINES", lines // share)
     with pytest.raises(ImageRejected, match="steps"):
         translate(image)
+
+
+def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
+    body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
+    started = time.monotonic()
+    context.module_load(f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}".encode())
+    assert time.monotonic() - started < 12
