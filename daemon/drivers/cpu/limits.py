@@ -42,6 +42,14 @@ MAX_LIVENESS_BITS = 1 << 28
 # Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
 MAX_LIVENESS_VISITS = 1 << 20
 
+# Values that LLVM merges where control flows together, in one function: each takes some 4 KB and 10 us. 100 KB of text
+# with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, some 10,000.
+MAX_MERGES = 1 << 18
+
+# Lines of IR of one image's kernels and functions: a generic access has 54, an addition of a vector to memory 267.
+# Leaves room for MAX_INSTRUCTIONS generic accesses.
+MAX_IR_LINES = 1_800_000
+
 # Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
 # and gigabytes. Kernels past these numbers, and those of an image past its sum, are compiled without, in linear time.
 MAX_OPTIMISED_ACCESSES = 192
@@ -57,7 +65,8 @@ MAX_CALL_GRAPH_STEPS = 1 << 19
 # The .param variables of one function's calls, each of which is in its frame before optimisation.
 MAX_CALL_BYTES = 1 << 18
 
-# Labels of one .branchtargets or functions of one .calltargets.
+# Labels of one .branchtargets or functions of one .calltargets. Each indexed branch has all labels of its list as
+# operands, so those count as instructions, too.
 MAX_LISTED = 1 << 12
 
 # --- Compiled images -------------------------------------------------------------------------------------------

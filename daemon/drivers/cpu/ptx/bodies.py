@@ -60,6 +60,8 @@ class BodyParser(CallParser):
         self.scope = Scope(outer)
         self.registers = RegisterFile()
         self.instructions: list[Instruction] = []
+        # Instructions, and the labels of indexed branches.
+        self.steps = 0
         self.shared = Area(Space.SHARED)
         self.local = Area(Space.LOCAL)
         self.calls = Area(Space.CALL)
@@ -207,12 +209,16 @@ class BodyParser(CallParser):
 
     def _resolve_labels(self) -> None:
         """Turn names into places: a label may stand behind the branch to it."""
+        self.steps = len(self.instructions)
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
             operands: list[Operand] = []
             for operand in instruction.operands:
                 if isinstance(operand, Target) and operand.index == UNRESOLVED:
                     names = self._listed(operand.name, scope) if instruction.opcode == "brx" else (operand.name,)
+                    self.steps += len(names) - 1
+                    if self.steps > MAX_INSTRUCTIONS:
+                        raise self.cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions and labels", at)
                     operands.extend(self._place_of(name, scope, at) for name in names)
                 else:
                     operands.append(operand)

@@ -169,7 +169,7 @@ class _ImageParser:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
         body = BodyParser(cursor, self.scope, signature, self.signatures)
         body.parse()
-        self._instructions_left -= len(body.instructions)
+        self._instructions_left -= body.steps
         if self._instructions_left < 0:
             raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", at)
         cursor.kernel = ""

@@ -35,6 +35,8 @@ MEETINGS = WAITING.union(("wgmma",))
 # Functions in functions; also bounds Python's stack.
 _MAX_DEPTH = 64
 
+_TOO_MANY = "too many calls of functions with barriers or warp operations"
+
 
 def meets(function: Function) -> bool:
     """Whether its own body has such an instruction."""
@@ -53,8 +55,6 @@ class Inliner:
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
         """The function with those calls replaced by bodies. Raises ImageRejected."""
-        if not any(self._callee_of(instruction) for instruction in function.instructions):
-            return function
         if function.name not in self._expanded:
             bodies = {}
             for number, instruction in enumerate(function.instructions):
@@ -64,12 +64,18 @@ class Inliner:
                 if name in within or name == function.name or len(within) >= _MAX_DEPTH:
                     raise _problem(function, instruction, f"{name[:60]} waits for other threads and calls itself")
                 bodies[number] = self.expand(self._functions[name], (*within, function.name))
-            expanded = _splice(function, bodies)
-            self._left -= len(expanded.instructions)
-            if self._left < 0 or len(expanded.instructions) > self._most:
-                raise rejected("too many calls of functions with barriers or warp operations", kernel=function.name)
-            self._expanded[function.name] = expanded
+            self._expanded[function.name] = self._joined(function, bodies)
         return self._expanded[function.name]
+
+    def _joined(self, function: Function, bodies: dict[int, Function]) -> Function:
+        """The function with its calls replaced, which counts against what may be built in all."""
+        if not bodies:
+            return function
+        joined = _splice(function, bodies, self._most)
+        self._left -= len(joined.instructions)
+        if self._left < 0:
+            raise rejected(_TOO_MANY, kernel=function.name)
+        return joined
 
     def _callee_of(self, instruction: Instruction) -> str | None:
         site = instruction.operands[-1] if instruction.operands else None
@@ -80,13 +86,19 @@ def _problem(function: Function, instruction: Instruction, reason: str) -> Image
     return rejected(reason, line=instruction.line, text=instruction.text, kernel=function.name)
 
 
-def _splice(caller: Function, bodies: dict[int, Function]) -> Function:
-    """The caller with each numbered call replaced by a body."""
+def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Function:
+    """The caller with each numbered call replaced by a body. Raises ImageRejected for more than `most` instructions."""
     places = [0]
     for number, instruction in enumerate(caller.instructions):
         body = bodies.get(number)
         length = 1 if body is None else len(body.instructions) + (instruction.guard is not None)
         places.append(places[-1] + length)
+    # Known before anything is built: a few lines of text could otherwise become gigabytes.
+    steps = {body.name: _steps(body) for body in {id(body): body for body in bodies.values()}.values()}
+    built = len(caller.instructions) + sum(steps[body.name] for body in bodies.values())
+    registers = len(caller.registers) + sum(len(body.registers) for body in bodies.values())
+    if built > most or registers > MAX_REGISTERS_PER_FUNCTION:
+        raise rejected(_TOO_MANY, kernel=caller.name)
     instructions: list[Instruction] = []
     for number, instruction in enumerate(caller.instructions):
         if number not in bodies:
@@ -98,10 +110,14 @@ def _splice(caller: Function, bodies: dict[int, Function]) -> Function:
             instructions.append(replace(instruction, guard=skip, opcode="bra", operands=(Target("", after),)))
         caller, inlined = _body(caller, instruction, bodies[number], len(instructions), after)
         instructions += inlined
-    sizes = (caller.local_bytes, caller.call_bytes)
-    if len(caller.registers) > MAX_REGISTERS_PER_FUNCTION or max(sizes) > MAX_LOCAL_BYTES:
-        raise rejected("the functions it calls need too many registers or too much memory", kernel=caller.name)
+    if max(caller.local_bytes, caller.call_bytes) > MAX_LOCAL_BYTES:
+        raise rejected("the functions it calls need too much memory", kernel=caller.name)
     return replace(caller, instructions=tuple(instructions))
+
+
+def _steps(function: Function) -> int:
+    """Its instructions and the labels of its indexed branches, which are operands."""
+    return sum(len(i.operands) if i.opcode == "brx" else 1 for i in function.instructions)
 
 
 def _body(

@@ -6,7 +6,7 @@ The usual backward analysis over blocks; sets of registers are bits of one int.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LIVENESS_BITS, MAX_LIVENESS_VISITS
+from gpulease.daemon.drivers.cpu.limits import MAX_LIVENESS_BITS, MAX_LIVENESS_VISITS, MAX_MERGES
 from gpulease.daemon.drivers.cpu.ptx.syntax import (
     Address,
     Instruction,
@@ -114,6 +114,31 @@ def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[i
     return _settle([block.follows for block in blocks], summary)
 
 
+def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect], *, waits: bool) -> int:
+    """How many values LLVM has to merge where control flows together: registers written more than once, by live place.
+
+    A thread that waits gets its registers anew, so with `waits` all count. Raises TooComplex.
+    """
+    blocks = blocks_of(instructions)
+    registers = 0
+    written = again = 0
+    for instruction, effect in zip(instructions, effects, strict=True):
+        registers |= effect.reads | effect.writes
+        # What a guarded instruction writes counts among what it reads.
+        writes = effect.writes if instruction.guard is None else effect.reads
+        again |= written & writes
+        written |= writes
+    if registers.bit_count() * len(blocks) <= MAX_MERGES:
+        return 0
+    live_in = live_at_starts(blocks, effects)
+    ways = [0] * len(blocks)
+    for number in (follower for block in blocks for follower in block.follows):
+        ways[number] += 1
+    # Registers start as 0, which counts where that may still be seen.
+    counted = registers if waits else again | live_in[0]
+    return sum((live & counted).bit_count() for live, count in zip(live_in, ways, strict=True) if count > 1)
+
+
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
     """Where blocks begin: at the start, at branch targets, behind what ends a block."""
     found = {0}
@@ -164,4 +189,4 @@ def _settle(follows: Sequence[Sequence[int]], summary: Sequence[Effect]) -> list
             fresh = [previous for previous in before[number] if previous not in queued]
             pending.extend(fresh)
             queued.update(fresh)
-    raise TooComplex("the control flow of a kernel with barriers is too tangled")
+    raise TooComplex("the control flow is too tangled")

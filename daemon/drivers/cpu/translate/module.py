@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import (
+    MAX_IR_LINES,
     MAX_LANE_INSTRUCTIONS,
     MAX_OPTIMISED_ACCESSES,
     MAX_OPTIMISED_ACCESSES_PER_IMAGE,
@@ -13,7 +14,8 @@ from gpulease.daemon.drivers.cpu.limits import (
 from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
 from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Instruction, Vector
+from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.access import RECORD_FAULT_IR
 from gpulease.daemon.drivers.cpu.translate.callees import Callees
 from gpulease.daemon.drivers.cpu.translate.functions import FunctionTranslator
@@ -32,6 +34,9 @@ from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
 _MEMORY = ("ld", "st", "atom", "red", "cp")
 _COSTLY = WAITING.union(_MEMORY)
 
+# Its rows are stored word by word.
+_STMATRIX_ACCESSES = 8
+
 
 @dataclass(slots=True)
 class Part:
@@ -49,6 +54,7 @@ class Part:
     needs: dict[str, Needs] = field(default_factory=dict)
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
+    _lines: int = 0
 
     @property
     def text(self) -> str:
@@ -62,7 +68,7 @@ class Part:
         """Translate one kernel. Raises ImageRejected."""
         number = len(self.runners)
         thread = ThreadTranslator(function, places, self._declarations, self.callees)
-        self._definitions.append(thread.translate(f"thread{number}"))
+        self._define(thread.translate(f"thread{number}"), function)
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:
             self._declarations.update(BLOCK_DECLARATIONS)
@@ -96,7 +102,8 @@ class Part:
             local_bytes=lanes.local_step,
             waits=lanes.waits,
         )
-        self._definitions += [definition, runner.write(f"kernel{number}")]
+        self._define(definition, function)
+        self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
         self.needs[function.name] = runner.needs
         return True
@@ -109,7 +116,15 @@ class Part:
             self.callees,
             is_optimised=self.effort is not Effort.LEAST,
         )
-        self._definitions.append(translator.translate(self.callees.name(name) or ""))
+        self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
+
+    def _define(self, text: str, function: Function) -> None:
+        """Have a function's IR; all of a part together is bounded."""
+        self._definitions.append(text)
+        self._lines += text.count("\n")
+        if self._lines > MAX_IR_LINES:
+            reason = f"the image takes more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
 
 
 def translate(image: Image) -> list[Part]:
@@ -142,5 +157,13 @@ def translate(image: Image) -> list[Part]:
 
 def _size(function: Function) -> tuple[int, int]:
     """How many accesses and waits a function has, and how many instructions."""
-    accesses = sum(instruction.opcode in _COSTLY for instruction in function.instructions)
-    return accesses, len(function.instructions)
+    return sum(map(_accesses_of, function.instructions)), len(function.instructions)
+
+
+def _accesses_of(i: Instruction) -> int:
+    """For how many plain accesses an instruction counts: what is done element by element is as many."""
+    if i.opcode == "stmatrix":
+        return _STMATRIX_ACCESSES
+    if i.opcode in ("atom", "red"):
+        return max([1, *(len(operand.elements) for operand in i.operands if isinstance(operand, Vector))])
+    return int(i.opcode in _COSTLY)

@@ -9,7 +9,13 @@ thread's frame and returns; called again, it goes on from there.
 
 from ctypes import sizeof
 
-from gpulease.daemon.drivers.cpu.limits import MAX_LIVE_REGISTERS, MAX_LOCAL_BYTES, MAX_SAVED_REGISTERS
+from gpulease.daemon.drivers.cpu.limits import (
+    MAX_IR_LINES,
+    MAX_LIVE_REGISTERS,
+    MAX_LOCAL_BYTES,
+    MAX_MERGES,
+    MAX_SAVED_REGISTERS,
+)
 from gpulease.daemon.drivers.cpu.native.frame import SLOT_BYTES
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
@@ -21,6 +27,7 @@ from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.liveness import (
     TooComplex,
+    count_merges,
     effect_of,
     leaders,
     live_after,
@@ -33,6 +40,9 @@ from gpulease.daemon.drivers.cpu.translate.waiting import FRAME, Waits, find_wai
 # How often a thread goes round a loop that watches memory before it lets the others run: a turn of all threads costs
 # some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
 _TURNS = 1024
+
+# Instructions to a block of IR, where control enters no other.
+_PIECE = 64
 
 # Counts them down; it starts anew whenever the function is entered.
 _TURNS_LEFT = Value("ptr", "%turns")
@@ -92,6 +102,7 @@ class ThreadTranslator(OperandTranslator):
         found = [find_form(instruction, self.function.name) for instruction in body]
         if self.waits.sites:
             self._find_live([form for form, _ in found])
+        self._check_merges([form for form, _ in found])
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
@@ -99,8 +110,13 @@ class ThreadTranslator(OperandTranslator):
             if index in starts:
                 self.ir.block(f"at{index}")
                 self.carry = None
+            elif index % _PIECE == 0:
+                # Compiling without optimisation takes time in the square of a block's length.
+                self.ir.block(self.ir.fresh("piece"))
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
+            if len(self.ir.lines) > MAX_IR_LINES:
+                raise self.problem(f"the image takes more than {MAX_IR_LINES} steps")
         self._end()
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
@@ -203,6 +219,16 @@ class ThreadTranslator(OperandTranslator):
             self._live = live_after(body, effects, set(self.waits.sites))
         except TooComplex as error:
             raise self.problem(str(error)) from None
+
+    def _check_merges(self, forms: list[Form]) -> None:
+        body = self.function.instructions
+        effects = [effect_of(i, writes_first=form.writes) for i, form in zip(body, forms, strict=True)]
+        try:
+            merges = count_merges(body, effects, waits=bool(self.waits.sites))
+        except TooComplex as error:
+            raise self.problem(str(error)) from None
+        if merges > MAX_MERGES:
+            raise self.problem(f"more than {MAX_MERGES} registers are live where control flows together")
 
     def _end(self) -> None:
         """Control that runs off the body's end leaves the kernel."""

@@ -1,4 +1,4 @@
-"""Functions: called, called again by themselves, called through pointers, inlined."""
+"""Functions: called, called again by themselves, called through pointers."""
 
 import struct
 import time
@@ -6,65 +6,9 @@ import time
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.limits import MAX_WATCHING_INSTRUCTIONS
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from helpers.calling import DOUBLE, HEAD, INT, PROTOTYPE, call, function, image, run
 
-HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
-INT = "(.param .b32 r) {}(.param .b32 a)"
-
-
-def image(module: str, body: str) -> bytes:
-    return f"""{HEAD}{module}
-.entry k(.param .u64 out)
-{{
-    .shared .align 4 .b8 own[64];
-    .reg .b32 %r<8>; .reg .b64 %d<8>; .reg .pred %p<4>;
-    mov.u32 %r0, %tid.x;
-    ld.param.u64 %d0, [out];
-    mad.wide.u32 %d1, %r0, 4, %d0;
-    {body}
-    st.global.u32 [%d1], %r1;
-    ret;
-}}
-""".encode()
-
-
-def call(name: str, argument: str = "%r0", result: str = "%r1", behind: str = "", guard: str = "") -> str:
-    return f"""{{
-    .param .b32 param0; .param .b32 retval0;
-    st.param.b32 [param0+0], {argument};
-    {guard} call.uni (retval0), {name}, (param0){behind};
-    ld.param.b32 {result}, [retval0+0];
-    }}"""
-
-
-def function(name: str, body: str, linkage: str = "") -> str:
-    return f"""
-{linkage} .func {INT.format(name)}
-{{
-    .reg .b32 %r<8>; .reg .b64 %d<8>; .reg .pred %p<4>;
-    ld.param.u32 %r0, [a];
-    {body}
-    st.param.b32 [r+0], %r1;
-    ret;
-}}
-"""
-
-
-def run(context: CpuContext, module: str, body: str, threads: int = 8, shared: int = 0) -> list[int]:
-    address = context.mem_alloc(4 * threads)
-    loaded = context.module_load(image(module, body))
-    context.launch(loaded.kernels["k"], (1, 1, 1), (threads, 1, 1), shared, address.to_bytes(8, "little"), 3)
-    into = bytearray(4 * threads)
-    try:
-        context.mem_read(address, memoryview(into))
-    finally:
-        context.module_unload(loaded)
-        context.mem_free(address)
-    return list(struct.unpack(f"<{threads}I", into))
-
-
-DOUBLE = function("double", "add.u32 %r1, %r0, %r0;")
 FIB = f".func {INT.format('fib')};" + function(
     "fib",
     f"""
@@ -153,7 +97,6 @@ def test_structures_are_passed_by_value(context: CpuContext) -> None:
     assert run(context, module, body) == [503] * 8
 
 
-PROTOTYPE = "proto: .callprototype (.param .b32 _) _ (.param .b32 _);"
 TRIPLE = function("triple", "mul.lo.u32 %r1, %r0, 3;")
 TABLE = f".func {INT.format('triple')}; .global .align 8 .u64 table[2] = {{double, triple}};"
 
@@ -203,69 +146,6 @@ def test_functions_are_no_memory(context: CpuContext) -> None:
 def test_aliases_are_other_names(context: CpuContext) -> None:
     module = f"{DOUBLE} .func {INT.format('twice')}; .alias twice, double;"
     assert run(context, module, call("twice")) == [2 * k for k in range(8)]
-
-
-ROTATE = """
-    .shared .align 4 .b8 sh[32];
-    shl.b32 %r2, %r0, 2; mov.u32 %r3, sh; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r0;
-    bar.sync 0;
-    xor.b32 %r2, %r2, 28; mov.u32 %r3, sh; add.u32 %r3, %r3, %r2; ld.shared.u32 %r1, [%r3];
-"""
-
-
-def test_functions_with_barriers_are_inlined(context: CpuContext) -> None:
-    module = function("mirror", ROTATE) + function("outer", call("mirror") + "bar.sync 0; add.u32 %r1, %r1, 1;")
-    body = f"""
-    mov.u32 %r4, own; st.shared.u32 [%r4], 77;
-    {call("outer")} {call("double", "%r1", "%r5")} {call("outer", "%r0", "%r2")}
-    add.u32 %r1, %r5, %r2; ld.shared.u32 %r2, [%r4]; add.u32 %r1, %r1, %r2;
-    """
-    assert run(context, module + DOUBLE, body) == [3 * (8 - k) + 77 for k in range(8)]
-
-
-def test_an_inlined_function_may_return_early_and_be_guarded(context: CpuContext) -> None:
-    module = function("some", "st.param.b32 [r], 5; setp.gt.u32 %p1, %r0, 5; @%p1 ret; bar.sync 0; mov.u32 %r1, 6;")
-    body = "mov.u32 %r1, 9; setp.gt.u32 %p0, %r0, 3;" + call("some", guard="@%p0")
-    assert run(context, module, body) == [0] * 4 + [6, 6, 5, 5]
-
-
-def test_what_is_passed_is_kept_across_a_barrier(context: CpuContext) -> None:
-    body = """.param .b32 p; .param .b32 q; st.param.b32 [p], %r0; bar.sync 0;
-    call (q), double, (p); bar.sync 0; ld.param.b32 %r1, [q];"""
-    assert run(context, DOUBLE, body) == [2 * k for k in range(8)]
-
-
-TURNS = ".global .u32 turn;" + function(
-    "await",
-    "mov.u64 %d1, turn; AGAIN: ld.volatile.global.u32 %r1, [%d1]; setp.ne.u32 %p0, %r1, %r0; @%p0 bra AGAIN;",
-)
-NEXT = "mov.u64 %d4, turn; add.u32 %r5, %r1, 1; st.volatile.global.u32 [%d4], %r5;"
-
-
-def test_a_thread_waits_in_a_function_for_memory_that_a_later_one_writes(context: CpuContext) -> None:
-    module = TURNS + function("outer", call("await"))
-    body = f"sub.u32 %r2, 7, %r0; {call('outer', '%r2')} {NEXT}"
-    assert run(context, module, body) == [7, 6, 5, 4, 3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("reason", ["calls itself", "is long", "computes its parameter's address"])
-def test_loops_that_watch_memory_are_called_where_they_can_t_be_inlined(context: CpuContext, reason: str) -> None:
-    hinder = {
-        "calls itself": "setp.gt.u32 %p1, %r0, 99; @!%p1 bra OUT;" + call("outer") + "OUT:",
-        "is long": "add.u32 %r3, %r3, 1;" * MAX_WATCHING_INSTRUCTIONS,
-        "computes its parameter's address": "mov.b64 %d2, a; ld.param.u32 %r3, [%d2];",
-    }[reason]
-    module = f".func {INT.format('outer')};" + TURNS + function("outer", hinder + call("await"))
-    assert run(context, module, call("outer") + NEXT) == list(range(8))
-
-
-def test_barriers_in_functions_that_call_themselves_are_refused(context: CpuContext) -> None:
-    module = f".func {INT.format('deep')};" + function("deep", "bar.sync 0;" + call("deep"))
-    with pytest.raises(ImageRejected, match="deep waits for other threads and calls itself"):
-        context.module_load(image(module, call("deep")))
-    module = function("waits", "bar.sync 0;")
-    with pytest.raises(ImageRejected, match="called through a pointer is not supported"):
-        context.module_load(image(module, f"{PROTOTYPE} mov.u64 %d4, waits;" + call("%d4", behind=", proto")))
 
 
 def test_shared_variables_are_the_same_for_kernels_and_functions(context: CpuContext) -> None:
@@ -355,22 +235,13 @@ def test_what_no_kernel_reaches_is_not_translated(context: CpuContext) -> None:
     context.module_load(image(".func f() { frobnicate; ret; }", ""))
 
 
-@pytest.mark.parametrize("barrier", ["", "bar.sync 0;"])
-def test_calls_of_calls_are_refused_in_little_time(context: CpuContext, barrier: str) -> None:
-    module = f".func f0() {{ {barrier} ret; }}"
-    module += "".join(f".func f{k}() {{ {f'call f{k - 1};' * 9} ret; }}\n" for k in range(1, 40))
-    started = time.monotonic()
-    if barrier:
-        with pytest.raises(ImageRejected, match="too many calls"):
-            context.module_load(image(module, "call f39;"))
-    else:
-        context.module_load(image(module, "call f2;"))
-    deep = f".func f0() {{ {barrier} ret; }}"
-    deep += "".join(f".func f{k}() {{ call f{k - 1}; ret; }}\n" for k in range(1, 2000))
-    if barrier:
-        with pytest.raises(ImageRejected, match="waits for other threads"):
-            context.module_load(image(deep, "call f1999;"))
-    assert time.monotonic() - started < 20
+LABELS = ", ".join(["L"] * 4000)
+
+
+def test_indexed_branches_count_by_their_labels(context: CpuContext) -> None:
+    branches = f"T: .branchtargets {LABELS}; {'brx.idx %r1, T;' * 9} L: ret;"
+    with pytest.raises(ImageRejected, match="instructions and labels"):
+        context.module_load(image("", branches))
 
 
 def test_addresses_in_initialisers(context: CpuContext) -> None:

@@ -1,4 +1,5 @@
 import time
+from types import ModuleType
 
 import pytest
 
@@ -6,6 +7,7 @@ from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
 from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
+from gpulease.daemon.drivers.cpu.translate import module, thread
 from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
@@ -76,3 +78,35 @@ def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
 """
     with pytest.raises(ImageRejected, match="live at all waits together"):
         context.module_load(text.encode())
+
+
+def test_registers_that_live_everywhere_are_bounded(context: CpuContext) -> None:
+    count = 600
+    body = "".join(
+        f"L{n}: add.u32 %q{n}, %q{n * 31 % count}, %q{n * 17 % count}; setp.eq.u32 %p, %q{n * 13 % count}, 1;"
+        f" @%p bra L{n * 7 % count};"
+        for n in range(count)
+    )
+    stores = "".join(f"st.shared.u32 [0], %q{n};" for n in range(count))
+    text = HEAD + f".entry k() {{ .reg .b32 %q<{count}>; .reg .pred %p; .shared .u32 x; {body} {stores} }}"
+    with pytest.raises(ImageRejected, match="live where control flows together"):
+        context.module_load(text.encode())
+
+
+@pytest.mark.parametrize(("place", "share"), [(module, 2), (thread, 4)])
+def test_lines_are_bounded_in_one_function_and_in_all(
+    monkeypatch: pytest.MonkeyPatch, place: ModuleType, share: int
+) -> None:
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    image = parse(HEAD + kernel("a", 40) + kernel("b", 40))
+    lines = sum(part.text.count("\n") for part in translate(image))
+    monkeypatch.setattr(place, "MAX_IR_LINES", lines // share)
+    with pytest.raises(ImageRejected, match="steps"):
+        translate(image)
+
+
+def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
+    body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
+    started = time.monotonic()
+    context.module_load(f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}".encode())
+    assert time.monotonic() - started < 12

@@ -37,7 +37,7 @@ def test_vectors_are_unpacked_and_packed(compute: Compute) -> None:
     assert compute(four, ["b64"], "b64", [(0x0001_0002_0003_0004,)]) == [0x0004_0003_0002_0001]
 
 
-@pytest.mark.parametrize("space", ["global", "const", "shared", "shared::cta", "local"])
+@pytest.mark.parametrize("space", ["global", "const", "shared", "shared::cta", "shared::cluster", "local"])
 def test_cvta_there_and_back(compute: Compute, space: str) -> None:
     body = f"cvta.{space}.u64 %w, %a; cvta.to.{space}.u64 %d, %w;"
     assert compute(body, ["u64"], "u64", [(8,), (2**40,)]) == [8, 2**40]
