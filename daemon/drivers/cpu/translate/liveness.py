@@ -119,6 +119,8 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect],
 
     A thread that waits gets its registers anew, so with `waits` all count. Raises TooComplex.
     """
+    if not instructions:
+        return 0
     blocks = blocks_of(instructions)
     registers = 0
     written = again = 0

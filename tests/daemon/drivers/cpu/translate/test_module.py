@@ -47,6 +47,13 @@ def test_large_kernels_are_compiled_plainly_and_quickly_and_run_alike(context: C
         context.sync(lambda: None)
 
 
+@pytest.mark.parametrize("body", ["", "ret;", "L:", ".reg .pred %p; @%p ret;"])
+def test_a_kernel_with_little_or_nothing_in_it(context: CpuContext, body: str) -> None:
+    text = f".version 8.0\n.target sm_75\n.address_size 64\n.entry k() {{ {body} }}"
+    context.launch(context.module_load(text.encode()).kernels["k"], (2, 1, 1), (33, 1, 1), 0, b"", 1)
+    context.sync()
+
+
 def test_an_image_has_a_share_of_optimising() -> None:
     count = MAX_OPTIMISED_ACCESSES_PER_IMAGE // 100
     text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(count + 3)) + kernel("large", MAX_OPTIMISED_ACCESSES)
