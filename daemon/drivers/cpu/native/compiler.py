@@ -43,7 +43,7 @@ class Effort(Enum):
     """How much is done to make code fast.
 
     `FEW` is for code of vectors, which has no loops left that could be made into vectors: what turns slots into values
-    and merges what is said twice, in half the time. `LEAST` is linear in the size, and not hopelessly slow.
+    and simplifies, in half the time. `LEAST` is linear in the size, and not hopelessly slow.
     """
 
     FULL = ()
@@ -51,8 +51,6 @@ class Effort(Enum):
         "always_inliner",
         "sroa",
         "instruction_combine",
-        "simplify_cfg",
-        "new_gvn",
         "simplify_cfg",
         "dead_code_elimination",
     )
