@@ -71,9 +71,11 @@ class Planner:
         self._session_id = session_id
         self._plans: dict[bytes, Plan] = {}
         self._latest: Plan | None = None
+        self._kept_before: int | None = None
 
     def plan(self, payload: memoryview) -> tuple[Plan, bytes]:
         """The plan of a LAUNCH and its argument bytes. Raises BodyError or Refused."""
+        self._kept_before = None
         key, args = split_launch(payload)
         plan = self._plans.get(key)
         if plan is None:
@@ -100,8 +102,18 @@ class Planner:
         self._plans.clear()
         self.expected = self._latest = None
 
+    def refused(self) -> None:
+        """The driver refused the launch that was planned last: what was charged for its plan was not taken.
+
+        The plan goes, so that the next launch of its kind is charged again; so do all that might expect it.
+        """
+        if self._kept_before is not None:
+            self._ledger.keep_again(self._kept_before)
+            self.forget()
+
     def _keep(self, kernel: Kernel) -> None:
         """Charge what the driver takes at this kernel's first launch."""
+        self._kept_before = self._ledger.kept_bytes
         try:
             self._ledger.keep(kernel.kept_bytes)
         except DriverError as error:

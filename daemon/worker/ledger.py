@@ -151,6 +151,15 @@ class Ledger:
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
 
+    @property
+    def kept_bytes(self) -> int:
+        """What the context keeps besides allocations and modules."""
+        return self._kept_bytes
+
+    def keep_again(self, kept_bytes: int) -> None:
+        """What was to be kept beyond that was not taken."""
+        self._kept_bytes = kept_bytes
+
     def keep(self, kept_bytes: int) -> None:
         """Have the context keep so many bytes in all besides allocations and modules. Raises DriverError."""
         more_bytes = kept_bytes - self._kept_bytes

@@ -16,6 +16,9 @@ _REFUSAL_TEXT: Final = {
     Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
 }
 
+REFUSALS: Final = tuple(_REFUSAL_TEXT)
+"""The statuses that a control page's word is known to have."""
+
 _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
     Opcode.MODULE_LOAD: Status.LOAD_FAILED,

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault
+from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
 from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
-from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed
+from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
@@ -212,7 +212,11 @@ class Session:
     # --- one request ---
 
     def _answer(self, frame: Frame) -> bytes | memoryview:
-        failure = self.refusal() or self._take_kept()
+        status = self._page.refusal()
+        if status is not None:
+            self._counters[_FAILED_OPS] += 1
+            return refused(frame, status)
+        failure = self._take_kept()
         if failure is None:
             try:
                 return self._operation(frame)(frame)
@@ -358,7 +362,11 @@ class Session:
     def _launch(self, frame: Frame) -> bytes:
         plan, args = self._planner.plan(frame.payload)  # type: ignore[arg-type]  # received payloads are views
         params = args if plan.moves is None else plan.lay_out(args)
-        self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        try:
+            self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, frame.request_id)
+        except LaunchRejected:
+            self._planner.refused()
+            raise
         if self._planner.has_new_kernel:
             self._planner.has_new_kernel = False
             self.may_have_grown = True

@@ -153,6 +153,24 @@ def test_local_memory_is_charged_before_it_is_taken(
         check_main_job(seen.session)
 
 
+def test_a_launch_the_driver_refuses_gives_its_charge_back(daemon: Daemon, cards: Cards) -> None:
+    with watched(daemon, cards, 5 * GIB) as seen:
+        module = seen.session.module_load(HUNGRY)
+        out = seen.session.mem_alloc(4096)
+        args = KernelArgs().push_buffer(out).push_u32(5)
+        before = seen.figure()
+        for grid, shared_bytes in (([1, 1, 1], 1 << 20), ([1, 1 << 20, 1], 0)):
+            seen.session.launch(module, "local_16k", grid, [32, 1, 1], args, shared_bytes=shared_bytes)
+            with pytest.raises(LaunchFailed):
+                seen.session.sync()
+            assert seen.figure() <= before + 4 * MIB
+            seen.session.mem_free(seen.session.mem_alloc(5 * GIB - 2 * MIB))
+        seen.session.launch(module, "local_16k", [1], [32], args)
+        seen.session.sync()
+        with pytest.raises(AllocFailed):
+            seen.session.mem_alloc(2 * GIB)
+
+
 def test_deep_recursion_takes_nothing(daemon: Daemon, cards: Cards) -> None:
     with watched(daemon, cards, GIB) as seen:
         module = seen.session.module_load(KERNELS)

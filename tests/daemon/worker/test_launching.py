@@ -64,6 +64,25 @@ def test_local_memory_is_charged_once_and_must_fit() -> None:
     assert not planner.has_new_kernel
 
 
+def test_a_refused_launch_gives_its_charge_back() -> None:
+    planner, ledger, launch = planner_for(
+        replace(kernel_of((0, 8)), kept_bytes=1 << 19), replace(kernel_of((0, 8), name="small"), kept_bytes=1 << 18)
+    )
+    small = replace(launch, kernel="small")
+    plan_of(planner, small)
+    for _ in range(2):
+        plan_of(planner, launch)
+        assert ledger.charged_bytes == 1 << 19
+        planner.refused()
+        # What an earlier launch took stays taken, and nothing is expected that was not charged.
+        assert ledger.charged_bytes == 1 << 18
+        assert planner.expected is None
+    plan_of(planner, launch)
+    plan_of(planner, launch)
+    planner.refused()
+    assert ledger.charged_bytes == 1 << 19
+
+
 def test_arguments_without_gaps_go_as_they_are() -> None:
     planner, _, launch = planner_for(kernel_of((0, 8), (8, 4), (12, 4)))
     plan, args = plan_of(planner, launch)

@@ -191,6 +191,33 @@ def test_a_refused_expected_launch_is_kept_and_what_is_behind_it_skipped(made: R
     assert [entry[4] for entry in made.context.launches] == [1, 2, 3, 10]
 
 
+def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(made.session._ledger, "keep", charged.append)
+    made.context.refuse_tag = 2
+    made.feed(b"".join(quiet(launch_of(made), number) for number in (1, 1, 1)), expect_launches=True)
+    assert len(charged) == 1
+    wide = launch_of(made, blocks=2)
+    made.feed(quiet(wide, 2) + sync(3) + quiet(wide, 4) * 2 + sync(5), expect_launches=True)
+    assert len(charged) == 3
+    assert [entry[4] for entry in made.context.launches] == [1, 1, 1, 4, 4]
+
+
+def test_launches_stop_at_the_look_that_sees_the_word(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word flips while a launch is being queued: not one more begins, though they are all there."""
+    launch = made.context.launch
+
+    def flip_at_ten(kernel: Kernel, grid: Dim3, block: Dim3, shared: int, params: bytes, tag: int) -> None:
+        launch(kernel, grid, block, shared, params, tag)
+        if tag == 10:
+            made.page.refuse(Status.REVOKED)
+
+    monkeypatch.setattr(made.context, "launch", flip_at_ten)
+    made.feed(b"".join(quiet(launch_of(made), number) for number in range(1, 100)) + sync(100), expect_launches=True)
+    assert [entry[4] for entry in made.context.launches] == list(range(1, 11))
+    assert len(made.replies) == 1
+
+
 def test_an_unloaded_module_is_expected_no_more(made: Rig) -> None:
     made.feed(quiet(launch_of(made), 1), expect_launches=True)
     unload = build_frame(Opcode.MODULE_UNLOAD, made.module.to_bytes(8, "big"), request_id=2, session_id=LEASE)
