@@ -12,6 +12,7 @@ from gpulease.client.cli.private_daemon import private_daemon
 from gpulease.client.cli.tables import table
 from gpulease.client.verify.claims import Claim, canary, check, launch_gate, six_and_no_seventh
 from gpulease.client.verify.faults import Fault, Sizes, faults
+from gpulease.client.verify.leftovers import host_buffers
 from gpulease.client.verify.matrix import Row, run_matrix
 from gpulease.client.verify.neighbour import neighbour
 from gpulease.client.verify.scene import Scene
@@ -81,6 +82,8 @@ def _claims(scene: Scene, only: str) -> Iterator[Claim]:
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 << 20
     if only in "no byte of an earlier lease":
         yield check("no byte of an earlier lease", lambda: canary(scene, canary_bytes))
+    if only in "no byte of it in the host's buffers":
+        yield check("no byte of it in the host's buffers", lambda: host_buffers(scene))
     if only in "launch gate":
         yield check("launch gate", lambda: launch_gate(scene, 10 if scene.is_card else 3))
 

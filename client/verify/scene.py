@@ -1,6 +1,5 @@
 """What every row of the matrix needs: leases, the card's figure, and the end of a lease, timed."""
 
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLeaseError
 from gpulease.client.blocking import ask
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.card import ask_card, card_title
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef
 
@@ -20,9 +19,6 @@ END_S: Final = 30.0
 
 CARD_S: Final = 5.0
 """For the card's own figure to be back; it was proved back before the lease was torn down."""
-
-QUERY_S: Final = 30.0
-"""For nvidia-smi to answer."""
 
 NAME_CHARS: Final = 15
 """Of a process's name that the kernel keeps."""
@@ -56,8 +52,7 @@ class Scene:
 
     def title(self) -> str:
         """The card, what computes on it, and the day: what a table must say to mean something later."""
-        version = f" {self._ask_card('driver_version')}" if self.is_card else ""
-        return f"{self.card_name}, driver {self.driver}{version}, {time.strftime('%Y-%m-%d')}"
+        return card_title(self.driver, self.card_name, self.card_uuid)
 
     @property
     def is_card(self) -> bool:
@@ -83,16 +78,7 @@ class Scene:
 
     def used_mib(self) -> int:
         """What is used on the card, by its own account; 0 for a pretended one."""
-        return int(self._ask_card("memory.used")) if self.is_card else 0
-
-    def _ask_card(self, what: str) -> str:
-        """One figure of the card's own. Raises CannotStart: without it nothing would be proved."""
-        command = ["nvidia-smi", f"--id={self.card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CannotStart(f"nvidia-smi does not say {what}: {error}") from None
-        return done.stdout.strip()
+        return int(ask_card(self.card_uuid, "memory.used")) if self.is_card else 0
 
     def wait_for_end(self, lease_id: int) -> str:
         """Return once the lease is torn down; its cause. Raises Breach."""

@@ -42,6 +42,7 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(row["during"]["rounds"] > 0 and not row["during"]["error"] for row in rows.values())
     assert {claim["name"] for claim in report["claims"]} == {
         "no byte of an earlier lease",
+        "no byte of it in the host's buffers",
         "launch gate",
         "six leases",
     }
