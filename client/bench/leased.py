@@ -1,11 +1,11 @@
 """What work through a lease costs, seen from the tenant."""
 
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, LeaseExpired
+from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
 
 SLICE_BYTES: Final = 256 << 20
@@ -13,25 +13,6 @@ COPY_BYTES: Final = 16 << 20
 LARGE_COPY_BYTES: Final = 256 << 20
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
-
-SPIN_PTX: Final = b""".version 7.0
-.target sm_75
-.address_size 64
-.visible .entry spin(.param .u64 flag)
-{
-    .reg .pred %p1;
-    .reg .b32 %r1;
-    .reg .b64 %rd<3>;
-    ld.param.u64 %rd1, [flag];
-    cvta.to.global.u64 %rd2, %rd1;
-AGAIN:
-    ld.volatile.global.u32 %r1, [%rd2];
-    setp.eq.u32 %p1, %r1, 0;
-    @%p1 bra AGAIN;
-    ret;
-}
-"""
-"""A kernel that never ends by itself: its flag stays 0."""
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
@@ -133,39 +114,3 @@ def acquisition(address: str, count: int) -> dict[str, float]:
         "free_p50_ms": percentile(frees, 50),
         "free_p99_ms": percentile(frees, 99),
     }
-
-
-def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
-    """From a lease's deadline, under a kernel that never ends, to the tenant's error and to memory proved free."""
-    told, free = [], []
-    for _ in range(count):
-        lease = GpuBuilder(address).min_vram(1 << 20).lease_secs(ttl_s).acquire()
-        deadline = time.monotonic() + lease.remaining_s
-        _spin_until_expired(lease)
-        told.append((time.monotonic() - deadline) * 1e3)
-        free.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
-    return {
-        "expiry_told_p50_ms": percentile(told, 50),
-        "expiry_told_p99_ms": percentile(told, 99),
-        "expiry_free_p50_ms": percentile(free, 50),
-        "expiry_free_p99_ms": percentile(free, 99),
-    }
-
-
-def _spin_until_expired(lease: GpuLease) -> None:
-    with GpuSession(lease) as session:
-        flag = session.mem_alloc(4)
-        session.launch(session.module_load(SPIN_PTX), "spin", (1,), (1,), KernelArgs().push_buffer(flag))
-        try:
-            session.sync()
-        except LeaseExpired:
-            return
-    raise RuntimeError("a kernel that never ends has ended")
-
-
-def _wait_until_torn_down(lease: GpuLease) -> dict[str, Any]:
-    while True:
-        report = lease.query()
-        if report["state"] in ("torndown", "fenced"):
-            return report
-        time.sleep(0.002)

@@ -6,13 +6,15 @@ import statistics
 import subprocess
 import sys
 from importlib.resources import as_file, files
-from typing import Final
+from typing import Any, Final
 
 import click
 
+from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.kernels import kernel_figures
-from gpulease.client.bench.leased import acquisition, arena_copies, expiry, hot_path
+from gpulease.client.bench.leased import acquisition, arena_copies, hot_path
 from gpulease.client.blocking import ask
+from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
 from gpulease.client.cli.tables import table
@@ -21,6 +23,9 @@ from gpulease.protocol.messages import Empty
 
 DIRECT_TIMEOUT_S: Final = 300
 """For one round of direct calls; a hung driver must not hang the benchmark."""
+
+GATE_FLIPS: Final = 400
+"""For a 99th percentile that means something; each takes milliseconds."""
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
@@ -46,6 +51,21 @@ _LEASE_ROWS: Final = (
     ("expiry_told_p99_ms", "deadline to the tenant's error, endless kernel, p99"),
     ("expiry_free_p50_ms", "deadline to memory proved free, endless kernel, p50"),
     ("expiry_free_p99_ms", "deadline to memory proved free, endless kernel, p99"),
+    ("revoke_told_p50_ms", "revoke to the tenant's error, endless kernel, p50"),
+    ("revoke_told_p99_ms", "revoke to the tenant's error, endless kernel, p99"),
+    ("revoke_free_p50_ms", "revoke to memory proved free, endless kernel, p50"),
+    ("revoke_free_p99_ms", "revoke to memory proved free, endless kernel, p99"),
+)
+_BARE_ROWS: Final = (
+    ("open_p50_ms", "fork to a context that answers, p50"),
+    ("open_p99_ms", "fork to a context that answers, p99"),
+    ("reap_p50_ms", "SIGKILL to reaped, endless kernel, p50"),
+    ("reap_p99_ms", "SIGKILL to reaped, endless kernel, p99"),
+)
+_GATE_ROWS: Final = (
+    ("refused_p50_us", "flip to the typed refusal, us, p50"),
+    ("refused_p99_us", "flip to the typed refusal, us, p99"),
+    ("begun_after_flip_most", "launches begun after the flip, most"),
 )
 
 _KERNEL_ROWS: Final = (
@@ -71,9 +91,9 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--leases",
     type=_POSITIVE,
-    default=20,
+    default=30,
     show_default=True,
-    help="Leases acquired and freed, and as many left to expire.",
+    help="Leases acquired and freed, and as many left to expire, and revoked.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -> None:
@@ -84,9 +104,11 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
-        lease_figures = acquisition(address, leases) | expiry(address, leases)
+        lease_figures = acquisition(address, leases) | expiry(address, leases) | revocation(address, leases)
+        bare, gate = _bare(card, leases), _gate(card)
         kernels = kernel_figures(address)
     report = {
+        "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
         "card": card["name"],
         "leased": leased,
@@ -95,6 +117,8 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
+        "bare": {name: round(value, 2) for name, value in bare.items()},
+        "gate": {name: round(value, 1) for name, value in gate.items()},
         "kernels": {
             name: {figure: round(value, 4) for figure, value in figures.items()} for name, figures in kernels.items()
         },
@@ -118,12 +142,27 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
 
 def _direct(driver: str, launches: int) -> Figures:
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        command = [sys.executable, "-P", "-m", "gpulease.daemon.direct", driver, str(ptx), str(launches), "500"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DIRECT_TIMEOUT_S, check=False)
+        return _in_a_process("direct", driver, str(ptx), str(launches), "500")
+
+
+def _bare(card: dict[str, Any], count: int) -> Figures:
+    return _in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
+
+
+def _gate(card: dict[str, Any]) -> Figures:
+    with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
+        return _in_a_process("gate", card["driver"], card["uuid"], str(ptx), str(GATE_FLIPS))
+
+
+def _in_a_process(module: str, *words: str, standard_input: bytes = b"") -> Figures:
+    """What a module of the daemon's measures, run by itself. Raises CannotStart."""
+    command = [sys.executable, "-P", "-m", f"gpulease.daemon.{module}", *words]
+    done = subprocess.run(command, input=standard_input, capture_output=True, timeout=DIRECT_TIMEOUT_S, check=False)
     try:
         figures: Figures = json.loads(done.stdout.splitlines()[0])
     except (IndexError, ValueError):
-        raise CannotStart(f"the direct calls failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}") from None
+        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise CannotStart(f"the direct calls failed: {said}") from None
     return figures
 
 
@@ -134,14 +173,13 @@ def _medians(rounds: list[Figures]) -> Figures:
 def _tables(report: dict[str, object]) -> str:
     maps = [report[key] for key in ("leased", "leased_by_socket", "direct", "ratio")]
     leased, by_socket, direct, ratio = (found for found in maps if isinstance(found, dict))
-    leases = report["leases"]
     rows = [
         [text, *(f"{figures[name]:.2f}" for figures in (leased, by_socket, direct)), unit, f"{ratio[name]:.2f}"]
         for name, text, unit in _ROWS
         if name in ratio
     ]
     parts = [
-        f"{report['card']}, driver {report['driver']}",
+        str(report["title"]),
         table(["", "leased", "by socket", "direct", "unit", "leased/direct"], rows),
     ]
     if "launch_to_pycuda_call" in report:
@@ -149,13 +187,14 @@ def _tables(report: dict[str, object]) -> str:
             f"pipelined launch / pycuda Function.__call__ ({direct['pycuda_call_us']:.2f} us): "
             f"{report['launch_to_pycuda_call']}"
         )
-    if isinstance(leases, dict):
-        parts.append(
-            table(
-                [f"over {report['lease_samples']} leases", "ms"],
-                [[text, f"{leases[name]:.2f}"] for name, text in _LEASE_ROWS],
-            )
-        )
+    for name, head, texts in (
+        ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
+        ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
+        ("gate", f"a worker that launches as fast as it can, over {GATE_FLIPS} flips", _GATE_ROWS),
+    ):
+        figures = report[name]
+        if isinstance(figures, dict):
+            parts.append(table([head, ""], [[text, f"{figures[key]:.2f}"] for key, text in texts]))
     if isinstance(report["kernels"], dict):
         parts.append(_kernel_table(report["kernels"]))
     return "\n\n".join(parts)
