@@ -13,6 +13,7 @@ from typing import Any
 
 from gpulease.daemon.__main__ import main
 from gpulease.daemon.cards.embedded import EmbeddedCards
+from gpulease.daemon.cards.source import CardSource
 
 
 def break_things(faults: dict[str, Any]) -> None:
@@ -23,13 +24,8 @@ def break_things(faults: dict[str, Any]) -> None:
         assert hasattr(found, name), place
         setattr(found, name, value)
     if faults["withhold_proof_while"] is not None:
-        flag = Path(faults["withhold_proof_while"])
-
-        def missing_proof(self: EmbeddedCards, card_uuid: str, pid: int) -> str:
-            return "the test withholds the proof" if flag.exists() else ""
-
-        # A fault injected from outside: production code has no switch for it.
-        EmbeddedCards.missing_proof = missing_proof  # type: ignore[method-assign]
+        for cards in card_sources():
+            withhold_proof(cards, Path(faults["withhold_proof_while"]))
     if faults["inflate_while"] is not None:
         inflated = Path(faults["inflate_while"])
 
@@ -37,6 +33,23 @@ def break_things(faults: dict[str, Any]) -> None:
             return 1 << 40 if inflated.exists() else 0
 
         EmbeddedCards.process_bytes = process_bytes  # type: ignore[method-assign]
+
+
+def card_sources() -> list[type[CardSource]]:
+    """Those that this daemon may use; the real cards' need NVML's bindings."""
+    if "cuda" not in sys.argv:
+        return [EmbeddedCards]
+    return [importlib.import_module("gpulease.daemon.cards.nvidia").NvidiaCards]
+
+
+def withhold_proof(cards: type[CardSource], flag: Path) -> None:
+    """A fault injected from outside: production code has no switch for it."""
+    proof = cards.missing_proof
+
+    def missing_proof(self: CardSource, card_uuid: str, pid: int) -> str:
+        return "the test withholds the proof" if flag.exists() else proof(self, card_uuid, pid)
+
+    cards.missing_proof = missing_proof  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
