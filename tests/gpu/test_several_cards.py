@@ -25,13 +25,15 @@ GIB = 1 << 30
 
 # What a worker's process sees of the host's cards, once it has opened its context.
 WHAT_IS_SEEN = """
-import json, sys
+import json, os, sys
 from gpulease.daemon.drivers.cuda.driver import CudaDriver
 driver = CudaDriver()
 driver.preload()
 driver.open_context(sys.argv[1], 1 << 20)
 import pycuda.driver as cuda
-print(json.dumps([cuda.Device(number).pci_bus_id() for number in range(cuda.Device.count())]))
+print(json.dumps([cuda.Device(number).pci_bus_id() for number in range(cuda.Device.count())]), flush=True)
+# As a worker ends: pycuda aborts a process that leaves its context behind.
+os._exit(0)
 """
 
 
@@ -61,12 +63,13 @@ def test_a_lease_pinned_by_uuid_is_on_that_card_alone(daemon: Daemon, cards: Car
     used = cards.used_bytes()
     with daemon.builder(GIB).device(uuid).acquire() as lease, GpuSession(lease) as session:
         assert lease.card_uuid == session.card_uuid == uuid
-        session.mem_alloc(GIB - (4 << 20))
+        held_buffer = session.mem_alloc(GIB - (4 << 20))
         check_main_job(session)
         pid = daemon.worker_pid(lease.lease_id)
         held = [cards.process_bytes(card, pid) for card in range(len(used))]
         assert held[index] >= GIB - (4 << 20)
         assert sum(held) == held[index]
+        session.mem_free(held_buffer)
 
 
 def test_a_worker_sees_its_own_card_alone(cards: Cards) -> None:
