@@ -69,7 +69,7 @@ def kernel_figures(address: str) -> dict[str, Figures]:
     with _session(address) as session:
         again = [_load_ms(session, image) for image in images]
         module = session.module_load(kernels_ptx())
-        figures = {name: _measure(session, module, work) for name, work in _works().items()}
+        figures = {name: _measure(session, module, work) for name, work in works().items()}
     return figures | {
         "load_cold": {"leased_ms": percentile(cold, 50)},
         "load_again": {"leased_ms": percentile(again, 50)},
@@ -94,7 +94,8 @@ def kernels_ptx() -> bytes:
     return files("gpulease.client.bench").joinpath("kernels.ptx").read_bytes()
 
 
-def _works() -> dict[str, Work]:
+def works() -> dict[str, Work]:
+    """What is measured, by name."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
@@ -168,27 +169,48 @@ def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
     return result
 
 
+class Prepared:
+    """A work on the card of a session: its arrays are there, its arguments packed."""
+
+    def __init__(self, session: GpuSession, module: Module, work: Work) -> None:
+        self._session, self._module, self._work = session, module, work
+        self._wanted = work.numpy()
+        self._buffers = [_upload(session, array) for array in (work.into, *work.operands)]
+        self._args = KernelArgs()
+        for buffer in self._buffers:
+            self._args.push_buffer(buffer)
+        for number in work.numbers:
+            self._args = self._args.push_u32(number) if isinstance(number, int) else self._args.push_f32(number)
+
+    def launch(self) -> None:
+        """Launch it and wait."""
+        work = self._work
+        self._session.launch(
+            self._module, work.kernel, work.grid, work.block, self._args, shared_bytes=work.shared_bytes
+        )
+        self._session.sync()
+
+    def check(self) -> None:
+        """Launch it on its first values. Raises WrongResult unless the result is numpy's."""
+        self._session.mem_write(self._buffers[0], 0, self._work.into)
+        self.launch()
+        found = np.empty_like(self._work.into)
+        self._session.mem_read(self._buffers[0], 0, found.nbytes, into=found)
+        if not np.allclose(found, self._wanted, rtol=1e-3, atol=1e-3):
+            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(found - self._wanted).max()}")
+
+    def free(self) -> None:
+        """Give its arrays back."""
+        for buffer in self._buffers:
+            self._session.mem_free(buffer)
+
+
 def _measure(session: GpuSession, module: Module, work: Work) -> Figures:
     """Each launch with its wait, then numpy; the first launch's result must be numpy's. Raises WrongResult."""
-    buffers = [_upload(session, array) for array in (work.into, *work.operands)]
-    args = KernelArgs()
-    for buffer in buffers:
-        args.push_buffer(buffer)
-    for number in work.numbers:
-        args = args.push_u32(number) if isinstance(number, int) else args.push_f32(number)
-
-    def launch() -> None:
-        session.launch(module, work.kernel, work.grid, work.block, args, shared_bytes=work.shared_bytes)
-        session.sync()
-
-    launch()
-    found, wanted = np.empty_like(work.into), work.numpy()
-    session.mem_read(buffers[0], 0, found.nbytes, into=found)
-    if not np.allclose(found, wanted, rtol=1e-3, atol=1e-3):
-        raise WrongResult(f"kernel {work.kernel} is off by up to {abs(found - wanted).max()}")
-    leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (launch, work.numpy))
-    for buffer in buffers:
-        session.mem_free(buffer)
+    prepared = Prepared(session, module, work)
+    prepared.check()
+    leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))
+    prepared.free()
     figures = {"leased_ms": leased, "numpy_ms": numpy, "ratio": leased / numpy}
     if work.flop:
         rate = work.flop / leased / 1e6

@@ -12,6 +12,7 @@ from gpulease.client.bench.figures import percentile
 from gpulease.client.blocking import ask
 from gpulease.client.verify.kernels import ONE, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.scene import Breach, Scene
+from gpulease.client.verify.workloads import at_the_same_time
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 
@@ -66,7 +67,7 @@ def canary(scene: Scene, size_bytes: int) -> str:
 
 
 def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
-    """Six leases get every byte they asked for and compute side by side; the seventh is refused."""
+    """Six leases do different work at the same time, each with every byte it asked for; the seventh is refused."""
     with contextlib.ExitStack() as stack:
         sessions = []
         for _ in range(TENANTS):
@@ -78,6 +79,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
             refused = str(error)
         else:
             raise Breach("a seventh lease was granted")
+        rounds = at_the_same_time(sessions)
         words = (slice_bytes if scene.is_card else HOST_BYTES) // WORD_BYTES
         work = []
         for number, session in enumerate(sessions):
@@ -89,7 +91,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
             for at in (0, words // 2, words - 1):
                 if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
                     raise Breach(f"tenant {value} reads something else than it wrote")
-    return f"6 x {slice_bytes >> 20} MiB; the seventh: {refused}"
+    return f"6 x {slice_bytes >> 20} MiB, {rounds} rounds of six kinds of work, all right; the seventh: {refused}"
 
 
 def launch_gate(scene: Scene, count: int) -> str:

@@ -1,15 +1,19 @@
 """`gpulease verify` on the embedded driver: a few rows of it, and what it says of a promise that does not hold."""
 
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from gpulease.client import GpuSession
 from gpulease.client.cli import verify as command
 from gpulease.client.verify.claims import check
 from gpulease.client.verify.faults import Fault, Sizes, Told, faults
 from gpulease.client.verify.scene import Breach, Scene, worker_pid
+from gpulease.client.verify.workloads import at_the_same_time
+from helpers.daemon import Daemon
 
 
 def verify(*words: str) -> Result:
@@ -72,3 +76,15 @@ def test_a_promise_that_does_not_hold() -> None:
 def test_a_process_that_is_not_there() -> None:
     with pytest.raises(Breach, match="there is no process gpul-"):
         worker_pid(1)
+
+
+def test_one_wrong_result_among_six_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.client.verify.workloads.WORK_S", 0)
+    monkeypatch.setattr("gpulease.client.verify.workloads.count_set", lambda *_: 5)
+    with ExitStack() as stack:
+        leases = [stack.enter_context(daemon.builder(32 << 20).acquire()) for _ in range(6)]
+        sessions = [stack.enter_context(GpuSession(lease)) for lease in leases]
+        with pytest.raises(Breach) as caught:
+            at_the_same_time(sessions)
+    told = sorted(str(caught.value).split("; "))
+    assert told == ["tenant 5: 5 of 262144 words were counted", "tenant 6: memory given anew is not zero"]
