@@ -9,7 +9,7 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import KernelEntry
 
 if TYPE_CHECKING:
-    from gpulease.client.core.session import SessionState
+    from gpulease.client.core.attached import Attached
 
 
 class Handle:
@@ -19,9 +19,9 @@ class Handle:
 
     _free_op: Opcode
 
-    def __init__(self, owner: "SessionState", handle: int) -> None:
+    def __init__(self, owner: "Attached", handle: int) -> None:
         """Args: owner: Its session; None once it is freed. handle: Its number on the wire."""
-        self.owner: SessionState | None = owner
+        self.owner: Attached | None = owner
         self.handle = handle
 
     @property
@@ -29,7 +29,7 @@ class Handle:
         """Whether it can still be used: not freed, and its session and lease not over as far as is known here."""
         return self.owner is not None and self.owner.is_alive
 
-    def check(self, session: "SessionState", what: str) -> None:
+    def check(self, session: "Attached", what: str) -> None:
         """Raises InvalidHandle, naming the operation `what`, if this can't be used in `session`."""
         if self.owner is not session:
             kind = type(self).__name__.lower()
@@ -51,7 +51,7 @@ class Buffer(Handle):
 
     _free_op = Opcode.MEM_FREE
 
-    def __init__(self, owner: "SessionState", handle: int, size_bytes: int) -> None:
+    def __init__(self, owner: "Attached", handle: int, size_bytes: int) -> None:
         super().__init__(owner, handle)
         self.size_bytes = size_bytes
 
@@ -84,7 +84,7 @@ class Module(Handle):
 
     _free_op = Opcode.MODULE_UNLOAD
 
-    def __init__(self, owner: "SessionState", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
+    def __init__(self, owner: "Attached", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
         super().__init__(owner, handle)
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
         self.templates: dict[tuple[Any, ...], Any] = {}

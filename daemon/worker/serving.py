@@ -243,8 +243,7 @@ class Server:
                 connection.spins_left = SPINS_PER_REPLY
         if reader.is_mid_frame:
             connection.heard_at_s = time.monotonic()
-        if session.may_have_grown:
-            session.may_have_grown = False
+        if session.take_growth():
             report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)

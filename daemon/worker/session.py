@@ -14,35 +14,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, ImageRejected, KernelFault, LaunchRejected
+from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected
 from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
+from gpulease.daemon.worker.memory import MemoryDesk
+from gpulease.daemon.worker.modules import ModuleDesk
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
-from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
+from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import (
-    HANDLE,
-    MEM_READ,
     MIDDLE_AT,
     REQUEST_ID_OFFSET,
-    data_prefix,
-    parse_fixed,
-    parse_mem_write,
 )
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
-from gpulease.protocol.limits import MAX_DATA_BYTES
 from gpulease.protocol.messages import (
-    Handle,
-    KernelEntry,
-    MemAlloc,
-    MemRead,
-    ModuleLoad,
-    ModuleLoaded,
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Opcode, Status
@@ -76,7 +66,6 @@ class Session:
         lost: Why the context can do nothing any more, None while it can.
         arena: Its arena, and the copies from and to it.
         watch: Its kernels' times.
-        may_have_grown: The context was made to do what can take memory of the card by itself; whoever looks resets it.
     """
 
     def __init__(
@@ -84,7 +73,7 @@ class Session:
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
-        self.may_have_grown = False
+        self._may_have_grown = False
         self._context = context
         self._ledger = ledger
         self._page = page
@@ -94,16 +83,17 @@ class Session:
         if self.watch.is_on:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
-        self._staging = bytearray()
+        memory = MemoryDesk(ledger, context, self._count, self._check_lease)
+        self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
-            Opcode.MEM_ALLOC: self._mem_alloc,
-            Opcode.MEM_FREE: self._mem_free,
-            Opcode.MEM_WRITE: self._mem_write,
-            Opcode.MEM_READ: self._mem_read,
-            Opcode.MODULE_LOAD: self._module_load,
-            Opcode.MODULE_UNLOAD: self._module_unload,
+            Opcode.MEM_ALLOC: memory.alloc,
+            Opcode.MEM_FREE: memory.free,
+            Opcode.MEM_WRITE: memory.write,
+            Opcode.MEM_READ: memory.read,
+            Opcode.MODULE_LOAD: modules.load,
+            Opcode.MODULE_UNLOAD: modules.unload,
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,
@@ -204,6 +194,12 @@ class Session:
         self._counters[_SYNCS] += 1
         return self._sync_pattern.reply(number)
 
+    def take_growth(self) -> bool:
+        """Whether the context was made to do what can take memory of the card by itself; told once."""
+        has_grown = self._may_have_grown or self._modules.may_have_grown
+        self._may_have_grown = self._modules.may_have_grown = False
+        return has_grown
+
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()
@@ -288,73 +284,6 @@ class Session:
 
     # --- operations ---
 
-    def _mem_alloc(self, frame: Frame) -> bytes:
-        size_bytes = parse_body(MemAlloc, frame.payload).size_bytes
-        self._ledger.check_alloc(size_bytes)
-        address = self._context.mem_alloc(size_bytes)
-        self._ledger.add_allocation(address, size_bytes)
-        self._count()
-        return done(frame, Handle(address))
-
-    def _mem_free(self, frame: Frame) -> bytes:
-        (handle,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        self._ledger.check_allocation(handle)
-        self._context.mem_free(handle, self._check_lease)
-        self._ledger.remove_allocation(handle)
-        self._count()
-        return empty(frame)
-
-    def _mem_write(self, frame: Frame) -> bytes:
-        handle, offset, data = parse_mem_write(memoryview(frame.payload))
-        address = self._ledger.locate(handle, offset, len(data))
-        if data:
-            self._context.mem_write(address, data, self._check_lease)
-        return empty(frame)
-
-    def _mem_read(self, frame: Frame) -> bytes | memoryview:
-        handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
-        if length > MAX_DATA_BYTES:
-            raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
-        address = self._ledger.locate(handle, offset, length)
-        prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
-        total = len(prefix) + length
-        if len(self._staging) < total:
-            self._staging = bytearray(total)
-        reply = memoryview(self._staging)[:total]
-        reply[: len(prefix)] = prefix
-        if length:
-            self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
-        return reply
-
-    def _module_load(self, frame: Frame) -> bytes:
-        image = parse_body(ModuleLoad, frame.payload).image
-        self._ledger.check_load(len(image))
-        module = self._context.module_load(image, self._ledger.check_module)
-        self.may_have_grown = True
-        kernels = tuple(
-            KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
-            for name, kernel in module.kernels.items()
-        )
-        number = self._ledger.add_module(module, len(image))
-        self._count()
-        try:
-            return done(frame, ModuleLoaded(number, kernels))
-        except LocalProtocolError as error:
-            # Too many kernels, or names too long to be told.
-            self._ledger.remove_module(number)
-            self._context.module_unload(module, self._check_lease)
-            self._count()
-            raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
-
-    def _module_unload(self, frame: Frame) -> bytes:
-        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
-        module = self._ledger.module(number)
-        self._planner.forget()
-        self._context.module_unload(module, self._check_lease)
-        self._ledger.remove_module(number)
-        self._count()
-        return empty(frame)
-
     def _count(self) -> None:
         self._ledger.rounding_bytes = self._context.rounding_bytes
         self._counters[Counter.ALLOCATED_BYTES] = self._ledger.charged_bytes
@@ -369,7 +298,7 @@ class Session:
             raise
         if self._planner.has_new_kernel:
             self._planner.has_new_kernel = False
-            self.may_have_grown = True
+            self._may_have_grown = True
             self._count()
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else empty(frame)

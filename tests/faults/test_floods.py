@@ -118,7 +118,7 @@ def test_ten_thousand_idle_connections_at_once(start_daemon: Callable[..., Daemo
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         with ExitStack() as stack:
-            # Those inside have said hello, so that none of them is sent off while the others come, however slow the host.
+            # Those inside have said hello: none is sent off while the others come, however long that takes.
             inside = [stack.enter_context(RawPeer(daemon.tcp_address)).hello() for _ in range(LIMIT - 1)]
             socks = []
             for number in range(TEN_THOUSAND):

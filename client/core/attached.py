@@ -1,0 +1,263 @@
+"""An attached connection: opening and closing it, and how an operation on it is done.
+
+Failures of quiet requests are kept by the worker and come back as the reply of the next request that has one. That
+request was not done, and nothing behind the failed one was, so frees that were under way are sent again.
+"""
+
+import socket
+from collections import deque
+from collections.abc import Callable, Container
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from gpulease.client.core.arena import Arena
+from gpulease.client.core.channel import Channel
+from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
+from gpulease.client.core.fate import find_fate
+from gpulease.client.core.lease import LEASE_OVER, LeaseState
+from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.prompt import Prompter
+from gpulease.client.core.ring_channel import share
+from gpulease.client.core.steps import Limit, Locked, Procedure
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
+from gpulease.client.handles import Handle
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
+from gpulease.protocol.messages import Attach, AttachReply, Body
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.sharing import Wanted
+
+T = TypeVar("T")
+
+EXPIRY_MARGIN_S: Final = 5.0
+"""How long past the lease's end an operation still waits to be told: the daemon's grace, the reclaim, a slow host."""
+
+ATTACH_LIMIT_S: Final = 30.0
+"""Longest a session may take to open. A process and its context take 0.6 s, sixteen at once 3 s."""
+
+MEM_WRITE_FIXED_BYTES: Final = 20
+"""Of a MEM_WRITE's payload, what is not data: handle, offset and length."""
+
+FREES_PER_FLUSH: Final = 256
+"""Dropped handles freed by one operation at most, so that it is not held up by a list that was thrown away."""
+
+_NOT_OPEN: Final = Failure(
+    Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with AsyncGpuSession(lease) as session`"
+)
+_CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open another one on the lease")
+
+
+class LeaseLimit:
+    """A session operation may take as long as the lease lives, which a renewal moves; then the broker is asked."""
+
+    def __init__(self, lease: LeaseState) -> None:
+        self._lease = lease
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises LinkEnded, unless the broker says that the lease was renewed elsewhere."""
+        report = yield from self._lease.query()
+        remaining_ms = report.get("remaining_ms")
+        if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
+            self._lease.deadline = self._lease.clock() + remaining_ms / 1000
+            return
+        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
+
+
+class Attached:
+    """A session's connection and what is known of both.
+
+    Attributes:
+        lease: Its lease.
+        channel: Its connection.
+        session_id: Its lease's number.
+        attached: What the worker said of it.
+        end: How it ended; None while it lives.
+        dropped: Handles whose last reference went, to be freed by the next operation.
+        limit: How long an operation may take.
+        chunk_bytes: Into what pieces copies are cut.
+    """
+
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
+        """Args: wanted: What to share with the worker. spin_ns: How long to look for an answer before sleeping."""
+        self.lease = lease
+        self.lock = lock
+        self._wanted = wanted
+        self._spin_ns = spin_ns
+        self.session_id = lease.grant.lease_id
+        self.end: Failure | None = _NOT_OPEN
+        self.dropped: deque[tuple[Opcode, int]] = deque()
+        self.limit: Limit = LeaseLimit(lease)
+        self.channel: Channel
+        self.attached: AttachReply
+        self.chunk_bytes = DATA_CHUNK_BYTES
+        self._max_payload_bytes = 0
+        self._freed: deque[tuple[int, Opcode, int]] = deque()
+        self._send: Callable[[bytes], int]
+        self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
+        self.arena: Arena | None = None
+        self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
+        self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is open and its lease not over, as far as is known here."""
+        return self.end is None and self.lease.remaining_s > 0
+
+    # --- opening and closing ---
+
+    def attach(self) -> Procedure[None]:
+        """Open a connection and make it this session. Raises why it can't be."""
+        lease = self.lease
+        if lease.over is not None:
+            raise error_of(lease.over, "attach")
+        self.channel, hello = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
+        self._max_payload_bytes = hello.max_payload_bytes
+        self.chunk_bytes = max(
+            1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
+        )
+        try:
+            limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
+            self.channel.takes_descriptors = self._wanted != Wanted()
+            answer = yield from answer_to(
+                self.channel, Opcode.ATTACH, Attach(self._wanted.to_options()), limit, self.session_id
+            )
+        except LinkEnded as ended:
+            failure = ended.failure
+        except BaseException:
+            self.channel.close()
+            raise
+        else:
+            if isinstance(answer, Failure):
+                self.channel.close()
+                raise error_of(lease.heed(answer), "attach")
+            self.attached = answer
+            self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
+            self.end = None
+            self._send = self.channel.put
+            return
+        raise (yield from self._find_out(failure, "attach"))
+
+    def wake(self) -> None:
+        """Begin to close: whoever waits on the stream stops waiting and lets go of the lock."""
+        if self.end is None:
+            self.end = _CLOSED
+            with suppress(OSError):
+                self.channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the session from this side; its lease goes on."""
+        self.finish(_CLOSED)
+
+    def finish(self, failure: Failure) -> None:
+        """Nothing more can be done here, and why. A reason known already stays."""
+        if self.end is None or self.end is _NOT_OPEN:
+            self.end = failure
+        self.channel.close()
+        self.arena = None
+
+    # --- how they are done ---
+
+    def _operation(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        result: T = yield Locked(self.lock, self._guarded(doing, procedure))
+        return result
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is alive, with nothing to be freed and nothing under way."""
+        return self.end is None and self.lease.over is None and not self.dropped and self.channel.link.is_at_rest
+
+    def _go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """What is left of an operation that has begun, still under the session's lock."""
+        try:
+            return (yield from procedure)
+        except LinkEnded as ended:
+            failure = ended.failure
+        raise (yield from self._find_out(failure, doing))
+
+    def _guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+        """Refuse if it is over, free what was dropped, and find out what happened if the connection ends."""
+        over = self.end or self.lease.over
+        if over is not None:
+            raise error_of(over, doing)
+        try:
+            self.channel.link.forget()
+            if self.dropped:
+                yield from send(self.channel, (self.frees(),), self.limit)
+            return (yield from procedure)
+        except LinkEnded as ended:
+            failure = ended.failure
+        # Not inside the except block: the tenant's traceback shows one error, not two.
+        raise (yield from self._find_out(failure, doing))
+
+    def ask(self, op: Opcode, payload: bytes = b"") -> Procedure[Any]:
+        """A request, under the session's lock; its reply's body."""
+        request_id = self.channel.link.expect(op)
+        frame = build_frame(op, payload, request_id=request_id, session_id=self.session_id)
+        yield from send(self.channel, (frame,), self.limit)
+        result: Body | Failure = yield from receive(self.channel, request_id, self.limit)
+        self.settle(result, op.name.lower())
+        return result
+
+    def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
+        """A reply came: every quiet request before it is done, or failed, or was skipped. Raises its failure."""
+        if not self._freed and not isinstance(result, Failure):
+            return
+        freed, self._freed = self._freed, deque()
+        if not isinstance(result, Failure):
+            return
+        failed_at = result.failed_request_id
+        if failed_at is not None:
+            self.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
+        result = self.lease.heed(result)
+        if result.status in LEASE_OVER:
+            self.finish(result)
+        raise error_of(result, doing, own_requests)
+
+    def frees(self) -> bytes:
+        """Quiet frees of handles that were dropped."""
+        frames = []
+        for _ in range(min(len(self.dropped), FREES_PER_FLUSH)):
+            op, handle = self.dropped.popleft()
+            request_id = self.channel.link.connection.next_request_id()
+            self._freed.append((request_id, op, handle))
+            payload = HANDLE.pack(handle)
+            frames.append(build_frame(op, payload, request_id=request_id, session_id=self.session_id, flags=Flag.QUIET))
+        return b"".join(frames)
+
+    def _free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
+        self._check(handle, kind, doing)
+        try:
+            yield from self._operation(doing, self.ask(handle._free_op, HANDLE.pack(handle.handle)))
+        except InvalidHandle as error:
+            if error.failure.failed_request_id is None:
+                handle.owner = None
+            raise
+        handle.owner = None
+
+    def _check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
+        if not isinstance(handle, kind):
+            raise InvalidHandle(f"{doing}: {handle!r} is not a {kind.__name__}")
+        handle.check(self, doing)
+
+    def _find_out(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
+        """The connection ended as `failure` says: the error that tells what became of the lease."""
+        if self.end is not None and self.end is not _NOT_OPEN:
+            failure = self.end
+        elif self.lease.over is not None:
+            failure = self.lease.over
+        elif not self.channel.link.is_end_explained:
+            failure = yield from find_fate(self.lease, failure)
+        elif failure.status is Status.SESSION_FAILED:
+            # The worker was told that it is over, not why.
+            fate = yield from find_fate(self.lease, failure)
+            failure = failure if fate.status is Status.DISCONNECTED else fate
+        elif self.channel.link.said_goodbye:
+            failure = self.lease.heed(failure)
+        self.finish(failure)
+        return error_of(failure, doing)

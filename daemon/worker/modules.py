@@ -1,0 +1,71 @@
+"""A session's modules: loading, telling what is in them, unloading."""
+
+from collections.abc import Callable
+
+from gpulease.daemon.drivers.interface import Context, ImageRejected, Module
+from gpulease.daemon.worker.launching import Planner
+from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.replies import done, empty
+from gpulease.protocol.codec import parse_body
+from gpulease.protocol.errors import LocalProtocolError
+from gpulease.protocol.fastpath import HANDLE, parse_fixed
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded
+
+
+class ModuleDesk:
+    """Each method does one operation and gives its reply; see `MemoryDesk` for what they raise.
+
+    Attributes:
+        may_have_grown: The context was made to load something; whoever looks resets it.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        context: Context,
+        planner: Planner,
+        count: Callable[[], None],
+        check_lease: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._context = context
+        self._planner = planner
+        self._count = count
+        self._check_lease = check_lease
+        self.may_have_grown = False
+
+    def load(self, frame: Frame) -> bytes:
+        """MODULE_LOAD."""
+        image = parse_body(ModuleLoad, frame.payload).image
+        self._ledger.check_load(len(image))
+        module = self._context.module_load(image, self._ledger.check_module)
+        self.may_have_grown = True
+        number = self._ledger.add_module(module, len(image))
+        self._count()
+        try:
+            return done(frame, ModuleLoaded(number, _entries(module)))
+        except LocalProtocolError as error:
+            # Too many kernels, or names too long to be told.
+            self._give_back(number)
+            raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
+
+    def unload(self, frame: Frame) -> bytes:
+        """MODULE_UNLOAD."""
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        self._ledger.module(number)
+        self._planner.forget()
+        self._give_back(number)
+        return empty(frame)
+
+    def _give_back(self, number: int) -> None:
+        self._context.module_unload(self._ledger.module(number), self._check_lease)
+        self._ledger.remove_module(number)
+        self._count()
+
+
+def _entries(module: Module) -> tuple[KernelEntry, ...]:
+    return tuple(
+        KernelEntry(name, kernel.max_threads_per_block, tuple(part.size for part in kernel.parameters))
+        for name, kernel in module.kernels.items()
+    )
