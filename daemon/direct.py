@@ -63,7 +63,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         figures |= _pinned_copies(context, "256m", pinned)
         from gpulease.daemon.drivers.cuda.baseline import call_us
 
-        figures["pycuda_call_us"] = call_us(module, address, THREADS, launches)
+        figures["pycuda_call_us"] = call_us(ptx, address, THREADS, launches)
     context.close()
     return figures
 

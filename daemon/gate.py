@@ -6,6 +6,7 @@ typed refusal of what comes behind the launches, a SYNC here; and how many launc
 processes have a core each, if there are two: what is measured is the look, not who of them runs first.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -14,13 +15,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, cast
 
-from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module
+from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module, NativeLaunch
 from gpulease.daemon.drivers.registry import driver_named
+from gpulease.daemon.native.compiler import NativeCode
+from gpulease.daemon.native.kept_code import load_ir
 from gpulease.daemon.processes import die_with_parent
+from gpulease.daemon.worker import native
 from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.page import BrokerPage, WorkerPage
 from gpulease.daemon.worker.session import Session
@@ -48,17 +54,56 @@ class GateOpen(Exception):
     """A session whose lease is over did what it was asked to."""
 
 
+class Stamps(ctypes.Structure):
+    """A driver's native functions, and when launches through them began; stamp.ll has these offsets too."""
+
+    _fields_ = (
+        ("launch", ctypes.c_uint64),
+        ("query", ctypes.c_uint64),
+        ("driver", ctypes.c_uint64),
+        ("times", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("room", ctypes.c_uint64),
+    )
+
+
+@cache
+def _stamping_code() -> NativeCode:
+    return load_ir(files(native).joinpath("stamp.ll").read_text("ascii"))
+
+
 @dataclass
 class Stamped:
     """A context whose launches' begins are written down; all else is the context's own."""
 
     context: Context
-    begun_ns: list[int] = field(default_factory=list)
+    by_python_ns: list[int] = field(default_factory=list)
+    times: Any = field(default_factory=lambda: (ctypes.c_uint64 * BURST)())
+    stamps: Stamps = field(default_factory=Stamps)
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """See Context."""
-        self.begun_ns.append(time.monotonic_ns())
+        self.by_python_ns.append(time.monotonic_ns())
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
+
+    def native(self) -> NativeLaunch | None:
+        """See Context."""
+        own = self.context.native()
+        if own is None:
+            return None
+        code = _stamping_code()
+        self.stamps = Stamps(own.launch, own.query, own.state, ctypes.addressof(self.times), 0, BURST)
+        state = ctypes.addressof(self.stamps)
+        return replace(own, state=state, launch=code.address("stamped_launch"), query=code.address("stamped_query"))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.by_python_ns.clear()
+        self.stamps.count = 0
+
+    def begun_after(self, time_ns: int) -> int:
+        """How many launches, of not more than BURST, began after that."""
+        return sum(begun_ns > time_ns for begun_ns in self.by_python_ns + self.times[: self.stamps.count])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.context, name)
@@ -139,7 +184,7 @@ def _sample(flipper: Flipper, number: int, context: Stamped, module: Module) -> 
         flipper.ask()
         until_ns = time.monotonic_ns() + 10**9
         while reader.start == reader.end:
-            context.begun_ns.clear()
+            context.forget()
             reader.receive_data(stream)
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
@@ -152,7 +197,7 @@ def _sample(flipper: Flipper, number: int, context: Stamped, module: Module) -> 
         if answer is None or answer.status != Status.REVOKED:
             raise GateOpen("a revoked session's SYNC is not answered with REVOKED")
     before_ns, after_ns = flipper.flipped_ns(number)
-    begun = sum(begun_ns > after_ns for begun_ns in context.begun_ns)
+    begun = context.begun_after(after_ns)
     context.context.sync()
     return refused_ns - before_ns, begun
 
@@ -168,7 +213,7 @@ def _session(page: BrokerPage, context: Stamped, module: Module) -> Iterator[tup
     args = address.to_bytes(8, "little") + THREADS.to_bytes(4, "little") + b"\0\0\x80\x3f"
     body = build_body(Launch(number, "scale", 1, 1, 1, THREADS, 1, 1, 0, args, (8, 4, 4)))
     launch = build_frame(Opcode.LAUNCH, body, request_id=1, session_id=LEASE, flags=Flag.QUIET)
-    yield Session(LEASE, cast(Context, context), ledger, view), launch
+    yield Session(LEASE, cast(Context, context), ledger, view, native=context.native()), launch
     context.context.sync()
     context.context.mem_free(address)
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {"protocol": {"protocol"}, "client": {"client", "protocol"}, "daemo
 ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "pycuda": "daemon/drivers/cuda/",
     "cuda": "daemon/drivers/cuda/",
-    "llvmlite": "daemon/drivers/cpu/",
+    "llvmlite": "daemon/native/",
     "construct": "protocol/",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
     "msgpack": ("protocol/primitives.py", "daemon/channel.py", "daemon/drivers/cpu/compiled.py"),

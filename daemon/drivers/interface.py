@@ -7,7 +7,7 @@ checked by the session before a call gets here.
 Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,6 +149,30 @@ def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
     """The `Admit` that leaves it to the card."""
 
 
+@dataclass(frozen=True, slots=True)
+class NativeLaunch:
+    """How native code launches in a context and asks after it, in the thread that uses the context.
+
+    Attributes:
+        state: The address that both functions get first.
+        launch: Address of `int32 launch(state, record, params, params_bytes, tag)`, which queues one and gives 0, or
+            does nothing and gives another number: `Context.launch` then does it, or says why not.
+        query: Address of `int32 query(state)`: 0 if all that was launched has ended well and there is nothing to tell,
+            1 if something runs, any other number if `Context.sync` is to find out.
+        spin_ns: How long `query` is worth asking again and again.
+        record: What `launch` takes for a kernel, a grid, a block and bytes of shared memory, as long as its module is
+            loaded; None if that can be launched by `Context.launch` alone.
+        launched: To be told which kernel native code launched last, before the context is used otherwise.
+    """
+
+    state: int
+    launch: int
+    query: int
+    spin_ns: int
+    record: Callable[[Kernel, Dim3, Dim3, int], bytes | None]
+    launched: Callable[[Kernel], None]
+
+
 class Context(Protocol):
     """One device context: one stream, in order; used by one thread.
 
@@ -196,6 +220,9 @@ class Context(Protocol):
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
+
+    def native(self) -> NativeLaunch | None:
+        """How native code does the same, if it can; not behind `watch`."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for all launches."""

@@ -8,11 +8,13 @@ Tenants launch in loops, so a plan also remembers which one came after it last t
 that plan's pattern, byte for byte, nothing of it has to be parsed or checked again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel
 from gpulease.daemon.worker.ledger import Ledger, Refused
+from gpulease.daemon.worker.native.layout import PlanRecord
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.fastpath import LaunchPattern, split_launch
@@ -36,6 +38,8 @@ class Plan:
         moves: (from, to, size) of each argument if the wire's bytes need gaps, None if they fit as they are.
         pattern: What its frames look like.
         follower: The plan that came after this one last time.
+        record: The same for native code, if there is any.
+        at: That record's address, 0 without one.
     """
 
     kernel: Kernel
@@ -45,6 +49,8 @@ class Plan:
     moves: tuple[tuple[int, int, int], ...] | None
     pattern: LaunchPattern
     follower: "Plan | None" = None
+    record: PlanRecord | None = None
+    at: int = 0
 
     def lay_out(self, args: bytes) -> bytes:
         """The kernel's parameter buffer."""
@@ -62,9 +68,12 @@ class Planner:
     Attributes:
         expected: The plan of the next launch, if all goes on as it did.
         has_new_kernel: A plan was made: its kernel's first launch may make the context grow.
+        write_down: Gives a new plan its record for native code, if there is any.
     """
 
     def __init__(self, ledger: Ledger, session_id: int) -> None:
+        self.write_down: Callable[[Plan], None] | None = None
+        self._written: dict[int, Plan] = {}
         self.expected: Plan | None = None
         self.has_new_kernel = False
         self._ledger = ledger
@@ -83,13 +92,19 @@ class Planner:
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
             self._plans[key] = plan
+            if self.write_down is not None:
+                self.write_down(plan)
+                self._written[plan.at] = plan
         self.follow(plan)
         return plan, args
 
     def follow(self, plan: Plan) -> None:
         """The latest launch was of this plan, so what came after it then is expected to come again."""
-        if self._latest is not None:
-            self._latest.follower = plan
+        latest = self._latest
+        if latest is not None and latest.follower is not plan:
+            latest.follower = plan
+            if latest.record is not None:
+                latest.record.follower = plan.at
         self.resume(plan)
 
     def resume(self, plan: Plan) -> None:
@@ -97,9 +112,14 @@ class Planner:
         self._latest = plan
         self.expected = plan.follower or plan
 
+    def written_at(self, address: int) -> Plan:
+        """The plan whose record lies there."""
+        return self._written[address]
+
     def forget(self) -> None:
         """A module went away: its plans must not launch it."""
         self._plans.clear()
+        self._written.clear()
         self.expected = self._latest = None
 
     def refused(self) -> None:

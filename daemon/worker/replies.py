@@ -33,6 +33,11 @@ class SyncPattern:
         self._front, self._tail = request[:REQUEST_ID_OFFSET], request[MIDDLE_AT:]
         self._reply_front, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT:]
 
+    @property
+    def texts(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """What stands before and behind the number: of the SYNC, and of its reply."""
+        return self._front, self._tail, self._reply_front, self._reply_tail
+
     def number(self, reader: FrameReader) -> bytes:
         """The number of a SYNC at the front of what has arrived, as it travels; nothing if there is none."""
         start, stands_at = reader.start, reader.buffer.startswith

@@ -9,12 +9,14 @@ import select
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
+from gpulease.daemon.worker.native.layout import Outcome
 from gpulease.daemon.worker.session import Session
-from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
+from gpulease.daemon.worker.wires import SPINS_PER_REPLY, ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -40,10 +42,6 @@ LOOK_MS: Final = 5000
 
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
-
-SPINS_PER_REPLY: Final = 2
-"""Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
-sleeps while requests gather, and takes many at once."""
 
 
 class _Connection:
@@ -81,7 +79,7 @@ class Server:
             self._session.look()
             timeout_ms = self._look_after_ms()
             for connection in self._connections.values():
-                if not connection.wire.doze():
+                if connection.fd not in self._unfinished and not connection.wire.doze():
                     self._unfinished.add(connection.fd)
             heard = {fd for fd, _ in self._poll.poll(0 if self._unfinished else timeout_ms)}
             for connection in self._connections.values():
@@ -198,12 +196,29 @@ class Server:
     def _serve(self, connection: _Connection) -> None:
         try:
             for _ in range(READS_PER_TURN):
-                if not self._receive(connection):
+                outcome = self._serve_ring(connection)
+                if outcome is Outcome.TURN:
+                    break
+                if connection.reader.is_mid_frame and outcome is not None:
+                    self._serve_frames(connection)
+                elif outcome in (Outcome.WAKE_READER, Outcome.WAKE_WRITER):
+                    continue
+                elif self._receive(connection):
+                    self._serve_frames(connection)
+                else:
                     return
-                self._serve_frames(connection)
             self._unfinished.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
+
+    def _serve_ring(self, connection: _Connection) -> Outcome | None:
+        """Let native code serve the ring, if there is one and nothing has been taken from it that is not served."""
+        wire, reader = connection.wire, connection.reader
+        if reader.start != reader.end or not isinstance(wire, RingWire):
+            return None
+        serve = partial(self._session.serve_ring, reader)
+        outcome, connection.spins_left = wire.serve(serve, connection.spins_left)
+        return outcome
 
     def _receive(self, connection: _Connection) -> bool:
         wire, reader = connection.wire, connection.reader

@@ -8,38 +8,31 @@ operation reports that fault.
 Knows frames and the driver, no sockets.
 """
 
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected
+from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected, NativeLaunch
 from gpulease.daemon.worker.arena import ArenaDesk
-from gpulease.daemon.worker.launching import Plan, Planner
+from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.memory import MemoryDesk
 from gpulease.daemon.worker.modules import ModuleDesk
+from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
+from gpulease.daemon.worker.taking import LeaseOver, Taker
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.fastpath import (
-    MIDDLE_AT,
-    REQUEST_ID_OFFSET,
-)
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
 from gpulease.protocol.messages import (
     Ping,
 )
 from gpulease.protocol.opcodes import Flag, Opcode, Status
-
-LAUNCHES_PER_CLOCK: Final = 8
-"""Launches taken in a row between two looks at the deadline, some 50 us; the revocation word, which the broker sets at
-the deadline too, is looked at before each. On some hosts the clock takes as long as the rest of a launch's checks."""
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
 _QUIET: Final = int(Flag.QUIET)
@@ -52,15 +45,14 @@ _LAUNCHES: Final = int(Counter.LAUNCHES)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
 _LOOKED_NS: Final = int(Counter.LOOKED_NS)
 _DOING: Final = int(Counter.DOING)
-_REQUEST_ID: Final = struct.Struct(">Q")
-
-
-class LeaseOver(Exception):
-    """Raised out of a wait when the control page says that the lease is over."""
 
 
 class Session:
     """One lease's session: its ledger, its context, and the failure it has yet to report.
+
+    Args:
+        native: How native code launches in the context, if it is to; not where kernels' times are bounded, because
+            every launch is looked after then.
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
@@ -69,7 +61,13 @@ class Session:
     """
 
     def __init__(
-        self, lease_id: int, context: Context, ledger: Ledger, page: WorkerPage, max_kernel_ms: int = 0
+        self,
+        lease_id: int,
+        context: Context,
+        ledger: Ledger,
+        page: WorkerPage,
+        max_kernel_ms: int = 0,
+        native: NativeLaunch | None = None,
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
@@ -87,6 +85,9 @@ class Session:
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)
+        self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
+        if native is not None and not self.watch.is_on:
+            self._taker.go_native(native)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: memory.alloc,
             Opcode.MEM_FREE: memory.free,
@@ -121,54 +122,13 @@ class Session:
             self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
-        """Do the expected launches at the front of what a connection sent, up to the first frame that is not one.
+        """Do the expected launches at the front of what a connection sent; see `Taker`."""
+        if self._kept is None and self.lost is None:
+            self._taker.take(reader)
 
-        Each passes the same gate as any request; what was checked when its plan was made is not checked again. A frame
-        that is not expected, incomplete, or behind a failure is left to `handle`.
-        """
-        plan = self._planner.expected
-        if plan is None or reader.start == reader.end or self._kept is not None or self.lost is not None:
-            return
-        buffer, start, end = reader.buffer, reader.start, reader.end
-        stands_at, refusal, launch = buffer.startswith, self._page.refusal, self._context.launch
-        word = self._page.word
-        latest, request_id, count = None, 0, 0
-        self._counters[_DOING] = _LAUNCH
-        try:
-            while True:
-                pattern = plan.pattern
-                after = start + pattern.frame_bytes
-                if (
-                    after > end
-                    or not stands_at(pattern.front, start)
-                    or not stands_at(pattern.middle, start + MIDDLE_AT)
-                    or not stands_at(pattern.tail, start + pattern.args_end)
-                    or word[0]
-                    or (count % LAUNCHES_PER_CLOCK == 0 and refusal() is not None)
-                ):
-                    break
-                (request_id,) = _REQUEST_ID.unpack_from(buffer, start + REQUEST_ID_OFFSET)
-                if request_id == 0:
-                    break
-                args = bytes(buffer[start + pattern.args_at : start + pattern.args_end])
-                start = after
-                count += 1
-                params = args if plan.moves is None else plan.lay_out(args)
-                launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
-                latest = plan
-                plan = plan.follower or plan
-        except (DriverError, LeaseOver) as error:
-            self._keep(error, _LAUNCH, request_id)
-        finally:
-            self._counters[_DOING] = 0
-        reader.start = start
-        self._took(latest, count)
-
-    def _took(self, latest: Plan | None, count: int) -> None:
-        if latest is not None:
-            self._planner.resume(latest)
-        self._counters[_OPS] += count
-        self._counters[_LAUNCHES] += count if self._kept is None else count - 1
+    def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
+        """Have native code take launches and syncs from a ring and answer there; see `Taker`. None if it can't now."""
+        return self._taker.serve(reader, ends) if self._kept is None and self.lost is None else None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:
         """Do a SYNC at the front of what a connection sent, the most frequent request with a reply; its reply.
@@ -239,6 +199,9 @@ class Session:
             failure = replace(failure, failed_request_id=request_id, failed_op=op)
         self._kept = failure
         self._counters[_FAILED_OPS] += 1
+
+    def _keep_launch(self, error: Exception, request_id: int) -> None:
+        self._keep(error, _LAUNCH, request_id)
 
     def _operation(self, frame: Frame) -> Callable[[Frame], bytes | memoryview]:
         operation = self._operations.get(frame.op)

@@ -17,9 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import FrameReader
-from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, worker_ends
+from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, worker_ends
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 """A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
@@ -39,6 +41,15 @@ SEND_POLL_MS: Final = 100
 BELLS_BYTES: Final = 4096
 """Bells taken at a time: a peer that rings without end costs a system call for so many."""
 
+SPINS_PER_REPLY: Final = 2
+"""Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
+sleeps while requests gather, and takes many at once."""
+
+TURN_NS: Final = 1_000_000
+"""How long native code serves one connection at most before the others, the broker and the clock of the broker's health
+watch get a look."""
+
+_REPLY_WORDS_AT: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
@@ -143,6 +154,19 @@ class RingWire:
             barriers = (threading.Lock(), threading.Lock())
             self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring, sock))
         self._has_ended = False
+        memory_at = address_of(self._map)
+        self._ends = RingEnds(
+            words=memory_at,
+            data=memory_at + DATA_AT,
+            capacity=self.layout.request_bytes,
+            reply_words=memory_at + _REPLY_WORDS_AT,
+            reply_data=memory_at + DATA_AT + self.layout.request_bytes,
+            reply_capacity=self.layout.reply_bytes,
+            spins_per_byte=int(self.spins_when_quiet),
+            spins_per_reply=SPINS_PER_REPLY,
+            spin_ns=SPIN_NS,
+            turn_ns=TURN_NS,
+        )
 
     def offered(self) -> None:
         """The descriptor was sent: it is not needed here any more."""
@@ -177,6 +201,25 @@ class RingWire:
             if clock() > until:
                 return False
         return self.receive(reader)
+
+    def serve(self, serve_ring: Callable[[RingEnds], Outcome | None], spins_left: int) -> tuple[Outcome | None, int]:
+        """Have native code serve the ring for a while; why it stopped, and how many spins it left.
+
+        It moves this side's counters, and wakes nobody: that is done here.
+        """
+        ends, requests, replies = self._ends, self._requests, self._replies
+        ends.head, ends.spins_left = requests._head, spins_left
+        ends.tail, ends.reply_head = replies._tail, replies._head
+        outcome = serve_ring(ends)
+        requests._head, replies._tail, replies._head = ends.head, ends.tail, ends.reply_head
+        if outcome is Outcome.WAKE_WRITER:
+            requests._pass(0, 0)
+        elif outcome is Outcome.WAKE_READER:
+            try:
+                replies.put(b"")
+            except OSError as error:
+                raise ConnectionLost(error.strerror) from None
+        return outcome, ends.spins_left
 
     def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
         """See SocketWire. Raises FramingError too: the peer's counter is part of what it says."""

@@ -18,6 +18,7 @@ from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.processes import die_with_parent, exit_text, set_name
 from gpulease.daemon.worker.life import live
+from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.spec import WorkerSpec
 
 
@@ -113,6 +114,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int) -> int:
     try:
         driver = driver_named(driver_name)
         driver.preload()
+        serving_code()
     except DriverError as error:
         send_message(channel, {"op": "broken", "reason": str(error), "hint": error.hint})
         return 1

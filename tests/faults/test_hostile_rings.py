@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,12 +11,14 @@ import pytest
 
 from gpulease.client import GpuSession
 from gpulease.protocol import Goodbye, Opcode, Status
+from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES
-from gpulease.protocol.messages import Empty, Handle, MemAlloc, MemRead, Ping
+from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, ModuleLoad, ModuleLoaded, Ping
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.ring import DATA_AT
 from gpulease.protocol.sharing import Wanted
 from helpers.daemon import Daemon
-from helpers.kernels import Neighbour
+from helpers.kernels import TRANSFORM, Neighbour, packed_scale_args
 from helpers.processes import cpu_seconds
 from helpers.raw_peer import RawPeer, frame_of
 from helpers.ring_peer import READER_SLEEPS, REPLY_HEAD, REPLY_WRITER_SLEEPS, TAIL, RingPeer
@@ -171,6 +175,50 @@ def test_a_quiet_flood_is_served_and_starves_nobody(
         number += 1
     assert daemon.query(peer.session_id)["operations"] > 50
     assert daemon.revoke(peer.session_id) == 0
+
+
+@pytest.mark.parametrize("words", [(), (READER_SLEEPS, 24, REPLY_WRITER_SLEEPS, 48), (TAIL, REPLY_HEAD)])
+def test_what_is_served_is_scribbled_over_meanwhile(
+    attach: Callable[[], RingPeer], neighbour: Neighbour, words: tuple[int, ...]
+) -> None:
+    """Launches and syncs whose bytes and counters change while they are taken; the worker may end the connection."""
+    peer = attach()
+    loaded = peer.ask_in_ring(Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM))
+    assert isinstance(loaded, ModuleLoaded)
+    args, sizes = packed_scale_args(0, 0)
+    launch = frame_of(
+        Opcode.LAUNCH, Launch(loaded.module, "scale", 1, 1, 1, 32, 1, 1, 0, args, sizes), 7, peer.session_id, Flag.QUIET
+    )
+    peer.put(launch * 4)
+    stop = threading.Event()
+    scribbler = threading.Thread(target=_scribble, args=(peer, words, stop))
+    scribbler.start()
+    until = time.monotonic() + 0.3
+    with contextlib.suppress(FramingError, AssertionError, OSError):
+        while time.monotonic() < until:
+            peer.put(launch * 8 + frame_of(Opcode.SYNC, Empty(), 8, peer.session_id))
+            peer.replies.take(memoryview(bytearray(4096)))
+    stop.set()
+    scribbler.join()
+    peer.sock.close()
+    neighbour.check()
+    again = attach()
+    # One of the launches may have been another than was sent: its fault is told once.
+    for number in (1, 2):
+        _, frame = again.connection.send_request(Opcode.PING, Ping(number), session_id=again.session_id)
+        again.put(frame)
+        reply = again.next_event()
+    assert reply.result == Ping(2)
+
+
+def _scribble(peer: RingPeer, words: tuple[int, ...], stop: threading.Event) -> None:
+    rng = random.Random(5)
+    while not stop.is_set():
+        # Argument bytes, most of the time: a frame that is none ends the connection.
+        peer.memory[DATA_AT + rng.randrange(1 << 14)] = rng.randrange(256)
+        for word in words:
+            peer.words[word] = peer.words[word] + rng.choice((-1, 0, 0, 1, 90)) & 2**64 - 1
+        time.sleep(0.0002)
 
 
 def test_no_ring_where_it_can_not_be(daemon: Daemon, owner: RawPeer) -> None:

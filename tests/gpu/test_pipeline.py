@@ -204,6 +204,20 @@ class TestFailures:
             with daemon.builder(SLICE).acquire() as fresh, GpuSession(fresh) as working:
                 check_main_job(working)
 
+    def test_a_launch_that_came_as_expected_and_faults_is_named(self, daemon: Daemon) -> None:
+        """Repeated launches are made by native code; what it counts is what the report is made of."""
+        with daemon.builder(SLICE).acquire() as lease, GpuSession(lease) as session:
+            module = session.module_load(FAULTS)
+            buffer = session.mem_alloc(64)
+            for _ in range(3):
+                for offset in (0, 8, 16):
+                    start_stray_store(session, module, buffer, offset)
+                session.sync()
+            number = start_stray_store(session, module, buffer, FAR_AWAY)
+            with pytest.raises(SyncFailed, match="illegal") as caught:
+                session.sync()
+            assert (caught.value.failure.failed_request_id, caught.value.kernel) == (number, "stray_store")
+
     def test_a_kernel_can_not_reach_another_sessions_memory(self, daemon: Daemon, session: GpuSession) -> None:
         secret = b"a secret of 32 bytes............"
         mine = session.mem_alloc(len(secret))

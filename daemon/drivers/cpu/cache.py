@@ -3,11 +3,12 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from gpulease.daemon.drivers import cpu
 from gpulease.daemon.drivers.cpu.compiled import CompiledImage, check_size, compile_image
-from gpulease.daemon.drivers.cpu.kept_code import keep, key_of, read_kept
 from gpulease.daemon.drivers.cpu.limits import MAX_HELD_CODE_BYTES
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, load_object
 from gpulease.daemon.drivers.cpu.native.library import bind_library
+from gpulease.daemon.native.compiler import NativeCode, load_object
+from gpulease.daemon.native.kept_code import keep, key_of, read_kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ _held: OrderedDict[bytes, LoadedCode] = OrderedDict()
 
 def load_code(image: bytes, *, slice_bytes: int) -> LoadedCode:
     """An image's code, compiled now or before. Raises ImageRejected."""
-    key = key_of(b"image", image)
+    key = key_of(b"image", image, cpu)
     code = _held.get(key)
     if code is None:
         bind_library()

@@ -11,13 +11,13 @@ import msgpack
 
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
-from gpulease.daemon.drivers.cpu.native.compiler import BadIr, emit_object
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Relocation
 from gpulease.daemon.drivers.cpu.rejection import rejected
 from gpulease.daemon.drivers.cpu.translate.linking import link
 from gpulease.daemon.drivers.cpu.translate.module import Part, translate
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, Parameter
+from gpulease.daemon.native.compiler import BadIr, emit_object
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 

@@ -12,11 +12,13 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
     MAX_GRID_DIMS,
+    MAX_PARAMETER_BYTES,
     MAX_SHARED_BYTES,
+    SPIN_S,
 )
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, Environment, Fault
 from gpulease.daemon.drivers.cpu.printing import PrintBuffer, joined, print_to_log
-from gpulease.daemon.drivers.cpu.stream import Stream
+from gpulease.daemon.drivers.cpu.stream import Stream, stream_code
 from gpulease.daemon.drivers.cpu.team import host_threads
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -26,6 +28,7 @@ from gpulease.daemon.drivers.interface import (
     KernelFault,
     LaunchRejected,
     Module,
+    NativeLaunch,
     Poll,
     admit_all,
     keep_waiting,
@@ -33,6 +36,7 @@ from gpulease.daemon.drivers.interface import (
 
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
+_SPIN_NS = int(SPIN_S * 1e9)
 
 
 class CpuContext:
@@ -60,7 +64,7 @@ class CpuContext:
             )
         )
         self._hosts = hosts or host_threads()
-        self._stream = Stream(self._areas.address, self._hosts)
+        self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
@@ -126,6 +130,30 @@ class CpuContext:
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """See the interface; waits only while the queue is full."""
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
+        if len(params) != kernel.parameter_bytes:
+            raise LaunchRejected(
+                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
+            )
+        self._stream.submit(head + params, is_shared=is_shared)
+
+    def native(self) -> NativeLaunch:
+        """See the interface."""
+        code, state = stream_code(), ctypes.addressof(self._stream.state)
+        return NativeLaunch(state, code.address("submit"), code.address("query"), _SPIN_NS, self._record, _pass)
+
+    def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
+        """What submit.ll takes: the launch's head, and whether its blocks are shared out."""
+        if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
+            return None
+        try:
+            head, is_shared = self._head(kernel, grid, block, shared_bytes, 0)
+        except LaunchRejected:
+            return None
+        return head + is_shared.to_bytes(8, "little")
+
+    def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
+        """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
         _check_shape(kernel, grid, block)
@@ -136,10 +164,6 @@ class CpuContext:
             raise LaunchRejected(
                 f"{shared_bytes} bytes of shared memory on top of the kernel's {kernel.dynamic_shared_offset}"
                 f" are more than {MAX_SHARED_BYTES}"
-            )
-        if len(params) != kernel.parameter_bytes:
-            raise LaunchRejected(
-                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
             )
         spread = IN_ORDER
         blocks = math.prod(grid)
@@ -157,7 +181,7 @@ class CpuContext:
             *spread,
             kernel.pace,
         )
-        self._stream.submit(head + params, is_shared=spread is not IN_ORDER)
+        return head, spread is not IN_ORDER
 
     def watch(self, poll: Poll) -> None:
         """See the interface."""
@@ -222,6 +246,10 @@ class CpuContext:
         error = self.fault()
         if error is not None:
             raise error
+
+
+def _pass(kernel: Kernel) -> None:
+    """Nothing is kept of who was launched natively: slots name their kernels."""
 
 
 def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:

@@ -74,11 +74,6 @@ MAX_LISTED = 1 << 12
 # Object code kept in a process after its modules are gone: a tenant that loads image after image is bounded by this.
 MAX_HELD_CODE_BYTES = 64 << 20
 
-# What is kept on disk for all processes of a user, oldest out; and one entry, so that one image can't take it all.
-MAX_KEPT_BYTES = 256 << 20
-MAX_KEPT_ENTRIES = 4096
-MAX_KEPT_ENTRY_BYTES = 16 << 20
-
 # --- Calls -----------------------------------------------------------------------------------------------------
 
 # The native stack that a thread's calls may take, and that of the host thread which runs them: a function checks that

@@ -12,7 +12,6 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.cpu import native
-from gpulease.daemon.drivers.cpu.kept_code import load_ir
 from gpulease.daemon.drivers.cpu.limits import (
     CLOSE_WAIT_S,
     IDLE_SPINS,
@@ -22,10 +21,11 @@ from gpulease.daemon.drivers.cpu.limits import (
     SPIN_S,
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, StreamState
 from gpulease.daemon.drivers.cpu.team import Helpers, start_thread
 from gpulease.daemon.drivers.interface import Poll
+from gpulease.daemon.native.compiler import NativeCode, bind_symbol
+from gpulease.daemon.native.kept_code import load_ir
 
 SLOT_BYTES = PARAMETERS_OFFSET + MAX_PARAMETER_BYTES
 
@@ -36,6 +36,7 @@ _END = bytes(PARAMETERS_OFFSET)
 _COMPLETED = StreamState.completed.offset // 8
 _FAULTED = StreamState.faulted.offset // 8
 _WAITING = StreamState.waiting.offset // 8
+_SUBMITTED = StreamState.submitted.offset // 8
 
 _NS_PER_S = 1_000_000_000
 
@@ -54,7 +55,7 @@ def stream_code() -> NativeCode:
     """The native loops, compiled once per process. Starts no thread."""
     for name in ("sem_wait", "sem_trywait", "sem_post", "sched_yield"):
         bind_symbol(f"gpulease_{name}", getattr(_LIBC, name))
-    texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll")]
+    texts = [files(native).joinpath(name).read_text("ascii") for name in ("team.ll", "stream.ll", "submit.ll")]
     return load_ir("\n".join(texts))
 
 
@@ -64,18 +65,17 @@ class Stream:
     Args:
         places: Address of the environments that blocks run in.
         hosts: How many threads are to run the blocks of a launch.
+        prints: Address of the head of what kernels print.
 
     Attributes:
         poll: Called before each launch and while one waits for room, if there is one; it may raise.
     """
 
-    def __init__(self, places: int, hosts: int) -> None:
+    def __init__(self, places: int, hosts: int, prints: int = 0) -> None:
         self._helpers = Helpers(places, hosts)
         self.poll: Poll | None = None
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
-        self._queued = 0
-        self._has_helpers = False
         self._thread: threading.Thread | None = None
         self.state = StreamState(
             ring=self._ring.address,
@@ -83,6 +83,7 @@ class Stream:
             slot_mask=QUEUE_DEPTH - 1,
             idle_spins=IDLE_SPINS,
             team=self._helpers.address,
+            prints=prints,
         )
         self._words = memoryview(self.state).cast("B").cast("Q")
         for semaphore in (StreamState.queued, StreamState.done):
@@ -94,29 +95,32 @@ class Stream:
 
     def submit(self, record: bytes, *, is_shared: bool = False) -> None:
         """Queue a launch's head and parameters; waits while the queue is full. `is_shared` says that it has chunks."""
-        number = self._queued
+        words = self._words
+        number = words[_SUBMITTED]
         if self.poll is not None:
             self.poll()
-        if number - self._words[_COMPLETED] >= QUEUE_DEPTH:
+        if number - words[_COMPLETED] >= QUEUE_DEPTH:
             self._wait_for(number - QUEUE_DEPTH + 1, self.poll)
-        if is_shared and not self._has_helpers:
+        if is_shared and not self.state.has_helpers:
             self._helpers.start(stream_code())
-            self._has_helpers = True
+            self.state.has_helpers = 1
         start = (number % QUEUE_DEPTH) * SLOT_BYTES
         self._slots[start : start + len(record)] = record
-        self._queued = number + 1
+        words[_SUBMITTED] = number + 1
         if self._thread is None:
             self._thread = start_thread(stream_code(), "run_stream", ctypes.addressof(self.state), "gpulease-stream")
+            self.state.has_thread = 1
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:
         """Return once all that was queued has run or been skipped; `poll` may raise to give up."""
-        if self._words[_COMPLETED] != self._queued:
-            self._wait_for(self._queued, poll)
+        submitted = self._words[_SUBMITTED]
+        if self._words[_COMPLETED] != submitted:
+            self._wait_for(submitted, poll)
 
     def progress(self) -> tuple[int, int]:
         """How many launches were queued, and how many are behind the loop."""
-        return self._queued, self._words[_COMPLETED]
+        return self._words[_SUBMITTED], self._words[_COMPLETED]
 
     @property
     def has_fault(self) -> bool:
@@ -140,8 +144,9 @@ class Stream:
         self.submit(_END)
         self._thread.join()
         self._thread = None
+        self.state.has_thread = 0
         self._helpers.end()
-        self._has_helpers = False
+        self.state.has_helpers = 0
         return True
 
     def close(self) -> bool:

@@ -9,9 +9,9 @@ import os
 import threading
 
 from gpulease.daemon.drivers.cpu.limits import HELPER_YIELDS, MAX_HOST_THREADS, STREAM_STACK_BYTES, WAKE_NS
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode
 from gpulease.daemon.drivers.cpu.native.layout import Team
 from gpulease.daemon.drivers.interface import DriverError
+from gpulease.daemon.native.compiler import NativeCode
 
 # How many host threads run a worker's blocks, at most; an operator's setting.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"

@@ -11,9 +11,10 @@ from typing import Any, Final
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
+from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
+from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
 from gpulease.daemon.drivers.interface import (
     Admit,
@@ -21,6 +22,7 @@ from gpulease.daemon.drivers.interface import (
     DriverError,
     KernelFault,
     LaunchRejected,
+    NativeLaunch,
     OutOfMemory,
     Poll,
     admit_all,
@@ -58,8 +60,7 @@ class CudaContext:
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
         self._markers: Markers | None = None
-        self._launches = 0
-        self._last_tag = 0
+        self._launcher = Launcher(self._stream.handle)
         self._last_kernel = ""
 
     @classmethod
@@ -149,16 +150,17 @@ class CudaContext:
         return load_image(image, admit, self._local)
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
-        """Once everything launched before has ended; the driver unloads it with the last reference."""
+        """Once everything launched before has ended."""
         self.sync(poll)
+        unload(module.loaded)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch: the parameter buffer goes to the driver as it is."""
         if self._markers is not None:
             self._markers.make_room()
-        try:
-            kernel.function._launch_kernel(grid, block, params, shared_bytes, self._stream)
-        except cuda.Error as error:
+        result = self._launcher.launch(kernel, grid, block, shared_bytes, params, tag)
+        if result:
+            error = self._launcher.text_of(result)
             if not self._is_usable():
                 raise self._lost(error) from None
             raise LaunchRejected(
@@ -166,8 +168,13 @@ class CudaContext:
             ) from None
         if self._markers is not None:
             self._call(self._markers.add)
-        self._launches += 1
-        self._last_tag = tag
+        self._last_kernel = kernel.name
+
+    def native(self) -> NativeLaunch:
+        """See the interface."""
+        return self._launcher.native(self._launched, int(SPIN_S * 1e9))
+
+    def _launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name
 
     def sync(self, poll: Poll = keep_waiting) -> None:
@@ -179,7 +186,7 @@ class CudaContext:
             if waited > SPIN_S:
                 poll()
                 time.sleep(min(waited / 16, MAX_SLEEP_S))
-        self._launches = 0
+        self._launcher.state.launches = 0
 
     def watch(self, poll: Poll) -> None:
         """Mark each launch with an event from now on."""
@@ -216,19 +223,20 @@ class CudaContext:
             return False
         return True
 
-    def _lost(self, error: Exception) -> KernelFault:
+    def _lost(self, error: Exception | str) -> KernelFault:
         """The context's sticky fault, told as well as CUDA lets us."""
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
+            launches = self._launcher.state.launches
             which = "no launch was waiting for its end"
-            if self._launches == 1:
+            if launches == 1:
                 which = f"kernel {self._last_kernel}"
-            elif self._launches:
-                which = f"one of {self._launches} launches since the last sync, the last of them {self._last_kernel}"
+            elif launches:
+                which = f"one of {launches} launches since the last sync, the last of them {self._last_kernel}"
             self._fault = KernelFault(
                 f"{reason} ({which}); the context is lost",
-                tag=self._last_tag if self._launches == 1 else 0,
-                kernel=self._last_kernel if self._launches == 1 else "",
+                tag=self._launcher.state.tag if launches == 1 else 0,
+                kernel=self._last_kernel if launches == 1 else "",
                 context_lost=True,
                 hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
             )

@@ -4,6 +4,7 @@ import importlib
 import os
 
 from gpulease.daemon.drivers.cuda.context import CudaContext
+from gpulease.daemon.drivers.cuda.native import launching_code
 from gpulease.daemon.drivers.interface import DriverError
 
 
@@ -13,7 +14,7 @@ class CudaDriver:
     name = "cuda"
 
     def preload(self) -> None:
-        """Import the bindings; cuInit is left to the workers, because no initialised driver survives a fork."""
+        """Import and compile; cuInit is left to the workers, because no initialised driver survives a fork."""
         try:
             for module in ("pycuda.driver", "cuda.bindings.driver"):
                 importlib.import_module(module)
@@ -21,6 +22,7 @@ class CudaDriver:
             raise DriverError(
                 f"the cuda driver can't be loaded: {error}", hint="pip install 'gpulease[daemon,cuda]' on the GPU host."
             ) from None
+        launching_code()
 
     def open_context(self, card: str, slice_bytes: int) -> CudaContext:
         """The context; this process sees that card and no other from here on. Raises DriverError."""

@@ -1,8 +1,8 @@
 """PTX and cubins to modules whose kernels are known by name and parameters.
 
-pycuda launches fastest but can't list a module's kernels. So PTX is compiled once, by the driver's linker; the listing
-is read from the result through cuda-bindings as a library, which takes nothing of the card (cuLibraryEnumerateKernels,
-cuKernelGetParamInfo: CUDA driver API 12.4), and pycuda loads the same machine code.
+PTX is compiled once, by the driver's linker. The listing is read from the result as a library, which takes nothing
+of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4); then the same machine code is
+loaded as a module. cuda-bindings does it all: pycuda keeps the handles to itself that native code launches by.
 """
 
 import ctypes
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.elf import weigh
@@ -27,19 +26,19 @@ _LINE: Final = re.compile(r"\bline (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One entry of a module; `function` is pycuda's."""
+    """One entry of a module; `function` is its CUfunction."""
 
     name: str
     parameters: tuple[Parameter, ...]
     parameter_bytes: int
     max_threads_per_block: int
     kept_bytes: int
-    function: Any
+    function: int
 
 
 @dataclass(frozen=True, slots=True)
 class CudaModule:
-    """A loaded module; it is unloaded when the last reference to `loaded` goes."""
+    """A loaded module; `loaded` is its CUmodule."""
 
     kernels: Mapping[str, CudaKernel]
     device_bytes: int
@@ -55,25 +54,40 @@ def load_image(image: bytes, admit: Admit, local: LocalMemory) -> CudaModule:
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
     listed = _list_kernels(cubin)
+    error, loaded = api.cuModuleLoadData(cubin)
+    _check(error)
     try:
-        loaded = cuda.module_from_buffer(cubin)
         kernels = {name: _kernel(loaded, name, parameters, local) for name, parameters in listed.items()}
-    except cuda.Error as error:
-        raise ImageRejected(f"the driver can't load the image: {error}", log=str(error)) from None
+    except ImageRejected:
+        unload(loaded)
+        raise
     return CudaModule(kernels, weight.device_bytes, weight.shared_bytes, kept_bytes, loaded)
 
 
+def unload(loaded: Any) -> None:
+    """Unload a CUmodule. A context that is lost keeps it until the process ends."""
+    api.cuModuleUnload(loaded)
+
+
 def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory) -> CudaKernel:
-    function = loaded.get_function(name)
+    error, function = api.cuModuleGetFunction(loaded, name.encode())
+    _check(error)
+    attribute = api.CUfunction_attribute
     last = parameters[-1] if parameters else Parameter(0, 0)
     return CudaKernel(
         name,
         parameters,
         last.offset + last.size,
-        function.max_threads_per_block,
-        local.kept_by(function.local_size_bytes),
-        function,
+        _attribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
+        local.kept_by(_attribute(function, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)),
+        int(function),
     )
+
+
+def _attribute(function: Any, attribute: Any) -> int:
+    error, value = api.cuFuncGetAttribute(attribute, function)
+    _check(error)
+    return int(value)
 
 
 def _compile(ptx: bytes) -> bytes:

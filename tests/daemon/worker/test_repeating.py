@@ -1,162 +1,77 @@
-"""Launches that come as expected are taken without parsing; nothing else may differ from handling them one by one."""
+"""Launches that come as expected are taken without parsing; nothing else may differ from handling them one by one.
+
+All of it holds for native code as for Python, which is its reference.
+"""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.driver import CpuDriver
-from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.worker.session import Session
-from gpulease.protocol.codec import build_body
-from gpulease.protocol.framing import FrameReader, build_frame
-from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Empty, Launch
-from gpulease.protocol.opcodes import Flag, Opcode, Status
-from helpers.kernels import TRANSFORM
-
-LEASE = 0x77
-SIZES = (8, 4, 4)
-MINUTE_NS = 60_000_000_000
+from gpulease.daemon.drivers.interface import Dim3, Kernel
+from gpulease.daemon.worker.page import Counter
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.opcodes import Opcode, Status
+from helpers.session_rig import KINDS, LEASE, Rig, launch_of, quiet, rig, stream_of, sync, told
 
 
-@dataclass
-class Recording:
-    """The embedded driver's context; what it is asked to launch is written down, and refused on demand."""
-
-    context: CpuContext
-    launches: list[tuple[str, Dim3, Dim3, bytes, int]] = field(default_factory=list)
-    refuse_tag: int = 0
-
-    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        if tag == self.refuse_tag:
-            raise LaunchRejected("refused for the test")
-        self.launches.append((kernel.name, grid, block, params, tag))
-        self.context.launch(kernel, grid, block, shared_bytes, params, tag)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.context, name)
-
-
-@dataclass
-class Rig:
-    session: Session
-    page: BrokerPage
-    context: Recording
-    address: int
-    module: int
-    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_PAYLOAD_BYTES))
-    replies: list[bytes] = field(default_factory=list)
-
-    def feed(self, stream: bytes, *, expect_launches: bool) -> None:
-        self.reader.receive_data(stream)
-        while True:
-            if expect_launches:
-                self.session.take_launches(self.reader)
-            frame = self.reader.next_frame()
-            if frame is None:
-                return
-            reply = self.session.handle(frame)
-            if reply is not None:
-                self.replies.append(bytes(reply))
-
-
-@contextmanager
-def rig() -> Iterator[Rig]:
-    page = BrokerPage()
-    page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
-    view = WorkerPage(page.fd)
-    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20))
-    ledger = Ledger(1 << 20)
-    session = Session(LEASE, context, ledger, view)  # type: ignore[arg-type]  # all but launch is forwarded
-    address = context.context.mem_alloc(4096)
-    ledger.add_allocation(address, 4096)
-    module = ledger.add_module(context.context.module_load(TRANSFORM), 1)
-    try:
-        yield Rig(session, page, context, address, module)
-    finally:
-        context.context.close()
-        view.close()
-        page.close()
-
-
-@pytest.fixture(name="made")
-def _made() -> Iterator[Rig]:
-    with rig() as made:
+@pytest.fixture(name="made", params=["python", "native"])
+def _made(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with rig(is_native=request.param == "native") as made:
         yield made
 
 
-def args(made: Rig, count: int) -> bytes:
-    return made.address.to_bytes(8, "little") + count.to_bytes(4, "little") + b"\0\0\x80\x3f"
-
-
-def launch_of(made: Rig, kernel: str = "scale", blocks: int = 1, count: int = 8) -> Launch:
-    return Launch(made.module, kernel, blocks, 1, 1, 32, 1, 1, 0, args(made, count), SIZES)
-
-
-def quiet(launch: Launch, request_id: int, session_id: int = LEASE) -> bytes:
-    return build_frame(
-        Opcode.LAUNCH, build_body(launch), request_id=request_id, session_id=session_id, flags=Flag.QUIET
-    )
-
-
-def sync(request_id: int) -> bytes:
-    return build_frame(Opcode.SYNC, build_body(Empty()), request_id=request_id, session_id=LEASE)
-
-
-KINDS = st.sampled_from(["scale", "bias", "scale wide", "foreign", "no kernel", "truncated sizes", "sync"])
-
-
-def stream_of(made: Rig, kinds: list[str]) -> bytes:
-    frames = []
-    for number, kind in enumerate(kinds, start=1):
-        plain = launch_of(made, count=number)
-        match kind:
-            case "scale":
-                frames.append(quiet(plain, number))
-            case "bias":
-                frames.append(quiet(replace(plain, kernel="bias"), number))
-            case "scale wide":
-                frames.append(quiet(replace(plain, grid_x=2), number))
-            case "foreign":
-                frames.append(quiet(plain, number, LEASE + 1))
-            case "no kernel":
-                frames.append(quiet(replace(plain, kernel="scald"), number))
-            case "truncated sizes":
-                frames.append(quiet(replace(plain, arg_sizes=SIZES[:2]), number))
-            case _:
-                frames.append(sync(number))
-    return b"".join(frames)
-
-
-@settings(max_examples=40, deadline=None)
-@given(kinds=st.lists(KINDS, max_size=40), cuts=st.lists(st.integers(1, 400), max_size=12))
-def test_expected_launches_are_done_as_any_other(kinds: list[str], cuts: list[int]) -> None:
-    with rig() as one_by_one, rig() as expecting:
-        one_by_one.feed(stream_of(one_by_one, kinds), expect_launches=False)
-        rest = stream_of(expecting, kinds)
+def outcome(made: Rig, stream: bytes, cuts: list[int], *, expect_launches: bool) -> tuple[object, ...]:
+    """Everything that can be told of it from outside, but for addresses and when it last looked around."""
+    end = ""
+    try:
         for cut in cuts:
-            expecting.feed(rest[:cut], expect_launches=True)
-            rest = rest[cut:]
-        expecting.feed(rest, expect_launches=True)
-        assert expecting.replies == one_by_one.replies
-        assert [entry[:3] + entry[4:] for entry in expecting.context.launches] == [
-            entry[:3] + entry[4:] for entry in one_by_one.context.launches
-        ]
-        # The parameter buffers differ in the address alone.
-        assert [entry[3][8:] for entry in expecting.context.launches] == [
-            entry[3][8:] for entry in one_by_one.context.launches
-        ]
-        # When each of them last looked around is its own.
-        for counter in set(Counter) - {Counter.LOOKED_NS}:
-            assert expecting.page.counter(counter) == one_by_one.page.counter(counter), counter.name
+            made.feed(stream[:cut], expect_launches=expect_launches)
+            stream = stream[cut:]
+        made.feed(stream, expect_launches=expect_launches)
+    except FramingError as error:
+        end = str(error)
+    return end, made.reader.end - made.reader.start, made.replies, told(made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(KINDS, max_size=40),
+    cuts=st.lists(st.integers(1, 400), max_size=12),
+    flips=st.lists(st.tuples(st.integers(0, 8000), st.integers(1, 255)), max_size=3),
+)
+def test_expected_launches_are_done_as_any_other(
+    kinds: list[str], cuts: list[int], flips: list[tuple[int, int]]
+) -> None:
+    outcomes = []
+    for is_native, expect_launches in ((False, False), (False, True), (True, True)):
+        with rig(is_native=is_native) as made:
+            # A stray address would be reported sooner or later, as it happens.
+            made.context.does_them = not flips
+            stream = bytearray(stream_of(made, kinds))
+            for place, bits in flips:
+                if place < len(stream):
+                    stream[place] ^= bits
+            outcomes.append(outcome(made, bytes(stream), cuts, expect_launches=expect_launches))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_native_code_does_what_it_can() -> None:
+    with rig(is_native=True) as made:
+        made.feed(stream_of(made, ["scale", "bias", "gaps"] * 10), expect_launches=True)
+        assert len(made.context.launches) == 30
+        # Three are planned first, and the fourth shows what follows what.
+        assert made.context.taken_natively == 26
+
+
+def test_a_launch_without_a_number_is_left_where_it_is(made: Rig) -> None:
+    made.feed(quiet(launch_of(made), 1), expect_launches=True)
+    with pytest.raises(FramingError, match="request id 0"):
+        made.feed(quiet(launch_of(made), 0), expect_launches=True)
+    assert [entry[4] for entry in made.context.launches] == [1]
 
 
 def test_a_loop_is_taken_without_a_frame_left_for_handling(made: Rig) -> None:

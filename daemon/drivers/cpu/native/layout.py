@@ -150,6 +150,8 @@ class StreamState(ctypes.Structure):
 
     `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
     and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller sleeps on `done`.
+    What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads there are, and where
+    what kernels print begins.
     """
 
     _fields_ = (
@@ -166,6 +168,10 @@ class StreamState(ctypes.Structure):
         ("fault", ctypes.c_uint64),
         ("queued", Semaphore),
         ("done", Semaphore),
+        ("submitted", ctypes.c_uint64),
+        ("has_thread", ctypes.c_uint64),
+        ("has_helpers", ctypes.c_uint64),
+        ("prints", ctypes.c_uint64),
     )
 
 

@@ -4,8 +4,8 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.cpu import native
-from gpulease.daemon.drivers.cpu.kept_code import load_ir
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, bind_symbol
+from gpulease.daemon.native.compiler import NativeCode, bind_symbol
+from gpulease.daemon.native.kept_code import load_ir
 
 MULTIPLY_FLOATS = "gpulease_multiply_floats"
 MULTIPLY_BYTES = "gpulease_multiply_bytes"

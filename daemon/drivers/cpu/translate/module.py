@@ -12,7 +12,6 @@ from gpulease.daemon.drivers.cpu.limits import (
     MAX_OPTIMISED_INSTRUCTIONS,
 )
 from gpulease.daemon.drivers.cpu.native.block import DECLARATIONS as BLOCK_DECLARATIONS
-from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.declarations import round_up
 from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Instruction, Vector
 from gpulease.daemon.drivers.cpu.rejection import rejected
@@ -29,6 +28,7 @@ from gpulease.daemon.drivers.cpu.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.cpu.translate.vectors import NotTogether
 from gpulease.daemon.drivers.cpu.translate.waiting import WAITING
+from gpulease.daemon.native.compiler import Effort
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")

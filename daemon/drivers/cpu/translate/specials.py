@@ -1,8 +1,8 @@
 """Special registers (PTX ISA section 10)."""
 
-from gpulease.daemon.drivers.cpu.native.compiler import CLOCK_GETTIME
 from gpulease.daemon.drivers.cpu.native.layout import Launch
 from gpulease.daemon.drivers.cpu.translate.ir import IrWriter, Value, constant
+from gpulease.daemon.native.compiler import CLOCK_GETTIME
 
 WARP_THREADS = 32
 

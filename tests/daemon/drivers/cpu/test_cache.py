@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.drivers.cpu import cache, kept_code
+from gpulease.daemon.drivers import cpu
+from gpulease.daemon.drivers.cpu import cache
 from gpulease.daemon.drivers.cpu.cache import load_code
 from gpulease.daemon.drivers.cpu.compiled import CompiledImage, compile_image
 from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.native import kept_code
 
 # Names and addresses of all kinds, calls out of the code, two parts, a barrier: what must not be tied to one process.
 IMAGE = b"""
@@ -57,7 +59,8 @@ IMAGE = b"""
 
 SCRIPT = """
 import sys
-from gpulease.daemon.drivers.cpu import compiled, kept_code
+from gpulease.daemon.drivers.cpu import compiled
+from gpulease.daemon.native import kept_code
 from gpulease.daemon.drivers.cpu.context import CpuContext
 if sys.argv[2] == "kept":
     # Nothing may be compiled.
@@ -118,21 +121,21 @@ def test_a_slice_too_small_is_told_each_time(kept: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "processor", "sources"])
 def test_another_text_processor_or_translator_is_another_key(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    before = kept_code.key_of(b"image", b"text")
+    before = kept_code.key_of(b"image", b"text", cpu)
     kept_code._identity.cache_clear()
-    assert kept_code.key_of(b"image", b"text") == before
-    assert kept_code.key_of(b"ir", b"text") != before
+    assert kept_code.key_of(b"image", b"text", cpu) == before
+    assert kept_code.key_of(b"ir", b"text", cpu) != before
     kept_code._identity.cache_clear()
     if what == "processor":
         monkeypatch.setattr(kept_code, "target_identity", lambda: "another")
     if what == "sources":
         monkeypatch.setattr(kept_code, "_sources", lambda *_: [("a.py", b"")])
-    assert kept_code.key_of(b"image", b"text!" if what == "text" else b"text") != before
+    assert kept_code.key_of(b"image", b"text!" if what == "text" else b"text", cpu) != before
     kept_code._identity.cache_clear()
 
 
 def test_all_sources_are_in_the_key() -> None:
-    folder = Path(kept_code.__file__).parent
+    folder = Path(cache.__file__).parent
     names = {name for name, _ in kept_code._sources(folder, "")}
     assert {"/image.py", "/native/block.ll", "/translate/runner.py", "/ptx/parser.py"} <= names
 
@@ -145,7 +148,7 @@ def test_what_is_kept_is_all_that_is_known() -> None:
 def test_what_is_kept_but_makes_no_sense_is_compiled_anew(kept: Path) -> None:
     compiled = compile_image(IMAGE, slice_bytes=1 << 20)
     for nonsense in (b"", b"\x80", b"\x94\x91\x01\x90\x90\x90"):
-        kept_code.keep(kept_code.key_of(b"image", IMAGE), nonsense)
+        kept_code.keep(kept_code.key_of(b"image", IMAGE, cpu), nonsense)
         cache._held.clear()
         assert load_code(IMAGE, slice_bytes=1 << 20).image.kernels == compiled.kernels
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.native.compiler import Effort, emit_object
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from gpulease.daemon.native.compiler import Effort, emit_object
 
 VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"
 SMALL = """

@@ -5,9 +5,9 @@ import pytest
 
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER
 from gpulease.daemon.drivers.cpu.limits import QUEUE_DEPTH
-from gpulease.daemon.drivers.cpu.native.compiler import BadIr, NativeCode, emit_object, load_object
 from gpulease.daemon.drivers.cpu.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
 from gpulease.daemon.drivers.cpu.stream import Stream
+from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
 
 # A "kernel" that appends its tag to a list at the address in its parameters, and faults if the tag is 13.
 IR = f"""

@@ -5,11 +5,11 @@ import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
-from gpulease.daemon.drivers.cpu.native.compiler import Effort
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate import module, thread
 from gpulease.daemon.drivers.cpu.translate.module import translate
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from gpulease.daemon.native.compiler import Effort
 
 HEAD = ".version 8.0\n.target sm_75\n"
 

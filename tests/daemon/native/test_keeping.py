@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.drivers.cpu import keeping
-from gpulease.daemon.drivers.cpu.keeping import Keeper
-from gpulease.daemon.drivers.cpu.limits import MAX_KEPT_ENTRY_BYTES
+from gpulease.daemon.native import keeping
+from gpulease.daemon.native.keeping import MAX_KEPT_ENTRY_BYTES, Keeper
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 

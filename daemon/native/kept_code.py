@@ -2,8 +2,8 @@
 
 What is kept is native code that a worker will run, so a directory or file that another user owns or could change is
 passed over, as is one that is damaged (keeping.py). The key is a hash of all that decides what the code is: the text it
-was made from, this driver's sources, LLVM and the processor. Whoever loads the same image gets the same code, whosever
-it was first.
+was made from, the sources of what made it, LLVM and the processor. Whoever loads the same image gets the same code,
+whosever it was first.
 """
 
 import hashlib
@@ -12,18 +12,19 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import ModuleType
 
-from gpulease.daemon.drivers import cpu
-from gpulease.daemon.drivers.cpu.keeping import Keeper
-from gpulease.daemon.drivers.cpu.native.compiler import NativeCode, emit_object, load_object, target_identity
+from gpulease.daemon import native
+from gpulease.daemon.native.compiler import NativeCode, emit_object, load_object, target_identity
+from gpulease.daemon.native.keeping import Keeper
 
 # The directory; an operator's setting. Set to nothing: none.
 DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
 
 
-def key_of(kind: bytes, content: bytes) -> bytes:
-    """The key for what is made from some content."""
-    return hashlib.sha256(kind + b"\0" + _identity() + content).digest()
+def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
+    """The key for what a package makes from some content."""
+    return hashlib.sha256(kind + b"\0" + _identity(maker) + content).digest()
 
 
 def read_kept(key: bytes) -> bytes | None:
@@ -40,8 +41,8 @@ def keep(key: bytes, data: bytes) -> None:
 
 
 def load_ir(text: str) -> NativeCode:
-    """The code of this driver's own IR, compiled now or before. Raises BadIr."""
-    key = key_of(b"ir", text.encode())
+    """The code of the daemon's own IR, compiled now or before. Raises BadIr."""
+    key = key_of(b"ir", text.encode(), native)
     data = read_kept(key)
     if data is None:
         data = emit_object(text)
@@ -50,11 +51,12 @@ def load_ir(text: str) -> NativeCode:
 
 
 @cache
-def _identity() -> bytes:
-    """A hash of what turns an image into code: this package's sources, LLVM and the processor."""
+def _identity(maker: ModuleType) -> bytes:
+    """A hash of what turns content into code: the maker's sources and this package's, LLVM and the processor."""
     digest = hashlib.sha256(target_identity().encode())
-    for name, data in sorted(_sources(files(cpu), "")):
-        digest.update(f"\0{name}\0{len(data)}\0".encode() + data)
+    for package in (native, maker):
+        for name, data in sorted(_sources(files(package), "")):
+            digest.update(f"\0{name}\0{len(data)}\0".encode() + data)
     return digest.digest()
 
 

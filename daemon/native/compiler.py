@@ -36,7 +36,10 @@ def initialise() -> None:
     """Make LLVM ready for this machine. Starts no thread, so a process may fork behind it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    bind_symbol(CLOCK_GETTIME, ctypes.CDLL(None).clock_gettime)
+    libc = ctypes.CDLL(None)
+    bind_symbol(CLOCK_GETTIME, libc.clock_gettime)
+    for name in ("memcmp", "memcpy", "memmove", "memset"):
+        bind_symbol(f"gpulease_{name}", getattr(libc, name))
 
 
 class Effort(Enum):

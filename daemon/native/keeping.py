@@ -7,7 +7,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from gpulease.daemon.drivers.cpu.limits import MAX_KEPT_BYTES, MAX_KEPT_ENTRIES, MAX_KEPT_ENTRY_BYTES
+# What is kept on disk for all processes of a user, oldest out; and one entry, so that one image can't take it all.
+MAX_KEPT_BYTES = 256 << 20
+MAX_KEPT_ENTRIES = 4096
+MAX_KEPT_ENTRY_BYTES = 16 << 20
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_ENTRY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -1,0 +1,78 @@
+; What the caller does with the stream (stream.ll), for native code that launches: see `Stream.submit`.
+;
+; %state is a StreamState (layout.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
+; submitted 152, has_thread 160, has_helpers 168, prints 176. A PrintHead has: used 0, dropped 8.
+; %record is a launch's head of 96 bytes, whose tag lies at 24, then one word: whether its blocks are shared out.
+; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.
+
+declare ptr @gpulease_memcpy(ptr, ptr, i64)
+
+; 0: queued. 1: no room, or threads to be started first: Python does that.
+define i32 @submit(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
+entry:
+  %thread.at = getelementptr i8, ptr %state, i64 160
+  %thread = load i64, ptr %thread.at
+  %is.running = icmp ne i64 %thread, 0
+  %shared.at = getelementptr i8, ptr %record, i64 96
+  %shared = load i64, ptr %shared.at
+  %is.alone = icmp eq i64 %shared, 0
+  %helpers.at = getelementptr i8, ptr %state, i64 168
+  %helpers = load i64, ptr %helpers.at
+  %has.helpers = icmp ne i64 %helpers, 0
+  %is.manned = or i1 %is.alone, %has.helpers
+  %submitted.at = getelementptr i8, ptr %state, i64 152
+  %number = load i64, ptr %submitted.at
+  %completed = load atomic i64, ptr %state acquire, align 8
+  %waiting = sub i64 %number, %completed
+  %mask.at = getelementptr i8, ptr %state, i64 56
+  %mask = load i64, ptr %mask.at
+  %has.room = icmp ule i64 %waiting, %mask
+  %can.some = and i1 %is.running, %is.manned
+  %can = and i1 %can.some, %has.room
+  br i1 %can, label %fill, label %refuse
+fill:
+  %ring.at = getelementptr i8, ptr %state, i64 40
+  %ring = load ptr, ptr %ring.at
+  %slot.bytes.at = getelementptr i8, ptr %state, i64 48
+  %slot.bytes = load i64, ptr %slot.bytes.at
+  %index = and i64 %number, %mask
+  %distance = mul i64 %index, %slot.bytes
+  %slot = getelementptr i8, ptr %ring, i64 %distance
+  %head = call ptr @gpulease_memcpy(ptr %slot, ptr %record, i64 96)
+  %tag.at = getelementptr i8, ptr %slot, i64 24
+  store i64 %tag, ptr %tag.at
+  %params.at = getelementptr i8, ptr %slot, i64 96
+  %copied = call ptr @gpulease_memcpy(ptr %params.at, ptr %params, i64 %bytes)
+  %more = add i64 %number, 1
+  store i64 %more, ptr %submitted.at
+  %queued = getelementptr i8, ptr %state, i64 88
+  %posted = call i32 @gpulease_sem_post(ptr %queued)
+  ret i32 0
+refuse:
+  ret i32 1
+}
+
+; 0: all has run, and there is nothing to tell. 1: something runs. 2: there is something to tell.
+define i32 @query(ptr %state) {
+entry:
+  %submitted.at = getelementptr i8, ptr %state, i64 152
+  %number = load i64, ptr %submitted.at
+  %completed = load atomic i64, ptr %state acquire, align 8
+  %is.done = icmp eq i64 %number, %completed
+  br i1 %is.done, label %look, label %busy
+busy:
+  ret i32 1
+look:
+  %faulted.at = getelementptr i8, ptr %state, i64 8
+  %faulted = load atomic i64, ptr %faulted.at acquire, align 8
+  %prints.at = getelementptr i8, ptr %state, i64 176
+  %prints = load ptr, ptr %prints.at
+  %used = load i64, ptr %prints
+  %dropped.at = getelementptr i8, ptr %prints, i64 8
+  %dropped = load i64, ptr %dropped.at
+  %some = or i64 %faulted, %used
+  %any = or i64 %some, %dropped
+  %is.quiet = icmp eq i64 %any, 0
+  %state.now = select i1 %is.quiet, i32 0, i32 2
+  ret i32 %state.now
+}

@@ -1,0 +1,81 @@
+; Launches and the question whether they have ended, for the worker's native code (interface.py, NativeLaunch).
+;
+; %state is a LaunchState (native.py); offsets: launch_kernel 0, stream_query 8, stream 16, other_streams 24, launches 32,
+; tag 40. %record is a LaunchRecord: function 0, grid 8, block 20, shared_bytes 32.
+;
+; CUDA driver API, cuLaunchKernel: with CU_LAUNCH_PARAM_BUFFER_POINTER (1) and CU_LAUNCH_PARAM_BUFFER_SIZE (2), ended by
+; CU_LAUNCH_PARAM_END (0), `extra` names the parameters as one buffer, which is the caller's again on return. Any result
+; but CUDA_SUCCESS (0) means that the kernel was not launched, if only because an earlier one has failed.
+; cuStreamQuery: CUDA_SUCCESS if all has ended, CUDA_ERROR_NOT_READY (600) if not.
+
+define i32 @launch(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
+entry:
+  %size = alloca i64
+  %extra = alloca [5 x ptr]
+  store i64 %bytes, ptr %size
+  store ptr inttoptr (i64 1 to ptr), ptr %extra
+  %extra.params = getelementptr ptr, ptr %extra, i64 1
+  store ptr %params, ptr %extra.params
+  %extra.names.size = getelementptr ptr, ptr %extra, i64 2
+  store ptr inttoptr (i64 2 to ptr), ptr %extra.names.size
+  %extra.size = getelementptr ptr, ptr %extra, i64 3
+  store ptr %size, ptr %extra.size
+  %extra.end = getelementptr ptr, ptr %extra, i64 4
+  store ptr null, ptr %extra.end
+  %launch.kernel = load ptr, ptr %state
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %function = load ptr, ptr %record
+  %numbers = getelementptr i8, ptr %record, i64 8
+  %grid.x = load i32, ptr %numbers
+  %grid.y.at = getelementptr i32, ptr %numbers, i64 1
+  %grid.y = load i32, ptr %grid.y.at
+  %grid.z.at = getelementptr i32, ptr %numbers, i64 2
+  %grid.z = load i32, ptr %grid.z.at
+  %block.x.at = getelementptr i32, ptr %numbers, i64 3
+  %block.x = load i32, ptr %block.x.at
+  %block.y.at = getelementptr i32, ptr %numbers, i64 4
+  %block.y = load i32, ptr %block.y.at
+  %block.z.at = getelementptr i32, ptr %numbers, i64 5
+  %block.z = load i32, ptr %block.z.at
+  %shared.at = getelementptr i32, ptr %numbers, i64 6
+  %shared = load i32, ptr %shared.at
+  %result = call i32 %launch.kernel(ptr %function, i32 %grid.x, i32 %grid.y, i32 %grid.z, i32 %block.x, i32 %block.y,
+    i32 %block.z, i32 %shared, ptr %stream, ptr null, ptr %extra)
+  %is.launched = icmp eq i32 %result, 0
+  br i1 %is.launched, label %note, label %leave
+note:
+  %launches.at = getelementptr i8, ptr %state, i64 32
+  %launches = load i64, ptr %launches.at
+  %launches.more = add i64 %launches, 1
+  store i64 %launches.more, ptr %launches.at
+  %tag.at = getelementptr i8, ptr %state, i64 40
+  store i64 %tag, ptr %tag.at
+  br label %leave
+leave:
+  ret i32 %result
+}
+
+define i32 @query(ptr %state) {
+entry:
+  %others.at = getelementptr i8, ptr %state, i64 24
+  %others = load i64, ptr %others.at
+  %is.alone = icmp eq i64 %others, 0
+  br i1 %is.alone, label %ask, label %unsure
+ask:
+  %stream.query.at = getelementptr i8, ptr %state, i64 8
+  %stream.query = load ptr, ptr %stream.query.at
+  %stream.at = getelementptr i8, ptr %state, i64 16
+  %stream = load ptr, ptr %stream.at
+  %result = call i32 %stream.query(ptr %stream)
+  switch i32 %result, label %unsure [ i32 0, label %ended
+                                      i32 600, label %busy ]
+ended:
+  %launches.at = getelementptr i8, ptr %state, i64 32
+  store i64 0, ptr %launches.at
+  ret i32 0
+busy:
+  ret i32 1
+unsure:
+  ret i32 2
+}

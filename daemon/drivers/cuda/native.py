@@ -1,0 +1,108 @@
+"""launch.ll: cuLaunchKernel and cuStreamQuery for native code, with what Python wants to know of them kept."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from gpulease.daemon.drivers import cuda
+from gpulease.daemon.drivers.interface import Dim3, Kernel, NativeLaunch
+from gpulease.daemon.native.compiler import NativeCode
+from gpulease.daemon.native.kept_code import load_ir
+
+LIBRARY: Final = "libcuda.so.1"
+
+_LAUNCH: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
+)
+
+
+class LaunchState(ctypes.Structure):
+    """What native code launches with; launch.ll has these offsets too.
+
+    `stream` is where launches go; `other_streams` how many more a wait for all must ask, which native code does not;
+    `launches` counts those since all had last ended, and `tag` is the last one's.
+    """
+
+    _fields_ = (
+        ("launch_kernel", ctypes.c_uint64),
+        ("stream_query", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("other_streams", ctypes.c_uint64),
+        ("launches", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+    )
+
+
+class LaunchRecord(ctypes.Structure):
+    """One kernel's launch but for its parameters; launch.ll has these offsets too."""
+
+    _fields_ = (
+        ("function", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+@cache
+def launching_code() -> NativeCode:
+    """Its code, compiled once per process; starts no thread."""
+    return load_ir(files(cuda).joinpath("launch.ll").read_text("ascii"))
+
+
+def record_of(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes:
+    """A record's bytes. The wire's numbers are u32, as the driver's are."""
+    return bytes(LaunchRecord(kernel.function, grid, block, shared_bytes))
+
+
+class Launcher:
+    """Launches in the current context, for Python and for native code: both go the same way, and count in one place.
+
+    Args:
+        stream: The CUstream to launch in.
+        library: Where the driver API is found.
+
+    Attributes:
+        state: What both know of it.
+    """
+
+    def __init__(self, stream: int, library: str = LIBRARY) -> None:
+        self._driver = ctypes.CDLL(library)
+        self.state = LaunchState(
+            launch_kernel=_address(self._driver.cuLaunchKernel),
+            stream_query=_address(self._driver.cuStreamQuery),
+            stream=stream,
+        )
+        self._state_at = ctypes.addressof(self.state)
+        self._launch: Callable[[int, int, bytes, int, int], int] = _LAUNCH(launching_code().address("launch"))
+        # Of Python's last launch: the next one's are often the same.
+        self._shape: tuple[int, Dim3, Dim3, int] | None = None
+        self._record = LaunchRecord()
+        self._record_at = ctypes.addressof(self._record)
+
+    def native(self, launched: Callable[[Kernel], None], spin_ns: int) -> NativeLaunch:
+        """See `Context.native`."""
+        code = launching_code()
+        return NativeLaunch(self._state_at, code.address("launch"), code.address("query"), spin_ns, record_of, launched)
+
+    def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
+        """Queue one; the CUresult, 0 if it was."""
+        shape = (kernel.function, grid, block, shared_bytes)
+        if shape != self._shape:
+            record = record_of(kernel, grid, block, shared_bytes)
+            ctypes.memmove(self._record_at, record, len(record))
+            self._shape = shape
+        return self._launch(self._state_at, self._record_at, params, len(params), tag)
+
+    def text_of(self, result: int) -> str:
+        """A CUresult in words."""
+        text = ctypes.c_char_p()
+        self._driver.cuGetErrorString(result, ctypes.byref(text))
+        return f"cuLaunchKernel failed: {(text.value or b'unknown error').decode()}"
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,43 @@
+"""Where Python's objects keep their bytes, for native code that is told."""
+
+import ctypes
+from typing import Final
+
+_PyBUF_SIMPLE: Final = 0
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's Py_buffer (C API, "Buffer structure")."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get = ctypes.pythonapi.PyObject_GetBuffer
+_get.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_release = ctypes.pythonapi.PyBuffer_Release
+_release.argtypes = (ctypes.POINTER(_Buffer),)
+_release.restype = None
+
+
+def address_of(data: object) -> int:
+    """Where the bytes of a buffer begin, writable or not. Raises TypeError if it is none.
+
+    True for as long as the caller keeps them from being moved or freed.
+    """
+    found = _Buffer()
+    _get(data, ctypes.byref(found), _PyBUF_SIMPLE)
+    address = found.buf
+    _release(ctypes.byref(found))
+    return int(address or 0)

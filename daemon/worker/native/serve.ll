@@ -1,0 +1,540 @@
+; Launches and syncs, frame after frame: what `Session.take_launches` and `take_sync` do, byte for byte, without Python,
+; and the ring that they come through (protocol/ring.py).
+;
+; What decides is left where it was. This code does the two frames it knows whole and by heart, as Python has checked
+; them before; anything else, and anything that did not go as always, is left where it stands for Python to look at.
+;
+; Bounds. A tenant owns the bytes of the ring and two of its words, nothing else here.
+;   - A word of the ring is read once, by an atomic load, and used from the register. A tail is believed only if it is at
+;     most the capacity ahead of this side's own head, a head only if it is between what it was and this side's tail.
+;   - Bytes are copied out of the ring, at most as many as the buffer has room for, in at most two pieces that end with
+;     the ring's data, and are looked at only in the buffer, which nobody else has. memcpy and memcmp are called, not
+;     built in, so that no copy can be left out and no byte read a second time from where it came.
+;   - start <= end <= the buffer's size, always. A frame is looked at only if end - start is at least its plan's
+;     frame_bytes, which is 24 + middle_bytes + args_bytes + tail_bytes as Python summed it; a SYNC only if 40 are there.
+;     Lengths come from plans, never from the frame: a length in a frame is among the bytes compared.
+;   - Parameters are laid out in a scratch buffer that Python has made sure takes them: each move ends within it and
+;     within args_bytes.
+;   - The loops end: each round takes bytes of the ring or frames of the buffer, or is bounded by the clock.
+;
+; Offsets, as in layout.py.
+;   Desk: page 0, counters 8, launch 16, query 24, driver 32, scratch 40, sync_front 48, sync_tail 56, reply_front 64,
+;     reply_tail 72, sync_spin_ns 80, buffer 88, start 96, end 104, expected 112, latest 120, clock_ns 128
+;   PlanRecord: front 0, middle 8, middle_bytes 16, tail 24, tail_bytes 32, args_bytes 40, frame_bytes 48, launch 56,
+;     moves 64, moves_count 72, param_bytes 80, follower 88
+;   Move: from 0, to 8, size 16; takes 24
+;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
+;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, turn_ns 112
+;   The page: word 0, deadline 8. Counters: launches 0, syncs 8, operations 32, what is done 48.
+;   A ring's words: tail 0, head 64, reader sleeps 128, writer sleeps 192.
+
+declare i32 @gpulease_clock_gettime(i32, ptr)
+declare i32 @gpulease_memcmp(ptr, ptr, i64)
+declare ptr @gpulease_memcpy(ptr, ptr, i64)
+declare ptr @gpulease_memmove(ptr, ptr, i64)
+declare ptr @gpulease_memset(ptr, i32, i64)
+declare i64 @llvm.bswap.i64(i64)
+declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.umax.i64(i64, i64)
+
+define internal i64 @now() {
+  %time = alloca { i64, i64 }
+  %got = call i32 @gpulease_clock_gettime(i32 1, ptr %time)
+  %seconds = load i64, ptr %time
+  %rest.at = getelementptr i8, ptr %time, i64 8
+  %rest = load i64, ptr %rest.at
+  %scaled = mul i64 %seconds, 1000000000
+  %total = add i64 %scaled, %rest
+  ret i64 %total
+}
+
+define internal i64 @word(ptr %base, i64 %offset) {
+  %at = getelementptr i8, ptr %base, i64 %offset
+  %value = load i64, ptr %at
+  ret i64 %value
+}
+
+define internal ptr @place(ptr %base, i64 %offset) {
+  %at = getelementptr i8, ptr %base, i64 %offset
+  %value = load ptr, ptr %at
+  ret ptr %value
+}
+
+define internal void @set(ptr %base, i64 %offset, i64 %value) {
+  %at = getelementptr i8, ptr %base, i64 %offset
+  store i64 %value, ptr %at
+  ret void
+}
+
+; A word that another process reads or writes.
+define internal i64 @shown(ptr %base, i64 %offset) {
+  %at = getelementptr i8, ptr %base, i64 %offset
+  %value = load atomic i64, ptr %at acquire, align 8
+  ret i64 %value
+}
+
+define internal void @show(ptr %base, i64 %offset, i64 %value) {
+  %at = getelementptr i8, ptr %base, i64 %offset
+  store atomic i64 %value, ptr %at release, align 8
+  ret void
+}
+
+define internal void @count(ptr %counters, i64 %offset, i64 %more) {
+  %before = call i64 @word(ptr %counters, i64 %offset)
+  %after = add i64 %before, %more
+  call void @show(ptr %counters, i64 %offset, i64 %after)
+  ret void
+}
+
+define internal i1 @same(ptr %left, ptr %right, i64 %size) {
+  %order = call i32 @gpulease_memcmp(ptr %left, ptr %right, i64 %size)
+  %is.same = icmp eq i32 %order, 0
+  ret i1 %is.same
+}
+
+define internal i1 @is_revoked(ptr %desk) {
+  %page = call ptr @place(ptr %desk, i64 0)
+  %value = call i64 @shown(ptr %page, i64 0)
+  %is.set = icmp ne i64 %value, 0
+  ret i1 %is.set
+}
+
+; Whether the deadline has come. Keeps what the clock said.
+define internal i1 @is_late(ptr %desk) {
+  %time = call i64 @now()
+  call void @set(ptr %desk, i64 128, i64 %time)
+  %page = call ptr @place(ptr %desk, i64 0)
+  %deadline = call i64 @shown(ptr %page, i64 8)
+  %is.late = icmp uge i64 %time, %deadline
+  ret i1 %is.late
+}
+
+; The kernel's parameter buffer, from the argument bytes.
+define internal void @lay_out(ptr %plan, ptr %args, ptr %scratch) {
+entry:
+  %moves = call ptr @place(ptr %plan, i64 64)
+  %is.plain = icmp eq ptr %moves, null
+  br i1 %is.plain, label %plain, label %gaps
+plain:
+  %args.bytes = call i64 @word(ptr %plan, i64 40)
+  %copied = call ptr @gpulease_memcpy(ptr %scratch, ptr %args, i64 %args.bytes)
+  ret void
+gaps:
+  %bytes = call i64 @word(ptr %plan, i64 80)
+  %cleared = call ptr @gpulease_memset(ptr %scratch, i32 0, i64 %bytes)
+  %count = call i64 @word(ptr %plan, i64 72)
+  br label %each
+each:
+  %number = phi i64 [ 0, %gaps ], [ %next, %move ]
+  %is.more = icmp ult i64 %number, %count
+  br i1 %is.more, label %move, label %done
+move:
+  %distance = mul i64 %number, 24
+  %this = getelementptr i8, ptr %moves, i64 %distance
+  %from = call i64 @word(ptr %this, i64 0)
+  %to = call i64 @word(ptr %this, i64 8)
+  %size = call i64 @word(ptr %this, i64 16)
+  %source = getelementptr i8, ptr %args, i64 %from
+  %target = getelementptr i8, ptr %scratch, i64 %to
+  %moved = call ptr @gpulease_memcpy(ptr %target, ptr %source, i64 %size)
+  %next = add i64 %number, 1
+  br label %each
+done:
+  ret void
+}
+
+; Do the expected launches at the front of the buffer, up to the first frame that is not one. 0: that is left to others.
+; 1: it is one, and the driver did not take it: Python is to launch it, and finds out why.
+define i32 @gpulease_take_launches(ptr %desk) {
+entry:
+  %first = call ptr @place(ptr %desk, i64 112)
+  %is.none = icmp eq ptr %first, null
+  br i1 %is.none, label %nothing, label %begin
+nothing:
+  ret i32 0
+begin:
+  %counters = call ptr @place(ptr %desk, i64 8)
+  %launch = call ptr @place(ptr %desk, i64 16)
+  %driver = call ptr @place(ptr %desk, i64 32)
+  %scratch = call ptr @place(ptr %desk, i64 40)
+  %buffer = call ptr @place(ptr %desk, i64 88)
+  %from = call i64 @word(ptr %desk, i64 96)
+  %end = call i64 @word(ptr %desk, i64 104)
+  call void @show(ptr %counters, i64 48, i64 1542)
+  br label %each
+
+each:
+  %plan = phi ptr [ %first, %begin ], [ %follower, %took ]
+  %latest = phi ptr [ null, %begin ], [ %plan, %took ]
+  %start = phi i64 [ %from, %begin ], [ %after, %took ]
+  %count = phi i64 [ 0, %begin ], [ %count.more, %took ]
+  %frame.bytes = call i64 @word(ptr %plan, i64 48)
+  %have = sub i64 %end, %start
+  %is.whole = icmp ule i64 %frame.bytes, %have
+  br i1 %is.whole, label %compare, label %stop
+compare:
+  %frame = getelementptr i8, ptr %buffer, i64 %start
+  %front = call ptr @place(ptr %plan, i64 0)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.middle, label %stop
+compare.middle:
+  %middle = call ptr @place(ptr %plan, i64 8)
+  %middle.bytes = call i64 @word(ptr %plan, i64 16)
+  %middle.at = getelementptr i8, ptr %frame, i64 24
+  %is.middle = call i1 @same(ptr %middle.at, ptr %middle, i64 %middle.bytes)
+  br i1 %is.middle, label %compare.tail, label %stop
+compare.tail:
+  %tail = call ptr @place(ptr %plan, i64 24)
+  %tail.bytes = call i64 @word(ptr %plan, i64 32)
+  %tail.offset = sub i64 %frame.bytes, %tail.bytes
+  %tail.at = getelementptr i8, ptr %frame, i64 %tail.offset
+  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 %tail.bytes)
+  br i1 %is.tail, label %look.clock, label %stop
+look.clock:
+  ; LAUNCHES_PER_CLOCK
+  %phase = and i64 %count, 7
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %clock, label %number
+clock:
+  %is.late = call i1 @is_late(ptr %desk)
+  br i1 %is.late, label %stop, label %number
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %stop, label %find
+find:
+  %record = call ptr @place(ptr %plan, i64 56)
+  %is.foreign = icmp eq ptr %record, null
+  br i1 %is.foreign, label %refuse, label %lay
+lay:
+  %args = getelementptr i8, ptr %middle.at, i64 %middle.bytes
+  call void @lay_out(ptr %plan, ptr %args, ptr %scratch)
+  %param.bytes = call i64 @word(ptr %plan, i64 80)
+  %tag = call i64 @llvm.bswap.i64(i64 %number.wire)
+  ; The last look before it, whatever else took time.
+  %is.revoked = call i1 @is_revoked(ptr %desk)
+  br i1 %is.revoked, label %stop, label %go
+go:
+  %result = call i32 %launch(ptr %driver, ptr %record, ptr %scratch, i64 %param.bytes, i64 %tag)
+  %is.taken = icmp eq i32 %result, 0
+  br i1 %is.taken, label %took, label %refuse
+took:
+  %after = add i64 %start, %frame.bytes
+  %count.more = add i64 %count, 1
+  %follower = call ptr @place(ptr %plan, i64 88)
+  br label %each
+
+refuse:
+  br label %stop
+stop:
+  %outcome = phi i32 [ 0, %each ], [ 0, %compare ], [ 0, %compare.middle ], [ 0, %compare.tail ], [ 0, %clock ],
+    [ 0, %number ], [ 0, %lay ], [ 1, %refuse ]
+  call void @set(ptr %desk, i64 96, i64 %start)
+  %expected.at = getelementptr i8, ptr %desk, i64 112
+  store ptr %plan, ptr %expected.at
+  call void @show(ptr %counters, i64 48, i64 0)
+  %did.none = icmp eq i64 %count, 0
+  br i1 %did.none, label %leave, label %tell
+tell:
+  %latest.at = getelementptr i8, ptr %desk, i64 120
+  store ptr %latest, ptr %latest.at
+  call void @count(ptr %counters, i64 32, i64 %count)
+  call void @count(ptr %counters, i64 0, i64 %count)
+  br label %leave
+leave:
+  ret i32 %outcome
+}
+
+; Do a SYNC at the front of the buffer, if all goes well and there is room for its reply. 0: that is left to Python,
+; nothing was done. 1: done, the reply is in the ring. 2: the same, and the client sleeps.
+define internal i32 @answer_sync(ptr %desk, ptr %ends) {
+entry:
+  %reply = alloca [40 x i8], align 8
+  %buffer = call ptr @place(ptr %desk, i64 88)
+  %start = call i64 @word(ptr %desk, i64 96)
+  %end = call i64 @word(ptr %desk, i64 104)
+  %have = sub i64 %end, %start
+  %is.whole = icmp uge i64 %have, 40
+  br i1 %is.whole, label %compare, label %leave
+compare:
+  %frame = getelementptr i8, ptr %buffer, i64 %start
+  %front = call ptr @place(ptr %desk, i64 48)
+  %is.front = call i1 @same(ptr %frame, ptr %front, i64 16)
+  br i1 %is.front, label %compare.tail, label %leave
+compare.tail:
+  %tail = call ptr @place(ptr %desk, i64 56)
+  %tail.at = getelementptr i8, ptr %frame, i64 24
+  %is.tail = call i1 @same(ptr %tail.at, ptr %tail, i64 16)
+  br i1 %is.tail, label %number, label %leave
+number:
+  %number.at = getelementptr i8, ptr %frame, i64 16
+  %number.wire = load i64, ptr %number.at, align 1
+  %is.goodbye = icmp eq i64 %number.wire, 0
+  br i1 %is.goodbye, label %leave, label %claim
+claim:
+  ; The client's head: between what it was and what was put in.
+  %words = call ptr @place(ptr %ends, i64 32)
+  %claimed = call i64 @shown(ptr %words, i64 64)
+  %known = call i64 @word(ptr %ends, i64 64)
+  %put = call i64 @word(ptr %ends, i64 56)
+  %gone = sub i64 %claimed, %known
+  %most = sub i64 %put, %known
+  %is.sane = icmp ule i64 %gone, %most
+  br i1 %is.sane, label %room, label %leave
+room:
+  %capacity = call i64 @word(ptr %ends, i64 48)
+  %used = sub i64 %put, %claimed
+  %free = sub i64 %capacity, %used
+  %has.room = icmp uge i64 %free, 40
+  br i1 %has.room, label %look, label %leave
+look:
+  %is.revoked = call i1 @is_revoked(ptr %desk)
+  br i1 %is.revoked, label %leave, label %clock
+clock:
+  %is.late = call i1 @is_late(ptr %desk)
+  br i1 %is.late, label %leave, label %begin
+begin:
+  %counters = call ptr @place(ptr %desk, i64 8)
+  %query = call ptr @place(ptr %desk, i64 24)
+  %driver = call ptr @place(ptr %desk, i64 32)
+  %spin = call i64 @word(ptr %desk, i64 80)
+  %began = call i64 @word(ptr %desk, i64 128)
+  %until = add i64 %began, %spin
+  call void @show(ptr %counters, i64 48, i64 1543)
+  br label %ask
+
+; The word at every look at the stream, the clock at every eighth: LOOKS_PER_CLOCK.
+ask:
+  %asked = phi i64 [ 0, %begin ], [ %asked.more, %again ], [ %asked.more, %patience ]
+  %state = call i32 %query(ptr %driver)
+  switch i32 %state, label %give.up [ i32 0, label %done
+                                      i32 1, label %wait ]
+wait:
+  call void @llvm.x86.sse2.pause()
+  %is.over = call i1 @is_revoked(ptr %desk)
+  br i1 %is.over, label %give.up, label %again
+again:
+  %asked.more = add i64 %asked, 1
+  %phase = and i64 %asked.more, 7
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %deadline, label %ask
+deadline:
+  %is.past = call i1 @is_late(ptr %desk)
+  br i1 %is.past, label %give.up, label %patience
+patience:
+  %time = call i64 @word(ptr %desk, i64 128)
+  %is.long = icmp uge i64 %time, %until
+  br i1 %is.long, label %give.up, label %ask
+give.up:
+  call void @show(ptr %counters, i64 48, i64 0)
+  br label %leave
+
+done:
+  %after = add i64 %start, 40
+  call void @set(ptr %desk, i64 96, i64 %after)
+  call void @count(ptr %counters, i64 32, i64 1)
+  call void @count(ptr %counters, i64 8, i64 1)
+  call void @show(ptr %counters, i64 48, i64 0)
+  %reply.front = call ptr @place(ptr %desk, i64 64)
+  %reply.tail = call ptr @place(ptr %desk, i64 72)
+  %copied.front = call ptr @gpulease_memcpy(ptr %reply, ptr %reply.front, i64 16)
+  %reply.number = getelementptr i8, ptr %reply, i64 16
+  store i64 %number.wire, ptr %reply.number
+  %reply.rest = getelementptr i8, ptr %reply, i64 24
+  %copied.tail = call ptr @gpulease_memcpy(ptr %reply.rest, ptr %reply.tail, i64 16)
+  %data = call ptr @place(ptr %ends, i64 40)
+  %mask = sub i64 %capacity, 1
+  %at = and i64 %put, %mask
+  %straight = sub i64 %capacity, %at
+  %here = call i64 @llvm.umin.i64(i64 %straight, i64 40)
+  %there = sub i64 40, %here
+  %target = getelementptr i8, ptr %data, i64 %at
+  %put.here = call ptr @gpulease_memcpy(ptr %target, ptr %reply, i64 %here)
+  %beyond = getelementptr i8, ptr %reply, i64 %here
+  %put.there = call ptr @gpulease_memcpy(ptr %data, ptr %beyond, i64 %there)
+  %put.more = add i64 %put, 40
+  call void @set(ptr %ends, i64 56, i64 %put.more)
+  call void @show(ptr %words, i64 0, i64 %put.more)
+  fence seq_cst
+  %sleeps = call i64 @shown(ptr %words, i64 128)
+  %is.asleep = icmp ne i64 %sleeps, 0
+  br i1 %is.asleep, label %wake, label %answered
+wake:
+  ret i32 2
+answered:
+  ret i32 1
+leave:
+  ret i32 0
+}
+
+declare void @llvm.x86.sse2.pause()
+
+; Copy from the ring what is there, at most so many bytes, and say so to the client; how many bytes came.
+define internal i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room) {
+  %words = call ptr @place(ptr %ends, i64 0)
+  %data = call ptr @place(ptr %ends, i64 8)
+  %capacity = call i64 @word(ptr %ends, i64 16)
+  %head = call i64 @word(ptr %ends, i64 24)
+  %size = call i64 @llvm.umin.i64(i64 %there, i64 %room)
+  %mask = sub i64 %capacity, 1
+  %at = and i64 %head, %mask
+  %straight = sub i64 %capacity, %at
+  %here = call i64 @llvm.umin.i64(i64 %straight, i64 %size)
+  %rest = sub i64 %size, %here
+  %source = getelementptr i8, ptr %data, i64 %at
+  %copied = call ptr @gpulease_memcpy(ptr %into, ptr %source, i64 %here)
+  %behind = getelementptr i8, ptr %into, i64 %here
+  %wrapped = call ptr @gpulease_memcpy(ptr %behind, ptr %data, i64 %rest)
+  %head.more = add i64 %head, %size
+  call void @set(ptr %ends, i64 24, i64 %head.more)
+  call void @show(ptr %words, i64 64, i64 %head.more)
+  fence seq_cst
+  ret i64 %size
+}
+
+; Serve what comes through the ring until something is for Python, nothing comes, or the turn is over; begins and, but
+; for FRAMES, ends with an empty buffer. What it returns:
+;   0 IDLE: nothing came.  1 FRAMES: what is in the buffer, or the ring's end, is for Python.  2 TURN: the time is over.
+;   3 WAKE_READER: the client sleeps until a reply comes, and one came.  4 WAKE_WRITER: it waits for room, and there is.
+define i32 @gpulease_serve_ring(ptr %desk, ptr %ends) {
+entry:
+  %words = call ptr @place(ptr %ends, i64 0)
+  %capacity = call i64 @word(ptr %ends, i64 16)
+  %size = call i64 @word(ptr %ends, i64 72)
+  %buffer = call ptr @place(ptr %desk, i64 88)
+  %turn = call i64 @word(ptr %ends, i64 112)
+  %began = call i64 @now()
+  %turn.end = add i64 %began, %turn
+  call void @set(ptr %desk, i64 128, i64 %began)
+  br label %next
+
+next:
+  %start = call i64 @word(ptr %desk, i64 96)
+  %end = call i64 @word(ptr %desk, i64 104)
+  %have = sub i64 %end, %start
+  %time = call i64 @word(ptr %desk, i64 128)
+  %is.turn = icmp uge i64 %time, %turn.end
+  %is.empty = icmp eq i64 %have, 0
+  br i1 %is.empty, label %empty, label %frames
+
+frames:
+  %taken = call i32 @gpulease_take_launches(ptr %desk)
+  %is.for.python = icmp ne i32 %taken, 0
+  br i1 %is.for.python, label %to.python, label %sync
+sync:
+  %answered = call i32 @answer_sync(ptr %desk, ptr %ends)
+  switch i32 %answered, label %moved [ i32 1, label %replied
+                                       i32 2, label %wake.reader ]
+replied:
+  %per.reply = call i64 @word(ptr %ends, i64 96)
+  call void @set(ptr %ends, i64 80, i64 %per.reply)
+  br label %next
+wake.reader:
+  %per.reply.too = call i64 @word(ptr %ends, i64 96)
+  call void @set(ptr %ends, i64 80, i64 %per.reply.too)
+  ret i32 3
+moved:
+  %start.now = call i64 @word(ptr %desk, i64 96)
+  %left = sub i64 %end, %start.now
+  %is.done = icmp eq i64 %left, 0
+  br i1 %is.done, label %next, label %part
+part:
+  ; Something else, or the beginning of a frame whose rest is in the ring.
+  %plan = call ptr @place(ptr %desk, i64 112)
+  %is.known = icmp ne ptr %plan, null
+  br i1 %is.known, label %expected, label %needed
+expected:
+  %frame.bytes = call i64 @word(ptr %plan, i64 48)
+  br label %needed
+needed:
+  %frame.most = phi i64 [ 0, %part ], [ %frame.bytes, %expected ]
+  %need = call i64 @llvm.umax.i64(i64 %frame.most, i64 40)
+  %is.whole = icmp uge i64 %left, %need
+  %is.foreign = or i1 %is.whole, %is.turn
+  br i1 %is.foreign, label %to.python, label %pull
+pull:
+  %from = getelementptr i8, ptr %buffer, i64 %start.now
+  %pulled = call ptr @gpulease_memmove(ptr %buffer, ptr %from, i64 %left)
+  br label %receive
+
+empty:
+  br i1 %is.turn, label %turn.over, label %receive
+receive:
+  %pending = phi i64 [ %left, %pull ], [ 0, %empty ]
+  call void @set(ptr %desk, i64 96, i64 0)
+  call void @set(ptr %desk, i64 104, i64 %pending)
+  %tail = call i64 @shown(ptr %words, i64 0)
+  br label %arrived
+arrived:
+  %tail.now = phi i64 [ %tail, %receive ], [ %tail.seen, %look ]
+  %pending.now = phi i64 [ %pending, %receive ], [ 0, %look ]
+  %head = call i64 @word(ptr %ends, i64 24)
+  %there = sub i64 %tail.now, %head
+  %is.nothing = icmp eq i64 %there, 0
+  br i1 %is.nothing, label %nothing, label %check
+nothing:
+  %is.part = icmp ne i64 %pending.now, 0
+  br i1 %is.part, label %to.python, label %idle
+check:
+  %is.sane = icmp ule i64 %there, %capacity
+  %room = sub i64 %size, %pending.now
+  %has.room = icmp ne i64 %room, 0
+  %can.take = and i1 %is.sane, %has.room
+  br i1 %can.take, label %take, label %to.python
+take:
+  %into = getelementptr i8, ptr %buffer, i64 %pending.now
+  %came = call i64 @take_bytes(ptr %ends, ptr %into, i64 %there, i64 %room)
+  %filled = add i64 %pending.now, %came
+  call void @set(ptr %desk, i64 104, i64 %filled)
+  %clock = call i64 @now()
+  call void @set(ptr %desk, i64 128, i64 %clock)
+  %per.byte = call i64 @word(ptr %ends, i64 88)
+  %spins.before = call i64 @word(ptr %ends, i64 80)
+  %is.quiet = icmp ne i64 %per.byte, 0
+  %spins.now = select i1 %is.quiet, i64 %per.byte, i64 %spins.before
+  call void @set(ptr %ends, i64 80, i64 %spins.now)
+  %waits = call i64 @shown(ptr %words, i64 192)
+  %is.waiting = icmp ne i64 %waits, 0
+  %stays = sub i64 %there, %came
+  %stays.twice = shl i64 %stays, 1
+  %is.half = icmp ule i64 %stays.twice, %capacity
+  %wakes = and i1 %is.waiting, %is.half
+  br i1 %wakes, label %wake.writer, label %next
+wake.writer:
+  ret i32 4
+
+idle:
+  %spins = call i64 @word(ptr %ends, i64 80)
+  %is.tired = icmp eq i64 %spins, 0
+  br i1 %is.tired, label %is.idle, label %spin
+spin:
+  %spins.less = sub i64 %spins, 1
+  call void @set(ptr %ends, i64 80, i64 %spins.less)
+  %spin.ns = call i64 @word(ptr %ends, i64 104)
+  %spin.began = call i64 @now()
+  %spin.end = add i64 %spin.began, %spin.ns
+  br label %look
+look:
+  %looks = phi i64 [ 0, %spin ], [ %looks.more, %rest ], [ %looks.more, %patience ]
+  %tail.seen = call i64 @shown(ptr %words, i64 0)
+  %is.there = icmp ne i64 %tail.seen, %head
+  br i1 %is.there, label %arrived, label %rest
+rest:
+  call void @llvm.x86.sse2.pause()
+  %looks.more = add i64 %looks, 1
+  %phase = and i64 %looks.more, 15
+  %is.due = icmp eq i64 %phase, 0
+  br i1 %is.due, label %patience, label %look
+patience:
+  %spin.now = call i64 @now()
+  %is.over = icmp ugt i64 %spin.now, %spin.end
+  br i1 %is.over, label %is.idle, label %look
+
+is.idle:
+  ret i32 0
+to.python:
+  ret i32 1
+turn.over:
+  ret i32 2
+}

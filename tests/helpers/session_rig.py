@@ -1,0 +1,188 @@
+"""A session whose launches are written down, fed with frames, by native code or without it."""
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.driver import CpuDriver
+from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected, NativeLaunch
+from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.worker.session import Session
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import FrameReader, build_frame
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Empty, Launch
+from gpulease.protocol.opcodes import Flag, Opcode
+from helpers.kernels import TRANSFORM
+
+LEASE = 0x77
+SIZES = (8, 4, 4)
+UNKNOWN_TO_NATIVE = 3
+"""Blocks of the launches that native code can't do."""
+
+MINUTE_NS = 60_000_000_000
+
+
+CALLED = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
+)
+
+
+@dataclass
+class Recording:
+    """The embedded driver's context; what it is asked to launch is written down, and refused on demand."""
+
+    context: CpuContext
+    launches: list[tuple[str, Dim3, Dim3, bytes, int]] = field(default_factory=list)
+    refuse_tag: int = 0
+    shapes: list[tuple[Any, ...]] = field(default_factory=list)
+    taken_natively: int = 0
+    does_them: bool = True
+
+    def native(self) -> NativeLaunch:
+        """Launches that come from native code are written down and done like the others."""
+        own = self.context.native()
+        self.called = CALLED(self._from_native)
+        address = ctypes.cast(self.called, ctypes.c_void_p).value or 0
+        return replace(own, launch=address, record=self._record, launched=lambda _kernel: None)
+
+    def _record(self, *shape: Any) -> bytes | None:
+        if shape[1][0] == UNKNOWN_TO_NATIVE:
+            return None
+        self.shapes.append(shape)
+        return (len(self.shapes) - 1).to_bytes(8, "little")
+
+    def _from_native(self, _state: int, record: int, params: int, size: int, tag: int) -> int:
+        shape = self.shapes[int.from_bytes(ctypes.string_at(record, 8), "little")]
+        try:
+            kernel, grid, block, shared_bytes = shape
+            self.launch(kernel, grid, block, shared_bytes, ctypes.string_at(params, size), tag)
+        except LaunchRejected:
+            return 1
+        self.taken_natively += 1
+        return 0
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        if tag == self.refuse_tag:
+            raise LaunchRejected("refused for the test")
+        self.launches.append((kernel.name, grid, block, params, tag))
+        if self.does_them:
+            self.context.launch(kernel, grid, block, shared_bytes, params, tag)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.context, name)
+
+
+GAPS = b"""
+.version 8.0
+.target sm_75
+.address_size 64
+.entry gaps(.param .u32 first, .param .u64 second, .param .u8 third) { ret; }
+"""
+
+
+@dataclass
+class Rig:
+    session: Session
+    page: BrokerPage
+    context: Recording
+    address: int
+    module: int
+    reader: FrameReader = field(default_factory=lambda: FrameReader(MAX_PAYLOAD_BYTES))
+    replies: list[bytes] = field(default_factory=list)
+
+    def feed(self, stream: bytes, *, expect_launches: bool) -> None:
+        self.reader.receive_data(stream)
+        while True:
+            if expect_launches:
+                self.session.take_launches(self.reader)
+            frame = self.reader.next_frame()
+            if frame is None:
+                return
+            reply = self.session.handle(frame)
+            if reply is not None:
+                self.replies.append(bytes(reply))
+
+
+@contextmanager
+def rig(*, is_native: bool = False) -> Iterator[Rig]:
+    page = BrokerPage()
+    page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
+    view = WorkerPage(page.fd)
+    context = Recording(CpuDriver().open_context("GPU-0", 1 << 20))
+    ledger = Ledger(1 << 20)
+    native = context.native() if is_native else None
+    session = Session(LEASE, context, ledger, view, native=native)  # type: ignore[arg-type]  # forwards the rest
+    address = context.context.mem_alloc(4096)
+    ledger.add_allocation(address, 4096)
+    module = ledger.add_module(context.context.module_load(TRANSFORM), 1)
+    ledger.add_module(context.context.module_load(GAPS), 1)
+    try:
+        yield Rig(session, page, context, address, module)
+    finally:
+        context.context.close()
+        view.close()
+        page.close()
+
+
+def args(made: Rig, count: int) -> bytes:
+    return made.address.to_bytes(8, "little") + count.to_bytes(4, "little") + b"\0\0\x80\x3f"
+
+
+def launch_of(made: Rig, kernel: str = "scale", blocks: int = 1, count: int = 8) -> Launch:
+    return Launch(made.module, kernel, blocks, 1, 1, 32, 1, 1, 0, args(made, count), SIZES)
+
+
+def quiet(launch: Launch, request_id: int, session_id: int = LEASE) -> bytes:
+    return build_frame(
+        Opcode.LAUNCH, build_body(launch), request_id=request_id, session_id=session_id, flags=Flag.QUIET
+    )
+
+
+def sync(request_id: int) -> bytes:
+    return build_frame(Opcode.SYNC, build_body(Empty()), request_id=request_id, session_id=LEASE)
+
+
+KINDS = st.sampled_from(
+    ["scale", "bias", "scale wide", "scale by Python", "gaps", "foreign", "no kernel", "truncated sizes", "sync"]
+)
+
+
+def stream_of(made: Rig, kinds: list[str]) -> bytes:
+    frames = []
+    for number, kind in enumerate(kinds, start=1):
+        plain = launch_of(made, count=number)
+        match kind:
+            case "scale":
+                frames.append(quiet(plain, number))
+            case "bias":
+                frames.append(quiet(replace(plain, kernel="bias"), number))
+            case "scale wide":
+                frames.append(quiet(replace(plain, grid_x=2), number))
+            case "scale by Python":
+                frames.append(quiet(replace(plain, grid_x=UNKNOWN_TO_NATIVE), number))
+            case "gaps":
+                args = number.to_bytes(4, "little") + bytes(range(8)) + b"\7"
+                frames.append(quiet(Launch(made.module + 1, "gaps", 1, 1, 1, 1, 1, 1, 0, args, (4, 8, 1)), number))
+            case "foreign":
+                frames.append(quiet(plain, number, LEASE + 1))
+            case "no kernel":
+                frames.append(quiet(replace(plain, kernel="scald"), number))
+            case "truncated sizes":
+                frames.append(quiet(replace(plain, arg_sizes=SIZES[:2]), number))
+            case _:
+                frames.append(sync(number))
+    return b"".join(frames)
+
+
+def told(made: Rig) -> tuple[object, ...]:
+    """What a session did, but for addresses and when it last looked around."""
+    counters = {counter: made.page.counter(counter) for counter in set(Counter) - {Counter.LOOKED_NS}}
+    return [(*shape, params[8:], tag) for *shape, params, tag in made.context.launches], counters
