@@ -109,11 +109,11 @@ class AsyncGpuSession(SessionView):
 
     async def mem_free(self, buffer: Buffer) -> None:
         """Give a buffer back now; see GpuSession.mem_free."""
-        await self._run(self._state.mem_free(buffer))
+        await self._begin(lambda: self._state.mem_free(buffer))
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
-        await self._run(self._state.mem_write(buffer, offset, data))
+        await self._begin(lambda: self._state.mem_write(buffer, offset, data))
 
     async def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
         """`nbytes` from byte `offset`, as bytes or in `into`; see GpuSession.mem_read."""
@@ -139,15 +139,13 @@ class AsyncGpuSession(SessionView):
     ) -> int:
         """Start a kernel; do not wait for it. See GpuSession.launch."""
         await self._lock.acquire()
-        sent, frame = 0, b""
+        number: int | Procedure[int] = 0
         try:
-            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         finally:
-            if sent == len(frame):
+            if isinstance(number, int):
                 self._lock.release()
-        if sent != len(frame):
-            await undisturbed(self._finish_launch(frame, sent))
-        return number
+        return number if isinstance(number, int) else await undisturbed(self._finish(number))
 
     async def sync(self) -> None:
         """Wait until every launch has ended; see GpuSession.sync."""
@@ -176,10 +174,21 @@ class AsyncGpuSession(SessionView):
         # A method, because a task that goes on must keep the session from being dropped under it.
         return await drive(procedure)
 
-    async def _finish_launch(self, frame: bytes, sent: int) -> None:
-        # It took over the lock from `launch`, so that nothing gets between the two halves of the frame.
+    async def _begin(self, operation: Callable[[], Procedure[None] | None]) -> None:
+        await self._lock.acquire()
+        rest = None
         try:
-            await drive(self._state.finish_launch(frame, sent))
+            rest = operation()
+        finally:
+            if rest is None:
+                self._lock.release()
+        if rest is not None:
+            await undisturbed(self._finish(rest))
+
+    async def _finish(self, rest: Procedure[T]) -> T:
+        # It took over the lock from its caller, so that nothing gets between.
+        try:
+            return await drive(rest)
         finally:
             self._lock.release()
 

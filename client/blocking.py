@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from gpulease.client.core.copies import PROMPT_READ_BYTES
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
@@ -75,8 +76,9 @@ class GpuLease(LeaseView):
 class GpuSession(SessionView):
     """A lease's isolated context on its card. `GpuSession(lease)` opens it; it ends when closed, or with its lease.
 
-    An operation is done when it returns, except `launch`, which returns at once: a failed launch is reported by the
-    next other operation, which is then not done itself. A session keeps its lease from being dropped.
+    An operation is done when it returns, except those that are only handed over: `launch`, `mem_free`, and `mem_write`
+    of up to 64 KiB. They are done in their order, and if one fails, those behind it are skipped; the next operation
+    that waits reports it, and is not done itself. A session keeps its lease from being dropped.
     """
 
     def __init__(self, lease: GpuLease, *, shared_memory: bool = True) -> None:
@@ -93,22 +95,30 @@ class GpuSession(SessionView):
         return drive(self._state.mem_alloc(size_bytes))
 
     def mem_free(self, buffer: Buffer) -> None:
-        """Give a buffer back now rather than when its last reference goes."""
-        drive(self._state.mem_free(buffer))
+        """Give a buffer back now rather than when its last reference goes; nothing is waited for."""
+        with self._lock:
+            rest = self._state.mem_free(buffer)
+            if rest is not None:
+                drive(rest)
 
     def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
-        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle."""
+        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle.
+
+        `data` may be changed when it returns. Up to 64 KiB are handed over and not waited for: what then hinders the
+        copy, a kernel's fault before it say, is reported by the next operation that waits, as for a launch.
+        """
         with self._lock:
-            rest = self._state.write_promptly(buffer, offset, data)
+            rest = self._state.mem_write(buffer, offset, data)
             if rest is not None:
                 drive(rest)
 
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
         """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
+        target = bytearray(nbytes) if into is None and type(nbytes) is int and 0 < nbytes <= PROMPT_READ_BYTES else into
         with self._lock:
-            rest = self._state.read_promptly(buffer, offset, nbytes, into)
+            rest = self._state.read_promptly(buffer, offset, nbytes, target)
             result = None if rest is None else drive(rest)
-        return into if result is None else result
+        return into if into is not None else bytes(target if result is None else result)
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin. Raises LoadFailed with the compiler's log."""
@@ -146,10 +156,8 @@ class GpuSession(SessionView):
             LaunchFailed: It can't be started, as far as can be told here.
         """
         with self._lock:
-            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
-            if sent != len(frame):
-                drive(self._state.finish_launch(frame, sent))
-        return number
+            number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            return number if isinstance(number, int) else drive(number)
 
     def sync(self) -> None:
         """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""

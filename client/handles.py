@@ -36,6 +36,11 @@ class Handle:
             why = "is freed" if self.owner is None else "belongs to another session"
             raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
 
+    def let_go(self) -> tuple[Opcode, int]:
+        """It is dead from here on; what is to be asked for to free it."""
+        self.owner = None
+        return self._free_op, self.handle
+
     def __del__(self) -> None:
         # Runs in whatever thread dropped the last reference, perhaps inside another operation of the session, perhaps
         # half-built or while the interpreter ends: only note it. Appending to a deque is atomic.
@@ -80,7 +85,7 @@ class Module(Handle):
         kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
     """
 
-    __slots__ = ("kernels", "templates")
+    __slots__ = ("kernels", "latest", "templates")
 
     _free_op = Opcode.MODULE_UNLOAD
 
@@ -89,6 +94,8 @@ class Module(Handle):
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
         self.templates: dict[tuple[Any, ...], Any] = {}
         """Launches checked once (`core.launching`). Here, because they are void when the module is unloaded."""
+        self.latest: Any = None
+        """The one of them that was launched last."""
 
     def __repr__(self) -> str:
         return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"

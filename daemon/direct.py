@@ -82,6 +82,7 @@ def _copies(context: Context, samples: int) -> dict[str, float]:
     return {
         "write_gb_s": COPY_BYTES / _timed_us(lambda: context.mem_write(address, host), 15)[7] / 1e3,
         "read_gb_s": COPY_BYTES / _timed_us(lambda: context.mem_read(address, host), 15)[7] / 1e3,
+        "write_4k_pipelined_us": _pipelined_us(lambda: context.mem_write(address, small), context.sync, samples),
         "write_4k_p50_us": _timed_us(lambda: context.mem_write(address, small), samples)[samples // 2],
         "read_4k_p50_us": _timed_us(lambda: context.mem_read(address, small), samples)[samples // 2],
     }
@@ -96,6 +97,15 @@ def _pinned_copies(context: Context, name: str, host: memoryview) -> dict[str, f
     }
     context.mem_free(address)
     return figures
+
+
+def _pipelined_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
+    """A call, of many that are issued back to back and then fenced."""
+    started = time.perf_counter()
+    for _ in range(count):
+        action()
+    fence()
+    return (time.perf_counter() - started) / count * 1e6
 
 
 def _timed_us(action: Callable[[], object], count: int) -> list[float]:

@@ -81,7 +81,11 @@ Event = Request | Rejected | Reply | Goodbye | StreamBroken | EndOfStream
 
 
 class Connection:
-    """One end of a connection, from HELLO on, or a session's end from ATTACH on (`state=State.ATTACHING`)."""
+    """One end of a connection, from HELLO on, or a session's end from ATTACH on (`state=State.ATTACHING`).
+
+    Attributes:
+        last_request_id: Of our latest request; whoever numbers one counts it up.
+    """
 
     def __init__(self, role: Role, *, max_payload_bytes: int, state: State = State.OPENING) -> None:
         self.role = role
@@ -90,7 +94,7 @@ class Connection:
             max_payload_bytes, buffer_bytes=min(RECEIVE_BUFFER_BYTES, max_payload_bytes + HEADER_BYTES)
         )
         self._in_flight: dict[int, Opcode] = {}
-        self._last_request_id = 0
+        self.last_request_id = 0
         self._has_eof = False
 
     # --- receiving ---
@@ -182,8 +186,8 @@ class Connection:
 
     def next_request_id(self) -> int:
         """A number for a request whose frame is built elsewhere and which is sent quietly."""
-        self._last_request_id += 1
-        return self._last_request_id
+        self.last_request_id += 1
+        return self.last_request_id
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
         """(request id, bytes to write). Raises LocalProtocolError if it is not allowed now."""
@@ -193,7 +197,7 @@ class Connection:
             raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
         if quiet and request_trigger(op) is not Trigger.SESSION_REQUEST:
             raise LocalProtocolError(f"{op.name} can't be quiet: only session operations can")
-        request_id = self._last_request_id + 1
+        request_id = self.last_request_id + 1
         flags = Flag.QUIET if quiet else 0
         frame = build_frame(op, build_body(body), request_id=request_id, session_id=session_id, flags=flags)
         if quiet:
@@ -205,7 +209,7 @@ class Connection:
         """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
-        request_id = self._last_request_id + 1
+        request_id = self.last_request_id + 1
         self.expect_reply_to(op, request_id)
         return self.next_request_id()
 

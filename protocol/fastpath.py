@@ -44,10 +44,32 @@ _NAME_AT: Final = _LAUNCH_MODULE.size
 _AFTER_NAME: Final = _U32.size + _LAUNCH_GEOMETRY.size
 
 
-class LaunchTemplate:
-    """All of a quiet LAUNCH frame but its request id and argument bytes, built once and sent many times."""
+# A frame up to its data: the header's first twelve bytes, which only op and flags decide, and the rest of it.
+_HEADER_REST: Final = "IQ16s"
+_WRITE_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}QQI")
+_READ_FRAME: Final = struct.Struct(f">12s{_HEADER_REST}QQQ")
+_DATA_PREFIX: Final = struct.Struct(f">12s{_HEADER_REST}I")
 
-    __slots__ = ("_after", "_before", "_head", "args_bytes")
+
+def _head(op: Opcode, flags: int) -> bytes:
+    return build_frame(op, request_id=0, flags=flags)[:12]
+
+
+_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, 0)
+_QUIET_WRITE_HEAD: Final = _head(Opcode.MEM_WRITE, _QUIET)
+_READ_HEAD: Final = _head(Opcode.MEM_READ, 0)
+_DATA_HEAD: Final = _head(Opcode.MEM_READ, _REPLY)
+
+
+class LaunchTemplate:
+    """All of a quiet LAUNCH frame but its request id and argument bytes, built once and sent many times.
+
+    Attributes:
+        layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`.
+        args_bytes: How many argument bytes there are to be: others would be cut or filled up.
+    """
+
+    __slots__ = ("after", "args_bytes", "before", "head", "layout")
 
     def __init__(self, launch: Launch, session_id: int) -> None:
         if sum(launch.arg_sizes) != len(launch.args):
@@ -57,13 +79,14 @@ class LaunchTemplate:
         frame = build_frame(Opcode.LAUNCH, build_body(launch), request_id=0, session_id=session_id, flags=Flag.QUIET)
         args_at = HEADER_BYTES + _NAME_AT + _AFTER_NAME + len(launch.kernel.encode()) + _U32.size
         self.args_bytes = len(launch.args)
-        self._head = frame[:REQUEST_ID_OFFSET]
-        self._before = frame[MIDDLE_AT:args_at]
-        self._after = frame[args_at + self.args_bytes :]
+        self.head = frame[:REQUEST_ID_OFFSET]
+        self.before = frame[MIDDLE_AT:args_at]
+        self.after = frame[args_at + self.args_bytes :]
+        self.layout = struct.Struct(f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s")
 
     def frame(self, request_id: int, args: bytes) -> bytes:
         """The frame for these argument bytes; the caller has checked that they are `args_bytes` long."""
-        return b"".join((self._head, request_id.to_bytes(8, "big"), self._before, args, self._after))
+        return self.layout.pack(self.head, request_id, self.before, args, self.after)
 
 
 class LaunchPattern:
@@ -126,19 +149,25 @@ def mem_write_prefix(handle: int, offset: int, length: int, *, request_id: int, 
     """A MEM_WRITE frame up to its data, which is to follow on the wire. Raises LocalProtocolError."""
     if length > MAX_DATA_BYTES:
         raise LocalProtocolError(f"{length} bytes in one MEM_WRITE; at most {MAX_DATA_BYTES} are allowed")
+    head = _QUIET_WRITE_HEAD if quiet else _WRITE_HEAD
+    payload_bytes = _MEM_WRITE.size + _U32.size + length
     try:
-        fixed = _MEM_WRITE.pack(handle, offset) + _U32.pack(length)
-    except struct.error as error:
+        return _WRITE_PREFIX.pack(head, payload_bytes, request_id, session_id.to_bytes(16), handle, offset, length)
+    except (struct.error, OverflowError) as error:
         raise LocalProtocolError(f"MemWrite can't be encoded: {error}") from None
-    flags = _QUIET if quiet else 0
-    header = build_frame(Opcode.MEM_WRITE, b"", request_id=request_id, session_id=session_id, flags=flags)
-    return _with_length(header, len(fixed) + length) + fixed
+
+
+def mem_read_frame(handle: int, offset: int, length: int, *, request_id: int, session_id: int) -> bytes:
+    """A MEM_READ request. Raises LocalProtocolError."""
+    try:
+        return _READ_FRAME.pack(_READ_HEAD, MEM_READ.size, request_id, session_id.to_bytes(16), handle, offset, length)
+    except (struct.error, OverflowError) as error:
+        raise LocalProtocolError(f"MemRead can't be encoded: {error}") from None
 
 
 def data_prefix(length: int, *, request_id: int, session_id: int) -> bytes:
     """A successful MEM_READ reply up to its data, which is to follow on the wire."""
-    header = build_frame(Opcode.MEM_READ, b"", request_id=request_id, session_id=session_id, flags=_REPLY)
-    return _with_length(header, _U32.size + length) + _U32.pack(length)
+    return _DATA_PREFIX.pack(_DATA_HEAD, _U32.size + length, request_id, session_id.to_bytes(16), length)
 
 
 def parse_fixed(layout: struct.Struct, kind: type[Body], payload: memoryview) -> tuple[int, ...]:
@@ -146,7 +175,3 @@ def parse_fixed(layout: struct.Struct, kind: type[Body], payload: memoryview) ->
     if len(payload) != layout.size:
         raise BodyError(f"{kind.__name__} is malformed: {len(payload)} bytes instead of {layout.size}")
     return layout.unpack(payload)
-
-
-def _with_length(header: bytes, payload_length: int) -> bytes:
-    return header[:12] + _U32.pack(payload_length) + header[16:]

@@ -1,6 +1,7 @@
 """What work through a lease costs, seen from the tenant."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,12 @@ COPY_BYTES: Final = 16 << 20
 LARGE_COPY_BYTES: Final = 256 << 20
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
+
+OWN_LAUNCHES: Final = 500
+"""Launches of which the client's own share is told: few enough that they never wait for room, whatever the worker does
+meanwhile."""
+
+OWN_BURSTS: Final = 40
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
@@ -39,11 +46,25 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         round_trips = timed_us(launch_and_sync, samples)
         return {
             "launch_pipelined_us": per_call_us(launch, session.sync, launches),
+            "launch_own_us": _own_share_us(launch, session.sync),
             "launch_sync_p50_us": percentile(round_trips, 50),
             "launch_sync_p99_us": percentile(round_trips, 99),
             "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
             "alloc_free_p50_us": percentile(timed_us(alloc_and_free, samples), 50),
         } | _copies(session, samples)
+
+
+def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
+    """How long a launch keeps its caller, while the worker takes the earlier ones."""
+    bursts = []
+    for _ in range(OWN_BURSTS):
+        sync()
+        started = time.perf_counter()
+        for _ in range(OWN_LAUNCHES):
+            launch()
+        bursts.append((time.perf_counter() - started) / OWN_LAUNCHES * 1e6)
+    sync()
+    return percentile(bursts, 50)
 
 
 def arena_copies(address: str, driver: str, *, shared_memory: bool = True) -> dict[str, float]:
@@ -86,10 +107,14 @@ def _copies(session: GpuSession, samples: int) -> dict[str, float]:
     def read_large() -> None:
         session.mem_read(buffer, 0, COPY_BYTES, into=large)
 
+    def write_small() -> None:
+        session.mem_write(buffer, 0, small)
+
     return {
         "write_gb_s": gigabytes_per_s(write_large, COPY_BYTES, 15),
         "read_gb_s": gigabytes_per_s(read_large, COPY_BYTES, 15),
-        "write_4k_p50_us": percentile(timed_us(lambda: session.mem_write(buffer, 0, small), samples), 50),
+        "write_4k_p50_us": percentile(timed_us(write_small, samples), 50),
+        "write_4k_pipelined_us": per_call_us(write_small, session.sync, samples),
         "read_4k_p50_us": percentile(
             timed_us(lambda: session.mem_read(buffer, 0, SMALL_COPY_BYTES, into=small), samples), 50
         ),

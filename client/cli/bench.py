@@ -29,6 +29,7 @@ GATE_FLIPS: Final = 400
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
+    ("launch_own_us", "launch, its caller's own share", "us"),
     ("launch_sync_p50_us", "launch + sync, p50", "us"),
     ("launch_sync_p99_us", "launch + sync, p99", "us"),
     ("sync_p50_us", "sync, p50", "us"),
@@ -40,6 +41,7 @@ _ROWS: Final = (
     ("arena_write_256m_gb_s", "mem_write 256 MiB of the arena / pinned", "GB/s"),
     ("arena_read_256m_gb_s", "mem_read 256 MiB to the arena / pinned", "GB/s"),
     ("write_4k_p50_us", "mem_write 4 KiB, p50", "us"),
+    ("write_4k_pipelined_us", "mem_write 4 KiB, pipelined", "us"),
     ("read_4k_p50_us", "mem_read 4 KiB, p50", "us"),
 )
 _LEASE_ROWS: Final = (
@@ -174,9 +176,9 @@ def _tables(report: dict[str, object]) -> str:
     maps = [report[key] for key in ("leased", "leased_by_socket", "direct", "ratio")]
     leased, by_socket, direct, ratio = (found for found in maps if isinstance(found, dict))
     rows = [
-        [text, *(f"{figures[name]:.2f}" for figures in (leased, by_socket, direct)), unit, f"{ratio[name]:.2f}"]
+        [text, *(_shown(figures, name) for figures in (leased, by_socket, direct)), unit, _shown(ratio, name)]
         for name, text, unit in _ROWS
-        if name in ratio
+        if name in leased
     ]
     parts = [
         str(report["title"]),
@@ -198,6 +200,10 @@ def _tables(report: dict[str, object]) -> str:
     if isinstance(report["kernels"], dict):
         parts.append(_kernel_table(report["kernels"]))
     return "\n\n".join(parts)
+
+
+def _shown(figures: Figures, name: str) -> str:
+    return f"{figures[name]:.2f}" if name in figures else ""
 
 
 def _kernel_table(kernels: dict[str, Figures]) -> str:

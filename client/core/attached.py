@@ -6,7 +6,7 @@ request was not done, and nothing behind the failed one was, so frees that were 
 
 import socket
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Container
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -16,12 +16,13 @@ from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to,
 from gpulease.client.core.fate import find_fate
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
-from gpulease.client.core.prompt import Prompter
+from gpulease.client.core.prompt import Prompter, SmallRead
 from gpulease.client.core.ring_channel import share
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
 from gpulease.client.handles import Handle
-from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol import Connection, Failure, Opcode, Status
+from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
@@ -39,6 +40,10 @@ ATTACH_LIMIT_S: Final = 30.0
 
 MEM_WRITE_FIXED_BYTES: Final = 20
 """Of a MEM_WRITE's payload, what is not data: handle, offset and length."""
+
+QUIET_WRITE_BYTES: Final = 64 << 10
+"""Up to this size a write is handed over and not waited for: its bytes are taken when the call returns. Waiting for a
+larger one costs little beside the copy, and says at once whether it was done."""
 
 FREES_PER_FLUSH: Final = 256
 """Dropped handles freed by one operation at most, so that it is not held up by a list that was thrown away."""
@@ -75,12 +80,14 @@ class Attached:
     Attributes:
         lease: Its lease.
         channel: Its connection.
+        connection: What was said on it; the channel's link's.
         session_id: Its lease's number.
         attached: What the worker said of it.
         end: How it ended; None while it lives.
         dropped: Handles whose last reference went, to be freed by the next operation.
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
+        quiet_bytes: How large a write is not waited for.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
@@ -94,14 +101,16 @@ class Attached:
         self.dropped: deque[tuple[Opcode, int]] = deque()
         self.limit: Limit = LeaseLimit(lease)
         self.channel: Channel
+        self.connection: Connection
         self.attached: AttachReply
         self.chunk_bytes = DATA_CHUNK_BYTES
+        self.quiet_bytes = 0
         self._max_payload_bytes = 0
         self._freed: deque[tuple[int, Opcode, int]] = deque()
-        self._send: Callable[[bytes], int]
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
         self.arena: Arena | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
+        self.small_read = SmallRead()
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
 
     @property
@@ -121,6 +130,7 @@ class Attached:
         self.chunk_bytes = max(
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
+        self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
             self.channel.takes_descriptors = self._wanted != Wanted()
@@ -139,7 +149,7 @@ class Attached:
             self.attached = answer
             self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
             self.end = None
-            self._send = self.channel.put
+            self.connection = self.channel.link.connection
             return
         raise (yield from self._find_out(failure, "attach"))
 
@@ -147,6 +157,7 @@ class Attached:
         """Begin to close: whoever waits on the stream stops waiting and lets go of the lock."""
         if self.end is None:
             self.end = _CLOSED
+            self.channel.send_rest()
             with suppress(OSError):
                 self.channel.sock.shutdown(socket.SHUT_RDWR)
 
@@ -188,7 +199,7 @@ class Attached:
         try:
             self.channel.link.forget()
             if self.dropped:
-                yield from send(self.channel, (self.frees(),), self.limit)
+                yield from self._send_frees()
             return (yield from procedure)
         except LinkEnded as ended:
             failure = ended.failure
@@ -224,11 +235,23 @@ class Attached:
         frames = []
         for _ in range(min(len(self.dropped), FREES_PER_FLUSH)):
             op, handle = self.dropped.popleft()
-            request_id = self.channel.link.connection.next_request_id()
+            request_id = self.connection.next_request_id()
             self._freed.append((request_id, op, handle))
             payload = HANDLE.pack(handle)
             frames.append(build_frame(op, payload, request_id=request_id, session_id=self.session_id, flags=Flag.QUIET))
         return b"".join(frames)
+
+    def _send_frees(self) -> Procedure[None]:
+        frees = self.frees()
+        if not self.put(frees):
+            yield from send(self.channel, (frees,), self.limit)
+
+    def put(self, first: bytes, second: bytes | memoryview = b"") -> bool:
+        """Hand over a quiet frame at once, in two parts; False if it has to be sent the long way."""
+        try:
+            return self.channel.put(first, second)
+        except (OSError, FramingError):
+            return False  # no peer: sending again finds out
 
     def _free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
         self._check(handle, kind, doing)

@@ -5,8 +5,8 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Final
 
 from gpulease.client.core.link import Link
@@ -27,21 +27,37 @@ class Channel:
         address: Where it leads, for messages.
         waiter: What the face keeps to wait on the socket.
         waits_for_room: Whether the socket itself tells when there is room to send.
-        put: Sends what there is room for at once and says how much; raises OSError if there is none, or no peer.
+        is_torn: Whether a send was interrupted before it was noted how much of it went.
+        has_unsent: Whether frames that were taken over wait here for room; `push` sends them.
         takes_descriptors: Whether what comes beside the bytes is wanted; else the kernel drops it.
         descriptors: What came.
     """
 
     waits_for_room = True
+    has_unsent = False
 
     def __init__(self, sock: socket.socket, address: Address, link: Link | None = None) -> None:
         self.sock = sock
         self.link = link or Link()
         self.address = address
         self.waiter: Any = None
-        self.put: Callable[[bytes | memoryview], int] = sock.send
+        self.is_torn = False
         self.takes_descriptors = False
         self.descriptors: list[int] = []
+
+    def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+        """Take over a frame, given in two parts, that nobody waits for; False if it has to be sent the long way.
+
+        Raises OSError or FramingError if there is no peer, or none that can be followed.
+        """
+        return False
+
+    def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+        """The same for a frame that is packed of five fields."""
+        return False
+
+    def send_rest(self) -> None:
+        """Send what was taken over and is still here, waiting for a bounded time: the channel is about to be closed."""
 
     def spin(self) -> bool:
         """Look again and again for a bounded time, where that is worth it; True once something has come."""
@@ -85,12 +101,16 @@ class Channel:
         self.descriptors.clear()
 
     def push(self, parts: deque[memoryview]) -> bool:
-        """Send what the socket takes and drop it from `parts`; True if any of it went."""
+        """Send what the socket takes and drop it from `parts`; True if any of it went, or of what is `has_unsent`."""
+        pieces = [parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))]
+        self.is_torn = True
         try:
-            sent = self.sock.sendmsg([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))])
+            sent = self.sock.sendmsg(pieces)
         except BlockingIOError:
+            self.is_torn = False
             return False
         except OSError as error:
+            self.is_torn = False
             self.drain(error)
             return False
         left = sent
@@ -98,6 +118,7 @@ class Channel:
             left -= len(parts.popleft())
         if left:
             parts[0] = parts[0][left:]
+        self.is_torn = False
         return sent > 0
 
     def drain(self, error: OSError) -> None:

@@ -8,12 +8,14 @@ from gpulease.client.core.steps import Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.fastpath import ARENA_COPY, MEM_READ, mem_write_prefix
-from gpulease.protocol.framing import build_frame
+from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_prefix
 from gpulease.protocol.messages import Body
 
 if TYPE_CHECKING:
     from gpulease.client.core.session import SessionState
+
+PROMPT_READ_BYTES: Final = 32 << 10
+"""Up to this size a read's reply is looked for in the ring as a whole; it fits there with much to spare."""
 
 READ_WINDOW: Final = 4
 """MEM_READs in flight at once: enough that the worker copies the next chunk while this one is received."""
@@ -52,11 +54,18 @@ def _flat(view: memoryview) -> memoryview | None:
 
 
 def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
-    """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all."""
+    """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all; a small one without a reply."""
     link, limit = session.channel.link, session.limit
-    place = None if session.arena is None else session.arena.offset_of(data)
+    place = None if session.arena is None or len(data) <= session.quiet_bytes else session.arena.offset_of(data)
     if place is not None:
         yield from session.arena_write.do(session, ARENA_COPY.pack(buffer.handle, offset, place, len(data)))
+        return
+    if len(data) <= session.quiet_bytes:
+        number = session.connection.next_request_id()
+        prefix = mem_write_prefix(
+            buffer.handle, offset, len(data), request_id=number, session_id=session.session_id, quiet=True
+        )
+        yield from send(session.channel, (prefix, data), limit)
         return
     own_requests = []
     for at in range(0, len(data), session.chunk_bytes):
@@ -94,8 +103,9 @@ def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryvie
             break
         piece = target[at : at + session.chunk_bytes]
         request_id = session.channel.link.expect(Opcode.MEM_READ, piece)
-        payload = MEM_READ.pack(buffer.handle, offset + at, len(piece))
-        frame = build_frame(Opcode.MEM_READ, payload, request_id=request_id, session_id=session.session_id)
+        frame = mem_read_frame(
+            buffer.handle, offset + at, len(piece), request_id=request_id, session_id=session.session_id
+        )
         yield from send(session.channel, (frame,), session.limit)
         in_flight.append(request_id)
     while in_flight:

@@ -58,11 +58,12 @@ def send(
 ) -> Procedure[None]:
     """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
 
-    Interrupted after some of it went (`has_begun`: before this call), the stream is of no more use and is broken off.
+    It returns when the kernel, or the ring, has all of it. Interrupted after some of it went (`has_begun`: before this
+    call), the stream is of no more use and is broken off.
     """
     rest = deque(memoryview(part) for part in parts if len(part))
     try:
-        while rest:
+        while rest or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
             if channel.push(rest):
@@ -71,7 +72,7 @@ def send(
                 yield from _wait(channel, limit, for_room=True)
                 channel.pump()
     except BaseException:
-        if has_begun:
+        if channel.is_torn or (has_begun and rest):
             channel.link.break_off(_INTERRUPTED, is_explained=True)
         raise
 

@@ -1,6 +1,7 @@
 """From a launch's arguments to its frame: all that can be checked here, once per kernel, shape and argument sizes."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
@@ -25,6 +26,33 @@ MAX_LISTED_KERNELS: Final = 16
 """Kernels a message lists before it says how many more there are."""
 
 KernelArguments = KernelArgs | bytes | bytearray | memoryview
+
+
+class Latest:
+    """A launch that was checked and sent, to know its like by.
+
+    A sequence that its caller may change is kept as a copy, and compared; the same object is the same only where it
+    can't change.
+    """
+
+    __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "shared_bytes", "sizes", "template")
+
+    def __init__(
+        self,
+        template: LaunchTemplate,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        sizes: tuple[int, ...],
+        shared_bytes: int,
+    ) -> None:
+        self.template = template
+        self.kernel = kernel
+        self.grid_type, self.block_type = type(grid), type(block)
+        self.grid = grid if self.grid_type is tuple else copy(grid)
+        self.block = block if self.block_type is tuple else copy(block)
+        self.sizes = sizes
+        self.shared_bytes = shared_bytes
 
 
 def launch_frame(
@@ -58,7 +86,9 @@ def launch_frame(
             buffer.check(session, f"launch of {kernel!r}")
     if len(data) != template.args_bytes:
         raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
-    request_id = session.channel.link.connection.next_request_id()
+    if isinstance(args, KernelArgs):
+        module.latest = Latest(template, kernel, grid, block, sizes, shared_bytes)
+    request_id = session.connection.next_request_id()
     return request_id, template.frame(request_id, data)
 
 

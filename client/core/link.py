@@ -71,12 +71,15 @@ class Link:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing is awaited and nothing half received."""
-        return not (self._awaited or self._results or self.connection.reader.is_mid_frame or self._target_rest)
+        reader = self.connection.reader
+        return not (self._awaited or self._results or reader.start != reader.end or self._target_rest)
 
-    def expect_late(self, op: Opcode, request_id: int) -> None:
+    def expect_late(self, op: Opcode, request_id: int, target: memoryview | None = None) -> None:
         """A request that was sent with a number of its own has a reply to come after all."""
         self.connection.expect_reply_to(op, request_id)
         self._awaited.add(request_id)
+        if target is not None:
+            self._targets[request_id] = target
 
     def take(self, request_id: int) -> Body | Failure | None:
         """The result of a request, once; None while it is not there. Raises LinkEnded if it never will be."""

@@ -11,7 +11,7 @@ from gpulease.client.core.exchange import receive
 from gpulease.client.core.ring_channel import RingChannel
 from gpulease.client.core.steps import Procedure
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
@@ -70,3 +70,34 @@ class Prompter:
             yield from session.ask(self._op, payload)
         elif not is_done:
             yield from self.rest(session)
+
+
+class SmallRead:
+    """The same for reads: a reply whose beginning is known, and the data behind it, which goes where it belongs."""
+
+    def __init__(self) -> None:
+        self._late_id = 0
+
+    def ask(self, session: "SessionState", handle: int, offset: int, into: memoryview) -> bool | None:
+        """See Prompter."""
+        channel, connection = session.channel, session.connection
+        if not isinstance(channel, RingChannel) or not session.is_at_rest:
+            return None
+        request_id = connection.last_request_id = connection.last_request_id + 1
+        numbers = {"request_id": request_id, "session_id": session.session_id}
+        request = mem_read_frame(handle, offset, len(into), **numbers)
+        outcome: bool | None = False
+        try:
+            outcome = channel.ask_data(request, data_prefix(len(into), **numbers), into)
+        finally:
+            if outcome is False:
+                self._late_id = request_id
+                channel.link.expect_late(Opcode.MEM_READ, request_id, into)
+        if outcome:
+            session.settle(None, "")
+        return outcome
+
+    def rest(self, session: "SessionState") -> Procedure[None]:
+        """Wait for the reply to the last `ask`."""
+        result: Body | Failure = yield from receive(session.channel, self._late_id, session.limit)
+        session.settle(result, "mem_read")

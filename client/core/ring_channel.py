@@ -17,6 +17,7 @@ from typing import Final
 
 from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
+from gpulease.client.core.gathering import GatheringChannel
 from gpulease.client.errors import Disconnected
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
@@ -51,7 +52,11 @@ def share(channel: Channel, options: Iterable[Tlv], spin_ns: int) -> tuple[Chann
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
-        through = channel if given.ring is None else RingChannel(channel, next(descriptors), given.ring, spin_ns)
+        through: Channel
+        if given.ring is None:
+            through = GatheringChannel(channel)
+        else:
+            through = RingChannel(channel, next(descriptors), given.ring, spin_ns)
         return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
@@ -76,7 +81,9 @@ class RingChannel(Channel):
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
-        self.put = self._requests.put
+        # As they are: a method around them would cost a tenth of a launch.
+        self.put = self._requests.put_whole  # type: ignore[method-assign]
+        self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
 
     def spin(self) -> bool:
         """See Channel."""
@@ -96,6 +103,21 @@ class RingChannel(Channel):
             return self.spin() and replies.take_if(reply)
         except (OSError, FramingError):
             return False  # no peer: whoever waits for the reply finds out
+
+    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
+        """The same for a reply that begins with `reply` and goes on with data for all of `into`."""
+        requests, replies, clock = self._requests, self._replies, time.monotonic_ns
+        size = len(reply) + len(into)
+        try:
+            if replies.has_bytes or not requests.put_whole(request):
+                return None
+            until = clock() + self._spin_ns
+            while not replies.look_for(size, LOOKS_PER_CLOCK):
+                if clock() >= until:
+                    return False
+            return replies.take_data_if(reply, into)
+        except (OSError, FramingError):
+            return False
 
     def doze(self, *, for_room: bool) -> bool:
         """See Channel."""
@@ -124,8 +146,9 @@ class RingChannel(Channel):
     def push(self, parts: deque[memoryview]) -> bool:
         """See Channel."""
         has_sent = False
+        self.is_torn = True
         try:
-            while parts and (sent := self.put(parts[0])):
+            while parts and (sent := self._requests.put(parts[0])):
                 has_sent = True
                 if sent == len(parts[0]):
                     parts.popleft()
@@ -136,6 +159,7 @@ class RingChannel(Channel):
         except OSError as error:
             self._take_bells()
             self.drain(error)
+        self.is_torn = False
         return has_sent
 
     def close(self) -> None:

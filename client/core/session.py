@@ -1,7 +1,7 @@
 """A session's operations; how they are done is in `attached`."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.client.core import copies
@@ -13,10 +13,11 @@ from gpulease.client.core.steps import Procedure
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module
+from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import ARENA_COPY, fixed_struct
+from gpulease.protocol.fastpath import ARENA_COPY, fixed_struct, mem_write_prefix
 from gpulease.protocol.messages import MemAlloc, ModuleLoad
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
@@ -34,17 +35,58 @@ class SessionState(Attached):
         reply = yield from self._operation("mem_alloc", self.ask(Opcode.MEM_ALLOC, _SIZE.pack(size)))
         return Buffer(self, reply.handle, size)
 
-    def mem_free(self, buffer: Buffer) -> Procedure[None]:
-        """Give a buffer back now."""
-        yield from self._free(buffer, Buffer, "mem_free")
+    def mem_free(self, buffer: Buffer) -> Procedure[None] | None:
+        """Give a buffer back at once, under the session's lock: None, or what has still to be driven."""
+        self._check(buffer, Buffer, "mem_free")
+        over = self.end or self.lease.over
+        if over is not None:
+            raise error_of(over, "mem_free")
+        self.dropped.append(buffer.let_go())
+        frees = self.frees()
+        return None if self.put(frees) else self._go_on("mem_free", send(self.channel, (frees,), self.limit))
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None]:
-        """Copy bytes to the device."""
+    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
+        """Copy bytes to the device, under the session's lock: None if it is done, else what has still to be driven."""
+        if (
+            type(buffer) is Buffer
+            and buffer.owner is self
+            and type(offset) is int
+            and self.end is None
+            and self.lease.over is None
+            and not self.dropped
+        ):
+            try:
+                view = memoryview(data).cast("B")
+                if 0 < len(view) <= self.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
+                    prefix = mem_write_prefix(
+                        buffer.handle,
+                        offset,
+                        len(view),
+                        request_id=self.connection.next_request_id(),
+                        session_id=self.session_id,
+                        quiet=True,
+                    )
+                    if self.put(prefix, view):
+                        return None
+                elif self.arena is not None:
+                    return self._write_arena(buffer, offset, data)
+            except (TypeError, ValueError, struct.error):
+                pass  # bytes that are not in one piece, or something wrong: found out below
+        return self._guarded("mem_write", self._write(buffer, offset, data))
+
+    def _write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None]:
         self._check(buffer, Buffer, "mem_write")
         view = copies.readable_bytes(data, "mem_write")
         copies.check_total(buffer, offset, len(view), "mem_write")
         if view:
-            yield from self._operation("mem_write", copies.write(self, buffer, offset, view))
+            yield from copies.write(self, buffer, offset, view)
+
+    def _write_arena(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
+        copy = self._arena_copy(buffer, offset, data, None)
+        is_done = None if copy is None else self.arena_write.ask(self, copy)
+        if is_done is None:
+            return self._guarded("mem_write", self._write(buffer, offset, data))
+        return None if is_done else self._go_on("mem_write", self.arena_write.rest(self))
 
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Procedure[Any]:
         """Copy bytes from the device."""
@@ -56,21 +98,30 @@ class SessionState(Attached):
             yield from self._operation("mem_read", copies.read(self, buffer, offset, target))
         return into if owned is None else bytes(owned)
 
-    def write_promptly(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
-        """mem_write at once, under the session's lock: None if it is done, else what has still to be driven."""
-        copy = self._arena_copy(buffer, offset, data, None)
-        is_done = None if copy is None else self.arena_write.ask(self, copy)
-        if is_done is None:
-            return self.mem_write(buffer, offset, data)
-        return None if is_done else self._go_on("mem_write", self.arena_write.rest(self))
-
     def read_promptly(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Procedure[Any] | None:
-        """mem_read likewise; if it is done, the bytes are in `into`."""
-        copy = self._arena_copy(buffer, offset, into, nbytes)
-        is_done = None if copy is None else self.arena_read.ask(self, copy)
+        """mem_read into `into` at once, under the session's lock: None if it is done, else what has to be driven."""
+        is_done: bool | None = None
+        rest: Callable[[SessionState], Procedure[None]] = self.small_read.rest
+        if (
+            type(nbytes) is int
+            and 0 < nbytes <= copies.PROMPT_READ_BYTES
+            and type(buffer) is Buffer
+            and buffer.owner is self
+            and type(offset) is int
+            and 0 <= offset <= buffer.size_bytes - nbytes
+        ):
+            try:
+                view = memoryview(into).cast("B")
+                if not view.readonly and len(view) >= nbytes:
+                    is_done = self.small_read.ask(self, buffer.handle, offset, view[:nbytes])
+            except (TypeError, ValueError, struct.error):
+                pass  # found out below
+        elif (copy := self._arena_copy(buffer, offset, into, nbytes)) is not None:
+            is_done = self.arena_read.ask(self, copy)
+            rest = self.arena_read.rest
         if is_done is None:
             return self.mem_read(buffer, offset, nbytes, into)
-        return None if is_done else self._go_on("mem_read", self.arena_read.rest(self))
+        return None if is_done else self._go_on("mem_read", rest(self))
 
     def _arena_copy(self, buffer: Buffer, offset: int, data: Any, nbytes: int | None) -> bytes | None:
         """The request that copies from or to an array of the arena; None if it is none, or anything is wrong."""
@@ -119,27 +170,65 @@ class SessionState(Attached):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
-    ) -> tuple[int, bytes, int]:
-        """Send a launch at once, under the session's lock: (its number, its frame, how many bytes of it went).
+    ) -> int | Procedure[int]:
+        """Send a launch at once, under the session's lock: its number; or what has still to be driven to have it.
 
-        Not a procedure, because a generator would cost as much as all the rest of this.
+        Not a procedure, because a generator would cost as much as all the rest of this; and in one piece, for the same
+        reason, where all is as it was at the last launch of this module and nothing else is to be done. Everything that
+        is otherwise, or wrong, is left to `_launch_anew`.
         """
+        try:
+            latest = module.latest
+            if (
+                kernel == latest.kernel
+                and type(args) is KernelArgs
+                and args.sizes == latest.sizes
+                and (grid is latest.grid or (type(grid) is latest.grid_type and grid == latest.grid))
+                and (block is latest.block or (type(block) is latest.block_type and block == latest.block))
+                and shared_bytes == latest.shared_bytes
+                and arg_sizes is None
+                and module.owner is self
+                and self.end is None
+                and self.lease.over is None
+                and not self.dropped
+            ):
+                for buffer in args.buffers:
+                    if buffer.owner is not self:
+                        break
+                else:
+                    template, connection = latest.template, self.connection
+                    number = connection.last_request_id = connection.last_request_id + 1
+                    if self.channel.put_packed(
+                        template.layout, template.head, number, template.before, args.data, template.after
+                    ):
+                        return number
+        except (AttributeError, TypeError, ValueError, OSError, FramingError):
+            pass  # a wrong type, the first launch, or no peer: found out below
+        return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+
+    def _launch_anew(
+        self,
+        module: Module,
+        kernel: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: KernelArguments,
+        arg_sizes: Iterable[int] | None,
+        shared_bytes: int,
+    ) -> int | Procedure[int]:
         over = self.end or self.lease.over
         if over is not None:
             raise error_of(over, "launch")
         number, frame = launch_frame(self, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         if self.dropped:
             frame += self.frees()
-        try:
-            return number, frame, self._send(frame)
-        except (OSError, FramingError):
-            return number, frame, 0  # no room, or no peer: sending again waits, or finds out
+        return number if self.put(frame) else self._finish_launch(number, frame)
 
-    def finish_launch(self, frame: bytes, sent: int) -> Procedure[None]:
-        """Send what the socket did not take at once; under the session's lock."""
+    def _finish_launch(self, number: int, frame: bytes) -> Procedure[int]:
+        """Send what could not be taken over at once; under the session's lock."""
         try:
-            yield from send(self.channel, (memoryview(frame)[sent:],), self.limit, has_begun=sent > 0)
-            return
+            yield from send(self.channel, (frame,), self.limit)
+            return number
         except LinkEnded as ended:
             failure = ended.failure
         raise (yield from self._find_out(failure, "launch"))

@@ -27,6 +27,8 @@ from helpers.ring_peer import RingPeer
 
 U64 = 2**64 - 1
 ARENA = 8 << 20
+WAITED_BYTES = 128 << 10
+"""Of a write that is not only handed over."""
 
 
 @pytest.fixture
@@ -92,9 +94,9 @@ def test_an_array_outlives_its_session(daemon: Daemon) -> None:
 
 
 def test_kept_failures_are_told_by_a_copy(session: GpuSession) -> None:
-    module, data = session.module_load(TRANSFORM), session.empty(4, np.uint8)
+    module, data = session.module_load(TRANSFORM), session.empty(WAITED_BYTES, np.uint8)
     data[:] = 1
-    buffer = session.mem_alloc(4)
+    buffer = session.mem_alloc(WAITED_BYTES)
     args = KernelArgs().push_u64(buffer.handle).push_u32(1).push_f32(1)
     number = session.launch(module, "scale", [1 << 31], [1], args)
     with pytest.raises(LaunchFailed) as caught:
@@ -102,13 +104,13 @@ def test_kept_failures_are_told_by_a_copy(session: GpuSession) -> None:
     assert caught.value.failure.failed_request_id == number
     assert session.mem_read(buffer, 0, 4) == bytes(4), "it was not done"
     session.mem_write(buffer, 0, data)
-    assert session.mem_read(buffer, 0, 4) == bytes([1] * 4)
+    assert session.mem_read(buffer, WAITED_BYTES - 4, 4) == bytes([1] * 4)
 
 
 def test_a_lease_that_was_revoked(daemon: Daemon) -> None:
     lease = daemon.builder().acquire()
     session = GpuSession(lease)
-    buffer, data = session.mem_alloc(4), session.empty(4, np.uint8)
+    buffer, data = session.mem_alloc(WAITED_BYTES), session.empty(WAITED_BYTES, np.uint8)
     daemon.revoke(lease.lease_id)
     with pytest.raises(Revoked):
         session.mem_write(buffer, 0, data)

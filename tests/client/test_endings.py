@@ -20,7 +20,6 @@ Run = Callable[[Scenario], None]
 
 SESSION_OPERATIONS = [
     "MEM_ALLOC",
-    "MEM_FREE",
     "MEM_WRITE",
     "MEM_READ",
     "MODULE_LOAD",

@@ -15,11 +15,13 @@ from gpulease.client import (
     LaunchFailed,
     LeaseFreed,
 )
+from gpulease.client.core.attached import QUIET_WRITE_BYTES
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.limits import DATA_CHUNK_BYTES
 from gpulease.protocol.messages import LeaseAlloc, MemRead, MemWrite
 from helpers.client_faces import Face, Scenario
 from helpers.scripted_peer import CARD, LEASE_ID, ScriptedPeer
+from helpers.waiting import wait_until
 
 Run = Callable[[Scenario], None]
 CHUNK = DATA_CHUNK_BYTES
@@ -91,6 +93,42 @@ async def many_launches_to_a_slow_reader(face: Face) -> None:
             await session.launch(module, "small", [1], [1], raw, [4])
         await session.sync()
         assert face.peer.ops().count("LAUNCH") == 3000
+
+
+async def what_is_handed_over_arrives_by_itself(face: Face) -> None:
+    """The caller computes, and calls nothing of the session any more; nor does its event loop get a turn."""
+    async with face.session() as session:
+        module, buffer = await session.module_load(b"ptx"), await session.mem_alloc(8)
+        for _ in range(3):
+            await session.launch(module, "nothing", [1], [1], KernelArgs())
+        await session.mem_write(buffer, 0, b"abcdefgh")
+        handle = buffer.handle
+        wait_until(lambda: face.peer.memory[handle] == b"abcdefgh", "the worker has it")
+        await session.mem_free(buffer)
+        wait_until(lambda: handle not in face.peer.memory, "the worker has freed it")
+        assert face.peer.ops().count("LAUNCH") == 3
+
+
+async def closing_sends_what_was_handed_over(face: Face) -> None:
+    async with face.session() as session:
+        module = await session.module_load(b"ptx")
+        for _ in range(3):
+            await session.launch(module, "nothing", [1], [1], KernelArgs())
+    wait_until(lambda: face.peer.ops().count("LAUNCH") == 3, "the worker has it")
+
+
+async def a_read_takes_what_was_written(face: Face) -> None:
+    """Of every size around those that are sent and received in ways of their own, and around the ring's end."""
+    async with face.session() as session:
+        buffer = await session.mem_alloc(1 << 18)
+        for round_ in range(12):
+            for size in (1, 4096, 8191, 8192, 32 << 10, (32 << 10) + 1, 64 << 10, (64 << 10) + 1):
+                data = bytes([round_ + 1, size & 255]) * (size // 2) + b"x" * (size % 2)
+                await session.mem_write(buffer, 7, data)
+                assert await session.mem_read(buffer, 7, size) == data
+                into = bytearray(size + 1)
+                await session.mem_read(buffer, 7, size, into=into)
+                assert into == data + b"\0"
 
 
 async def dropped_handles_are_freed_by_the_next_operation(face: Face) -> None:
@@ -237,6 +275,9 @@ SCENARIOS: list[Scenario] = [
     foreign_handles,
     ranges_are_checked_here,
     any_buffer_can_be_copied,
+    what_is_handed_over_arrives_by_itself,
+    a_read_takes_what_was_written,
+    closing_sends_what_was_handed_over,
 ]
 
 
@@ -245,7 +286,10 @@ def test_scenario(run_over_both: Run, scenario: Scenario) -> None:
     run_over_both(scenario)
 
 
-@pytest.mark.parametrize("size", [1, 43, 44, 45, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 6 * CHUNK + 3])
+@pytest.mark.parametrize(
+    "size",
+    [1, 43, 44, 45, QUIET_WRITE_BYTES, QUIET_WRITE_BYTES + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 6 * CHUNK + 3],
+)
 def test_copies_around_the_chunk_limit(run_over_both: Run, peer: ScriptedPeer, size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes()
 
@@ -259,7 +303,10 @@ def test_copies_around_the_chunk_limit(run_over_both: Run, peer: ScriptedPeer, s
     run_over_both(copy)
     writes = [request for request in peer.heard if request.op is Opcode.MEM_WRITE]
     assert len(writes) == -(-size // CHUNK)
-    assert [request.is_quiet for request in writes] == [True] * (len(writes) - 1) + [False]
+    waits_for_last = size > QUIET_WRITE_BYTES
+    assert [request.is_quiet for request in writes] == [True] * (len(writes) - waits_for_last) + [
+        False
+    ] * waits_for_last
     for request in peer.heard:
         if isinstance(request.body, MemWrite):
             assert len(request.body.data) <= CHUNK

@@ -98,7 +98,7 @@ def test_no_daemon_at_all(run: Run, peer: ScriptedPeer) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("op", ["MEM_ALLOC", "MEM_FREE", "MEM_WRITE", "MEM_READ", "MODULE_LOAD", "SYNC"])
+@pytest.mark.parametrize("op", ["MEM_ALLOC", "MEM_WRITE", "MEM_READ", "MODULE_LOAD", "SYNC"])
 def test_a_failed_launch_is_reported_by_the_next_operation(run: Run, peer: ScriptedPeer, op: str) -> None:
     peer.script[Opcode.LAUNCH] = _refuse_once(Failure(Status.SYNC_FAILED, "illegal address"))
 
@@ -117,6 +117,30 @@ def test_a_failed_launch_is_reported_by_the_next_operation(run: Run, peer: Scrip
             await any_operation(session, buffer, module, op)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("op", ["MEM_WRITE", "MEM_FREE"])
+def test_what_is_handed_over_and_fails_is_told_by_the_next_that_waits(
+    run_over_both: Run, peer: ScriptedPeer, op: str
+) -> None:
+    peer.script[Opcode[op]] = _refuse_once(Failure(Status.INVALID_HANDLE, "gone"))
+
+    async def scenario(face: Face) -> None:
+        async with face.session() as session:
+            buffer, other = await session.mem_alloc(64), await session.mem_alloc(64)
+            if op == "MEM_WRITE":
+                await session.mem_write(buffer, 0, bytes(64))
+            else:
+                await session.mem_free(buffer)
+                assert not buffer.is_alive
+            await session.mem_write(other, 0, b"skipped")
+            with pytest.raises(client.InvalidHandle, match=rf"^sync: earlier {op} \d+ failed: gone; this sync was not"):
+                await session.sync()
+            assert await session.mem_read(other, 0, 7) == bytes(7)
+            await session.mem_write(other, 0, b"written")
+            await session.sync()
+
+    run_over_both(scenario)
 
 
 def test_a_chunk_that_fails_is_the_writes_own_failure(run: Run, peer: ScriptedPeer) -> None:

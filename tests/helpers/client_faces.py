@@ -86,8 +86,6 @@ async def any_operation(session: Any, buffer: Any, module: Any, name: str) -> No
     match name:
         case "MEM_ALLOC":
             await session.mem_alloc(4)
-        case "MEM_FREE":
-            await session.mem_free(buffer)
         case "MEM_WRITE":
             await session.mem_write(buffer, 0, bytes(1 << 21))
         case "MEM_READ":

@@ -278,7 +278,7 @@ def test_a_malformed_body_is_answered() -> None:
 
 def test_a_request_that_can_not_be_sent_changes_nothing() -> None:
     client = pair_in(State.CONTROL).client
-    before = client.state, client.in_flight, client._last_request_id
+    before = client.state, client.in_flight, client.last_request_id
     mistakes: list[tuple[Opcode, m.Body, int]] = [
         (Opcode.PING, m.Ping(-1), 0),
         (Opcode.PING, m.Ping(1), 1 << 128),
@@ -291,7 +291,7 @@ def test_a_request_that_can_not_be_sent_changes_nothing() -> None:
     for op, body, session_id in mistakes:
         with pytest.raises(LocalProtocolError):
             client.send_request(op, body, session_id=session_id)
-        assert (client.state, client.in_flight, client._last_request_id) == before
+        assert (client.state, client.in_flight, client.last_request_id) == before
 
 
 def test_a_module_too_large_for_a_frame_changes_nothing() -> None:

@@ -202,6 +202,15 @@ def test_mem_write_prefix_refuses_what_does_not_fit(handle: int, offset: int, le
 
 
 @settings(max_examples=60, deadline=None)
+@given(body=strategies.records(m.MemRead), request_id=strategies.REQUEST_IDS, session_id=strategies.SESSION_IDS)
+def test_mem_read_frame_equals_the_codec(body: m.MemRead, request_id: int, session_id: int) -> None:
+    frame = fastpath.mem_read_frame(body.handle, body.offset, body.length, request_id=request_id, session_id=session_id)
+    assert frame == build_frame(Opcode.MEM_READ, build_body(body), request_id=request_id, session_id=session_id)
+    with pytest.raises(LocalProtocolError):
+        fastpath.mem_read_frame(body.handle, -1, body.length, request_id=request_id, session_id=session_id)
+
+
+@settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=80), request_id=strategies.REQUEST_IDS, session_id=strategies.SESSION_IDS)
 def test_data_prefix_equals_the_codec(data: bytes, request_id: int, session_id: int) -> None:
     prefix = fastpath.data_prefix(len(data), request_id=request_id, session_id=session_id)

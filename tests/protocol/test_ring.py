@@ -1,5 +1,6 @@
 """The rings as pure functions of the memory: every byte arrives, nobody sleeps through one, no counter is believed."""
 
+import struct
 import threading
 from collections.abc import Callable
 
@@ -224,6 +225,64 @@ def test_a_whole_frame_goes_in_or_none_of_it(filled: int, free: int) -> None:
     assert ring.writer.put_whole(frame) == (free >= len(frame))
     ring.take(MIN_RING_BYTES - free)
     assert ring.take(MIN_RING_BYTES) == (frame if free >= len(frame) else b"")
+
+
+@given(st.integers(0, MIN_RING_BYTES - 1), st.integers(0, 2000), st.integers(0, 2000))
+def test_a_frame_in_two_parts_is_announced_at_once(before: int, first: int, second: int) -> None:
+    ring = Ring()
+    ring.writer.put_whole(bytes(before))
+    ring.take(MIN_RING_BYTES)
+    tail = ring.words[TAIL]
+    assert ring.writer.put_whole(b"a" * first, memoryview(b"b" * second))
+    assert ring.words[TAIL] == tail + first + second
+    assert ring.take(MIN_RING_BYTES) == b"a" * first + b"b" * second
+
+
+@given(st.integers(0, MIN_RING_BYTES - 1))
+def test_a_packed_frame_goes_in_where_there_is_a_piece(before: int) -> None:
+    ring, layout = Ring(), struct.Struct(">4sQ3s300s2s")
+    fields = (b"head", 7, b"mid", b"d" * 300, b"en")
+    ring.writer.put_whole(bytes(before))
+    ring.take(MIN_RING_BYTES)
+    went = ring.writer.put_packed(layout, *fields)
+    assert went == (MIN_RING_BYTES - before >= layout.size)
+    assert ring.take(MIN_RING_BYTES) == (layout.pack(*fields) if went else b"")
+
+
+@given(st.integers(0, MIN_RING_BYTES - 1), st.sampled_from([b"head", b"heads", b"nope"]), st.integers(0, 3))
+def test_expected_data(before: int, head: bytes, surplus: int) -> None:
+    ring, data, into = Ring(), bytes(range(1, 101)), bytearray(100)
+    ring.writer.put_whole(bytes(before))
+    ring.take(MIN_RING_BYTES)
+    ring.writer.put_whole(head, data + bytes(surplus))
+    size = len(head) + 100 + surplus
+    assert ring.reader.look_for(size, 3)
+    assert not ring.reader.look_for(size + 1, 3)
+    taken = ring.reader.take_data_if(b"head", memoryview(into))
+    is_whole = before + 4 <= MIN_RING_BYTES
+    assert taken == (head == b"head" and not surplus and is_whole)
+    assert into == (data if taken else bytes(100))
+    assert len(ring.take(MIN_RING_BYTES)) == (0 if taken else size)
+
+
+def test_a_writer_that_is_interrupted_wakes_its_reader_all_the_same() -> None:
+    ring = Ring()
+
+    class Interrupting:
+        def acquire(self, blocking: bool = True, /) -> bool:
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            pass
+
+    writer = client_ends(ring.memory, LAYOUT, (threading.Lock(), Interrupting()), ring.wake("reader"))[1]
+    ring.reader.doze()
+    with pytest.raises(KeyboardInterrupt):
+        writer.put_whole(b"one")
+    with pytest.raises(KeyboardInterrupt):
+        writer.put_packed(struct.Struct("ssscc"), b"a", b"b", b"c", b"d", b"e")
+    assert ring.woken == ["reader"] * 2
+    assert ring.take(10) == b"oneabcde"
 
 
 def test_one_expected_frame() -> None:
