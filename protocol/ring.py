@@ -245,6 +245,18 @@ class RingReader:
         self._pass(size, 0)
         return True
 
+    def take_behind(self, front: bytes, size: int) -> bytes | None:
+        """Take all that is there if it is `front` and `size` bytes more, in one piece: those; else nothing is taken."""
+        begin = self._head & self._capacity - 1
+        middle = begin + len(front)
+        if self._words[_TAIL] - self._head != len(front) + size or middle + size > self._capacity:
+            return None
+        if self._data[begin:middle] != front:
+            return None
+        behind = bytes(self._data[middle : middle + size])
+        self._pass(len(front) + size, 0)
+        return behind
+
     def _pass(self, size: int, left: int) -> None:
         words = self._words
         words[_HEAD] = self._head = self._head + size

@@ -11,7 +11,7 @@ that plan's pattern, byte for byte, nothing of it has to be parsed or checked ag
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel
+from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel, KernelFault
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.failures import Failure
@@ -116,6 +116,8 @@ class Planner:
         self._kept_before = self._ledger.kept_bytes
         try:
             self._ledger.keep(kernel.kept_bytes)
+        except KernelFault:
+            raise  # of an earlier launch
         except DriverError as error:
             raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
         self.has_new_kernel = True

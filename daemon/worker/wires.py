@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, worker_ends
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
@@ -44,6 +43,16 @@ _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 IsOver = Callable[[], object]
 """Gives something once the lease is over, None while it lives."""
+
+
+class Receiver(Protocol):
+    """What bytes that arrive are put into."""
+
+    def get_buffer(self) -> memoryview:
+        """Where the next ones go; never empty."""
+
+    def buffer_updated(self, count: int) -> None:
+        """So many were put there."""
 
 
 class ConnectionLost(Exception):
@@ -79,7 +88,7 @@ class SocketWire:
     def rise(self, has_event: bool) -> None:
         """The sleep is over; `has_event` says that poll(2) named the socket."""
 
-    def receive(self, reader: FrameReader) -> bool:
+    def receive(self, reader: Receiver) -> bool:
         """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
         try:
             count = self._sock.recv_into(reader.get_buffer())
@@ -92,7 +101,7 @@ class SocketWire:
         reader.buffer_updated(count)
         return True
 
-    def spin(self, reader: FrameReader) -> bool:
+    def spin(self, reader: Receiver) -> bool:
         """The same, looking again and again for a bounded time."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
@@ -159,7 +168,7 @@ class RingWire:
         if has_event:
             self._take_bells()
 
-    def receive(self, reader: FrameReader) -> bool:
+    def receive(self, reader: Receiver) -> bool:
         """See SocketWire."""
         count = self._requests.take(reader.get_buffer()) if self._requests.has_bytes else 0
         if count:
@@ -169,7 +178,7 @@ class RingWire:
             raise ConnectionLost("the peer closed the connection")
         return False
 
-    def spin(self, reader: FrameReader) -> bool:
+    def spin(self, reader: Receiver) -> bool:
         """See SocketWire."""
         requests, clock = self._requests, time.monotonic_ns
         until = clock() + SPIN_NS

@@ -232,3 +232,22 @@ def test_one_expected_frame() -> None:
         ring.writer.put(data)
         assert ring.reader.take_if(b"reply") == (data == b"reply")
         assert ring.take(9) == (b"" if data == b"reply" else data)
+
+
+def test_what_is_behind_a_known_front_is_taken_only_if_that_is_all() -> None:
+    ring = Ring()
+    for data in (b"frontabc", b"frontab", b"frontabcd", b"fr0ntabc"):
+        ring.writer.put(data)
+        assert ring.reader.take_behind(b"front", 3) == (b"abc" if data == b"frontabc" else None)
+        assert ring.take(9) == (b"" if data == b"frontabc" else data)
+
+
+def test_a_known_front_that_wraps_is_left_to_the_general_way() -> None:
+    ring = Ring()
+    found = []
+    while None not in found:
+        assert ring.writer.put_whole(b"frontabc!")
+        found.append(ring.reader.take_behind(b"front", 4))
+        if found[-1] is None:
+            assert ring.take(9) == b"frontabc!"
+    assert set(found[:-1]) == {b"abc!"}
