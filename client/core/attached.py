@@ -18,11 +18,12 @@ from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.prompt import Prompter
 from gpulease.client.core.ring_channel import share
+from gpulease.client.core.staging import Staging
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
 from gpulease.client.handles import Handle
 from gpulease.protocol import Failure, Opcode, Status
-from gpulease.protocol.fastpath import ARENA_COPY, HANDLE
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply, Body
@@ -100,7 +101,9 @@ class Attached:
         self._freed: deque[tuple[int, Opcode, int]] = deque()
         self._send: Callable[[bytes], int]
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
+        self._alloc = Prompter(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
         self.arena: Arena | None = None
+        self.staging: Staging | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
 
@@ -138,6 +141,7 @@ class Attached:
                 raise error_of(lease.heed(answer), "attach")
             self.attached = answer
             self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
+            self.staging = None if self.arena is None else Staging(self.arena)
             self.end = None
             self._send = self.channel.put
             return
@@ -160,6 +164,9 @@ class Attached:
             self.end = failure
         self.channel.close()
         self.arena = None
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
 
     # --- how they are done ---
 
