@@ -3,7 +3,7 @@
 import ctypes
 import os
 import threading
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 MAX_COPIERS: Final = 4
@@ -53,7 +53,18 @@ class Copiers:
             self._jobs.put((target + at, source + at, min(PART_BYTES, nbytes - at), left))
 
     def done(self) -> Any:
-        """The token of a copy that is complete, waited for: copies that were begun end soon."""
+        """The token of a copy that is complete.
+
+        Until there is one, this thread copies too: waking the others takes as long as a part or two, and so would its
+        own sleep.
+        """
+        while self._done.empty():
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                break
+            if job is not None:
+                _do(job, self._done)
         return self._done.get()
 
     def close(self) -> None:

@@ -39,6 +39,13 @@ ONE_PIECE_BYTES: Final = 1 << 20
 SLOT_BYTES: Final = 2 << 20
 """Of a piece of larger ones: a request for it costs either side up to 40 us, a core 200, the card 40."""
 
+MIN_PIECE_BYTES: Final = 512 << 10
+"""Of copies that are cut into `MIN_PIECES`: below, a request takes longer than the copy."""
+
+MIN_PIECES: Final = 4
+"""Into how many a copy is cut at least, where they are not too small: the first and the last are copied one after the
+other, here and by the card."""
+
 SLOTS: Final = 8
 """Pieces under way at a time. With `SLOT_BYTES`, the arena's and the host's memory this takes."""
 
@@ -148,6 +155,7 @@ class _Flow:
         self._offset = offset
         self._address = address
         self._nbytes = nbytes
+        self._piece_bytes = min(SLOT_BYTES, max(MIN_PIECE_BYTES, -(-nbytes // MIN_PIECES)))
         self._begun = 0
         self._free = deque(range(SLOTS))
         self._copying = 0
@@ -204,7 +212,7 @@ class _Flow:
         """The next piece, in a free slot, if one may begin."""
         if self._begun == self._nbytes or not self._free or self._failures or self._copying >= most_copying:
             return None
-        piece = _Piece(self._free.popleft(), self._begun, min(SLOT_BYTES, self._nbytes - self._begun))
+        piece = _Piece(self._free.popleft(), self._begun, min(self._piece_bytes, self._nbytes - self._begun))
         self._begun += piece.nbytes
         return piece
 
