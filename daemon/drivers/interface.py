@@ -160,7 +160,8 @@ class Context(Protocol):
     """One device context: one stream, in order; used by one thread.
 
     Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
-    millisecond, and it may raise to give up the wait: nothing was done then but waiting.
+    millisecond, and it may raise to give up the wait: nothing was done then but waiting, or, by a copy of pinned
+    memory, it may yet be done.
 
     Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
     the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
