@@ -92,7 +92,9 @@ class GpuSession(SessionView):
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Device memory, zeroed. Raises AllocFailed if the slice has no room."""
-        return drive(self._state.mem_alloc(size_bytes))
+        with self._lock:
+            buffer = self._state.alloc_promptly(size_bytes)
+            return buffer if isinstance(buffer, Buffer) else drive(buffer)
 
     def mem_free(self, buffer: Buffer) -> None:
         """Give a buffer back now rather than when its last reference goes; nothing is waited for."""

@@ -1,4 +1,6 @@
-"""`python -m gpulease.daemon.direct DRIVER PTX_FILE`: the same work without a lease, as one JSON object.
+"""`python -m gpulease.daemon.direct DRIVER PTX_FILE LAUNCHES SAMPLES COPY_BYTES...`: the same work without a lease.
+
+Prints one JSON object.
 
 What `gpulease bench` holds its figures against: the driver called in this very process, by the calls a program without
 gpulease would make.
@@ -6,6 +8,7 @@ gpulease would make.
 
 import json
 import mmap
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,16 +19,17 @@ from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.drivers.interface import Context, Dim3
 from gpulease.daemon.drivers.registry import driver_named
 
-COPY_BYTES: Final = 16 << 20
-LARGE_COPY_BYTES: Final = 256 << 20
+COPIES: Final = 15
+"""Of each large size and direction; the median counts."""
+
 SMALL_COPY_BYTES: Final = 4096
 SLICE_BYTES: Final = 256 << 20
 THREADS: Final = 32
 ONE: Final[Dim3] = (1, 1, 1)
 
 
-def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[str, float]:
-    """Microseconds and GB/s of the driver's own calls."""
+def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_sizes: list[int]) -> dict[str, float]:
+    """Microseconds and GB/s of the driver's own calls; `copy_sizes` in bytes, whole MiB."""
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
@@ -55,15 +59,17 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
-    figures |= _copies(context, samples)
-    pinned = memoryview(mmap.mmap(-1, LARGE_COPY_BYTES if driver_name == "cuda" else COPY_BYTES))
+    figures |= _small_copies(context, samples)
+    pinned = memoryview(mmap.mmap(-1, max(copy_sizes)))
     context.pin(pinned)
-    figures |= _pinned_copies(context, "16m", pinned[:COPY_BYTES])
+    for size in copy_sizes:
+        figures |= _copies(context, size, pinned[:size])
     if driver_name == "cuda":
-        figures |= _pinned_copies(context, "256m", pinned)
-        from gpulease.daemon.drivers.cuda.baseline import call_us
+        from gpulease.daemon.drivers.cuda import baseline
 
-        figures["pycuda_call_us"] = call_us(ptx, address, THREADS, launches)
+        figures["pycuda_call_us"] = baseline.call_us(ptx, address, THREADS, launches)
+        # What a context gives again is not what the card gives.
+        figures["alloc_free_p50_us"] = _timed_us(baseline.alloc_and_free, samples)[samples // 2]
     context.close()
     return figures
 
@@ -75,25 +81,29 @@ def _open(wanted: str) -> tuple[str, Context]:
     return source.driver, driver.open_context(source.discover()[0].uuid, SLICE_BYTES)
 
 
-def _copies(context: Context, samples: int) -> dict[str, float]:
-    host = memoryview(bytearray(COPY_BYTES))
-    small = host[:SMALL_COPY_BYTES]
-    address = context.mem_alloc(COPY_BYTES)
+def _small_copies(context: Context, samples: int) -> dict[str, float]:
+    small = memoryview(bytearray(SMALL_COPY_BYTES))
+    address = context.mem_alloc(SMALL_COPY_BYTES)
     return {
-        "write_gb_s": COPY_BYTES / _timed_us(lambda: context.mem_write(address, host), 15)[7] / 1e3,
-        "read_gb_s": COPY_BYTES / _timed_us(lambda: context.mem_read(address, host), 15)[7] / 1e3,
         "write_4k_pipelined_us": _pipelined_us(lambda: context.mem_write(address, small), context.sync, samples),
         "write_4k_p50_us": _timed_us(lambda: context.mem_write(address, small), samples)[samples // 2],
         "read_4k_p50_us": _timed_us(lambda: context.mem_read(address, small), samples)[samples // 2],
     }
 
 
-def _pinned_copies(context: Context, name: str, host: memoryview) -> dict[str, float]:
-    size = len(host)
-    address = context.mem_alloc(size)
+def _copies(context: Context, size: int, pinned: memoryview) -> dict[str, float]:
+    """From and to pinned memory, and any other."""
+    address, name = context.mem_alloc(size), f"{size >> 20}m"
+    pageable = memoryview(bytearray(size))
+
+    def rate(copy: Callable[[], object]) -> float:
+        return size / _timed_us(copy, COPIES)[COPIES // 2] / 1e3
+
     figures = {
-        f"arena_write_{name}_gb_s": size / _timed_us(lambda: context.write_pinned(address, host), 15)[7] / 1e3,
-        f"arena_read_{name}_gb_s": size / _timed_us(lambda: context.read_pinned(address, host), 15)[7] / 1e3,
+        f"write_{name}_gb_s": rate(lambda: context.mem_write(address, pageable)),
+        f"read_{name}_gb_s": rate(lambda: context.mem_read(address, pageable)),
+        f"arena_write_{name}_gb_s": rate(lambda: context.write_pinned(address, pinned)),
+        f"arena_read_{name}_gb_s": rate(lambda: context.read_pinned(address, pinned)),
     }
     context.mem_free(address)
     return figures
@@ -119,5 +129,9 @@ def _timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]).read_bytes(), int(sys.argv[3]), int(sys.argv[4]))))
+    name, ptx_file, launch_count, sample_count, *sizes = sys.argv[1:]
+    source = Path(ptx_file).read_bytes()
+    print(json.dumps(measure(name, source, int(launch_count), int(sample_count), [int(size) for size in sizes])))
     sys.stdout.flush()
+    # As a worker ends: pycuda aborts a process that leaves in good order and leaves its context behind.
+    os._exit(0)

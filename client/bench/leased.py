@@ -2,16 +2,26 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from gpulease.client import GpuBuilder, GpuSession, KernelArgs
+from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 SLICE_BYTES: Final = 256 << 20
-COPY_BYTES: Final = 16 << 20
-LARGE_COPY_BYTES: Final = 256 << 20
+COPY_SIZES: Final = (16 << 20,)
+"""Of large copies, in bytes, whole MiB."""
+
+CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
+"""The same where a bus lies between: the embedded driver's memory is the host's."""
+
+COPIES: Final = 15
+"""Of each such size and direction; the median counts."""
+
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
@@ -51,7 +61,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
             "launch_sync_p99_us": percentile(round_trips, 99),
             "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
             "alloc_free_p50_us": percentile(timed_us(alloc_and_free, samples), 50),
-        } | _copies(session, samples)
+        } | _small_copies(session, samples)
 
 
 def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
@@ -67,52 +77,48 @@ def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> f
     return percentile(bursts, 50)
 
 
-def arena_copies(address: str, driver: str, *, shared_memory: bool = True) -> dict[str, float]:
-    """Copies of arrays that session and worker share; ordinary ones without shared memory."""
+def copy_sizes(driver: str) -> tuple[int, ...]:
+    """How large the large copies are, in bytes."""
+    return CARD_COPY_SIZES if driver == "cuda" else COPY_SIZES
+
+
+def bulk_copies(address: str, sizes: tuple[int, ...], *, shared_memory: bool = True) -> dict[str, float]:
+    """GB/s of ordinary arrays, and of arrays that session and worker share, if they share any."""
     figures: dict[str, float] = {}
-    for name, size in [("16m", COPY_BYTES)] + [("256m", LARGE_COPY_BYTES)] * (driver == "cuda"):
+    for size in sizes:
         wanted = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
         with wanted.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
-            figures |= _arena_copies(session, name, size)
+            buffer, name = session.mem_alloc(size), f"{size >> 20}m"
+            for prefix, array in (("", np.empty(size, np.uint8)), ("arena_", session.empty(size, np.uint8))):
+                figures |= _copies(session, buffer, f"{prefix}{{}}_{name}_gb_s", array)
     return figures
 
 
-def _arena_copies(session: GpuSession, name: str, size: int) -> dict[str, float]:
-    array = session.empty(size, np.uint8)
+def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.uint8]") -> dict[str, float]:
     array[:] = 1
-    buffer = session.mem_alloc(size)
 
     def write() -> None:
         session.mem_write(buffer, 0, array)
 
     def read() -> None:
-        session.mem_read(buffer, 0, size, into=array)
+        session.mem_read(buffer, 0, array.nbytes, into=array)
 
-    # The first copy pins the array.
+    # The first copy pins what it goes through.
     write()
     return {
-        f"arena_write_{name}_gb_s": gigabytes_per_s(write, size, 15),
-        f"arena_read_{name}_gb_s": gigabytes_per_s(read, size, 15),
+        name.format("write"): gigabytes_per_s(write, array.nbytes, COPIES),
+        name.format("read"): gigabytes_per_s(read, array.nbytes, COPIES),
     }
 
 
-def _copies(session: GpuSession, samples: int) -> dict[str, float]:
-    large = np.ones(COPY_BYTES, np.uint8)
+def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
     small = np.ones(SMALL_COPY_BYTES, np.uint8)
-    buffer = session.mem_alloc(COPY_BYTES)
-
-    def write_large() -> None:
-        session.mem_write(buffer, 0, large)
-
-    def read_large() -> None:
-        session.mem_read(buffer, 0, COPY_BYTES, into=large)
+    buffer = session.mem_alloc(SMALL_COPY_BYTES)
 
     def write_small() -> None:
         session.mem_write(buffer, 0, small)
 
     return {
-        "write_gb_s": gigabytes_per_s(write_large, COPY_BYTES, 15),
-        "read_gb_s": gigabytes_per_s(read_large, COPY_BYTES, 15),
         "write_4k_p50_us": percentile(timed_us(write_small, samples), 50),
         "write_4k_pipelined_us": per_call_us(write_small, session.sync, samples),
         "read_4k_p50_us": percentile(

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import click
 
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.kernels import kernel_figures
-from gpulease.client.bench.leased import acquisition, arena_copies, hot_path
+from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path
+from gpulease.client.bench.stream import stream_rates
 from gpulease.client.blocking import ask
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
@@ -34,8 +36,10 @@ _ROWS: Final = (
     ("launch_sync_p99_us", "launch + sync, p99", "us"),
     ("sync_p50_us", "sync, p50", "us"),
     ("alloc_free_p50_us", "alloc + free 1 MiB, p50", "us"),
-    ("write_gb_s", "mem_write 16 MiB", "GB/s"),
-    ("read_gb_s", "mem_read 16 MiB", "GB/s"),
+    ("write_16m_gb_s", "mem_write 16 MiB of any array", "GB/s"),
+    ("read_16m_gb_s", "mem_read 16 MiB to any array", "GB/s"),
+    ("write_256m_gb_s", "mem_write 256 MiB of any array", "GB/s"),
+    ("read_256m_gb_s", "mem_read 256 MiB to any array", "GB/s"),
     ("arena_write_16m_gb_s", "mem_write 16 MiB of the arena / pinned", "GB/s"),
     ("arena_read_16m_gb_s", "mem_read 16 MiB to the arena / pinned", "GB/s"),
     ("arena_write_256m_gb_s", "mem_write 256 MiB of the arena / pinned", "GB/s"),
@@ -63,6 +67,12 @@ _BARE_ROWS: Final = (
     ("open_p99_ms", "fork to a context that answers, p99"),
     ("reap_p50_ms", "SIGKILL to reaped, endless kernel, p50"),
     ("reap_p99_ms", "SIGKILL to reaped, endless kernel, p99"),
+)
+_TCP_ROWS: Final = (
+    ("write_16m_gb_s", "mem_write 16 MiB"),
+    ("read_16m_gb_s", "mem_read 16 MiB"),
+    ("write_256m_gb_s", "mem_write 256 MiB"),
+    ("read_256m_gb_s", "mem_read 256 MiB"),
 )
 _GATE_ROWS: Final = (
     ("refused_p50_us", "flip to the typed refusal, us, p50"),
@@ -97,17 +107,22 @@ _POSITIVE: Final = click.IntRange(min=1)
     show_default=True,
     help="Leases acquired and freed, and as many left to expire, and revoked.",
 )
+@click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -> None:
+def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_json: bool) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
     with contextlib.ExitStack() as stack:
-        address = running_address() or stack.enter_context(private_daemon(driver))
+        address = running_address()
+        if address is None:
+            tcp = f"tcp:127.0.0.1:{_free_port()}"
+            address = stack.enter_context(private_daemon(driver, also_at=tcp))
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
         lease_figures = acquisition(address, leases) | expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
+        over_tcp = _over_tcp(tcp, copy_sizes(card["driver"]), rounds) if tcp else {}
         kernels = kernel_figures(address)
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
@@ -117,6 +132,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         "leased_by_socket": by_socket,
         "direct": direct,
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
+        "tcp": over_tcp,
         "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
         "bare": {name: round(value, 2) for name, value in bare.items()},
@@ -137,14 +153,31 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
     for _ in range(rounds):
         direct.append(_direct(driver, launches))
         for figures, shared in ((leased, True), (by_socket, False)):
-            copies = arena_copies(address, driver, shared_memory=shared)
+            copies = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | copies)
     return _medians(leased), _medians(by_socket), _medians(direct)
 
 
+def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
+    leased = _medians([bulk_copies(address, sizes) for _ in range(rounds)])
+    stream = _medians([stream_rates(sizes) for _ in range(rounds)])
+    leased = {name: leased[name] for name in stream}
+    return {
+        "leased": leased,
+        "stream": stream,
+        "ratio": {name: round(leased[name] / stream[name], 3) for name in stream},
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def _direct(driver: str, launches: int) -> Figures:
+    sizes = [str(size) for size in copy_sizes(driver)]
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        return _in_a_process("direct", driver, str(ptx), str(launches), "500")
+        return _in_a_process("direct", driver, str(ptx), str(launches), "500", *sizes)
 
 
 def _bare(card: dict[str, Any], count: int) -> Figures:
@@ -172,7 +205,7 @@ def _medians(rounds: list[Figures]) -> Figures:
     return {name: round(statistics.median(figures[name] for figures in rounds), 3) for name in rounds[0]}
 
 
-def _tables(report: dict[str, object]) -> str:
+def _tables(report: dict[str, Any]) -> str:
     maps = [report[key] for key in ("leased", "leased_by_socket", "direct", "ratio")]
     leased, by_socket, direct, ratio = (found for found in maps if isinstance(found, dict))
     rows = [
@@ -189,6 +222,8 @@ def _tables(report: dict[str, object]) -> str:
             f"pipelined launch / pycuda Function.__call__ ({direct['pycuda_call_us']:.2f} us): "
             f"{report['launch_to_pycuda_call']}"
         )
+    if report["tcp"]:
+        parts.append(_tcp_table(report["tcp"]))
     for name, head, texts in (
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
@@ -204,6 +239,12 @@ def _tables(report: dict[str, object]) -> str:
 
 def _shown(figures: Figures, name: str) -> str:
     return f"{figures[name]:.2f}" if name in figures else ""
+
+
+def _tcp_table(tcp: dict[str, Figures]) -> str:
+    columns = [tcp[column] for column in ("leased", "stream", "ratio")]
+    rows = [[text, *(f"{figures[key]:.2f}" for figures in columns)] for key, text in _TCP_ROWS if key in tcp["ratio"]]
+    return table(["over TCP on loopback, GB/s", "leased", "a plain stream", "leased/stream"], rows)
 
 
 def _kernel_table(kernels: dict[str, Figures]) -> str:

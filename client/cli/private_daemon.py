@@ -40,12 +40,17 @@ def running_address() -> str | None:
 
 
 @contextlib.contextmanager
-def private_daemon(driver: str, vram: tuple[str, ...] = ()) -> Iterator[str]:
-    """The address of a daemon of this process's own; it ends with the block. Raises CannotStart."""
+def private_daemon(driver: str, vram: tuple[str, ...] = (), also_at: str = "") -> Iterator[str]:
+    """The address of a daemon of this process's own; it ends with the block. Raises CannotStart.
+
+    `also_at`: another address it listens at.
+    """
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
         path = str(Path(folder) / "daemon.sock")
         log_path = Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
+        if also_at:
+            command += ["--listen", also_at]
         for size in vram:
             command += ["--vram", size]
         with log_path.open("wb") as log:

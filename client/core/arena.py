@@ -65,6 +65,10 @@ class Arena:
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         return offset if 0 <= offset <= self._size - view.nbytes else None
 
+    def offset_of_address(self, address: int) -> int:
+        """Where in the arena an address of a piece of it lies."""
+        return address - self._address
+
     def _take_back(self) -> None:
         while self._dropped:
             start, size = self._dropped.popleft()

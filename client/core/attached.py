@@ -18,12 +18,13 @@ from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.prompt import Prompter, SmallRead
 from gpulease.client.core.ring_channel import share
+from gpulease.client.core.staging import Staging
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
 from gpulease.client.handles import Handle
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import ARENA_COPY, HANDLE
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply, Body
@@ -108,7 +109,9 @@ class Attached:
         self._max_payload_bytes = 0
         self._freed: deque[tuple[int, Opcode, int]] = deque()
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
+        self._alloc = Prompter(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
         self.arena: Arena | None = None
+        self.staging: Staging | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.small_read = SmallRead()
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
@@ -148,6 +151,7 @@ class Attached:
                 raise error_of(lease.heed(answer), "attach")
             self.attached = answer
             self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
+            self.staging = None if self.arena is None else Staging(self.arena)
             self.end = None
             self.connection = self.channel.link.connection
             return
@@ -171,6 +175,9 @@ class Attached:
             self.end = failure
         self.channel.close()
         self.arena = None
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
 
     # --- how they are done ---
 

@@ -4,6 +4,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.core.exchange import receive, send
+from gpulease.client.core.staging import STAGED_FROM_BYTES
 from gpulease.client.core.steps import Procedure
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
@@ -19,6 +20,17 @@ PROMPT_READ_BYTES: Final = 32 << 10
 
 READ_WINDOW: Final = 4
 """MEM_READs in flight at once: enough that the worker copies the next chunk while this one is received."""
+
+COPY_BYTES_PER_NS: Final = 20
+"""A slow bus's rate: the answer to an arena's copy is looked for as long as the copy takes, and then as usual."""
+
+MAX_COPY_SPIN_NS: Final = 1_000_000
+"""Longest such look: it keeps the tenant's other threads from running. To sleep costs little beside a longer copy."""
+
+
+def spin_ns(nbytes: int) -> int:
+    """How long the answer to an arena's copy may take because of its size."""
+    return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 
 def readable_bytes(data: Any, doing: str) -> memoryview:
@@ -58,7 +70,11 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
     link, limit = session.channel.link, session.limit
     place = None if session.arena is None or len(data) <= session.quiet_bytes else session.arena.offset_of(data)
     if place is not None:
-        yield from session.arena_write.do(session, ARENA_COPY.pack(buffer.handle, offset, place, len(data)))
+        copy = ARENA_COPY.pack(buffer.handle, offset, place, len(data))
+        yield from session.arena_write.do(session, copy, spin_ns(len(data)))
+        return
+    if len(data) >= STAGED_FROM_BYTES and session.staging is not None and session.staging.is_ready:
+        yield from session.staging.write(session, buffer.handle, offset, data)
         return
     if len(data) <= session.quiet_bytes:
         number = session.connection.next_request_id()
@@ -92,7 +108,11 @@ def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryvie
     """MEM_READs of a chunk each, a few in flight at a time, received where they belong."""
     place = None if session.arena is None else session.arena.offset_of(target)
     if place is not None:
-        yield from session.arena_read.do(session, ARENA_COPY.pack(buffer.handle, offset, place, len(target)))
+        copy = ARENA_COPY.pack(buffer.handle, offset, place, len(target))
+        yield from session.arena_read.do(session, copy, spin_ns(len(target)))
+        return
+    if len(target) >= STAGED_FROM_BYTES and session.staging is not None and session.staging.is_ready:
+        yield from session.staging.read(session, buffer.handle, offset, target)
         return
     in_flight: deque[int] = deque()
     failures: list[Failure] = []

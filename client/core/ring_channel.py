@@ -85,22 +85,22 @@ class RingChannel(Channel):
         self.put = self._requests.put_whole  # type: ignore[method-assign]
         self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
 
-    def spin(self) -> bool:
-        """See Channel."""
+    def spin(self, more_ns: int = 0) -> bool:
+        """See Channel; `more_ns`: how much longer than usual, where the work itself is known to take so long."""
         replies, clock = self._replies, time.monotonic_ns
-        until = clock() + self._spin_ns
+        until = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not replies.look(LOOKS_PER_CLOCK):
             if clock() >= until:
                 return False
         return True
 
-    def ask(self, request: bytes, reply: bytes) -> bool | None:
+    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
         """Send a small request and look for its reply: whether exactly that came; None if nothing could be sent."""
         requests, replies = self._requests, self._replies
         try:
             if replies.has_bytes or not requests.put_whole(request):
                 return None
-            return self.spin() and replies.take_if(reply)
+            return self.spin(more_ns) and replies.take_if(reply)
         except (OSError, FramingError):
             return False  # no peer: whoever waits for the reply finds out
 

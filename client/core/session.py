@@ -17,13 +17,11 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import ARENA_COPY, fixed_struct, mem_write_prefix
-from gpulease.protocol.messages import MemAlloc, ModuleLoad
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC, mem_write_prefix
+from gpulease.protocol.messages import ModuleLoad
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
 """Of a MODULE_LOAD's payload, what is not the image: its length."""
-
-_SIZE: Final = fixed_struct(MemAlloc, "size_bytes")
 
 
 class SessionState(Attached):
@@ -32,7 +30,21 @@ class SessionState(Attached):
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
         """Device memory."""
         size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
-        reply = yield from self._operation("mem_alloc", self.ask(Opcode.MEM_ALLOC, _SIZE.pack(size)))
+        reply = yield from self._operation("mem_alloc", self.ask(Opcode.MEM_ALLOC, MEM_ALLOC.pack(size)))
+        return Buffer(self, reply.handle, size)
+
+    def alloc_promptly(self, size_bytes: int) -> Buffer | Procedure[Buffer]:
+        """mem_alloc at once, under the session's lock: the buffer, or what has still to be driven."""
+        size = whole(size_bytes, "mem_alloc", least=1, most=MAX_WIRE_BYTES)
+        answer = self._alloc.ask_for(self, MEM_ALLOC.pack(size))
+        if answer is None:
+            return self.mem_alloc(size)
+        if isinstance(answer, bytes):
+            return Buffer(self, HANDLE.unpack(answer)[0], size)
+        return self._go_on("mem_alloc", self._late_buffer(size))
+
+    def _late_buffer(self, size: int) -> Procedure[Buffer]:
+        reply = yield from self._alloc.late_answer(self)
         return Buffer(self, reply.handle, size)
 
     def mem_free(self, buffer: Buffer) -> Procedure[None] | None:
@@ -83,7 +95,7 @@ class SessionState(Attached):
 
     def _write_arena(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
         copy = self._arena_copy(buffer, offset, data, None)
-        is_done = None if copy is None else self.arena_write.ask(self, copy)
+        is_done = None if copy is None else self.arena_write.ask(self, *copy)
         if is_done is None:
             return self._guarded("mem_write", self._write(buffer, offset, data))
         return None if is_done else self._go_on("mem_write", self.arena_write.rest(self))
@@ -117,14 +129,17 @@ class SessionState(Attached):
             except (TypeError, ValueError, struct.error):
                 pass  # found out below
         elif (copy := self._arena_copy(buffer, offset, into, nbytes)) is not None:
-            is_done = self.arena_read.ask(self, copy)
+            is_done = self.arena_read.ask(self, *copy)
             rest = self.arena_read.rest
         if is_done is None:
             return self.mem_read(buffer, offset, nbytes, into)
         return None if is_done else self._go_on("mem_read", rest(self))
 
-    def _arena_copy(self, buffer: Buffer, offset: int, data: Any, nbytes: int | None) -> bytes | None:
-        """The request that copies from or to an array of the arena; None if it is none, or anything is wrong."""
+    def _arena_copy(self, buffer: Buffer, offset: int, data: Any, nbytes: int | None) -> tuple[bytes, int] | None:
+        """The request that copies from or to an array of the arena, and how many nanoseconds it takes itself.
+
+        None if it is none, or anything is wrong.
+        """
         if self.arena is None or data is None or type(buffer) is not Buffer or buffer.owner is not self:
             return None
         try:
@@ -133,7 +148,7 @@ class SessionState(Attached):
             size = view.nbytes if nbytes is None else nbytes
             if place is None or not 0 < size <= view.nbytes or not 0 <= offset <= buffer.size_bytes - size:
                 return None
-            return ARENA_COPY.pack(buffer.handle, offset, place, size)
+            return ARENA_COPY.pack(buffer.handle, offset, place, size), copies.spin_ns(size)
         except (TypeError, ValueError, struct.error):
             return None
 

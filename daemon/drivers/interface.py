@@ -173,11 +173,19 @@ class NativeLaunch:
     launched: Callable[[Kernel], None]
 
 
+class Ticket(Protocol):
+    """A copy that was begun."""
+
+    def is_done(self) -> bool:
+        """Whether its host memory is the caller's again: it is complete, or the context is lost."""
+
+
 class Context(Protocol):
     """One device context: one stream, in order; used by one thread.
 
     Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
-    millisecond, and it may raise to give up the wait: nothing was done then but waiting.
+    millisecond, and it may raise to give up the wait: nothing was done then but waiting, or, by a copy of pinned
+    memory, it may yet be done.
 
     Every method but `launch` may raise `KernelFault` for an earlier launch. After it did, the fault is forgotten and
     the context goes on, unless `context_lost`. Launches behind a fault are skipped until it has been raised.
@@ -191,11 +199,27 @@ class Context(Protocol):
     def rounding_bytes(self) -> int:
         """What all allocations together take of the card beyond their sizes."""
 
-    def mem_alloc(self, size_bytes: int) -> int:
-        """Device address of fresh, zeroed memory, aligned to 256 bytes. Raises OutOfMemory."""
+    @property
+    def cached_bytes(self) -> int:
+        """What the context keeps of the card beyond live allocations, for those to come."""
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """Device address of memory that is zero for what is queued from now on, aligned to 256 bytes.
+
+        Args:
+            size_bytes: At least 1.
+            spare_bytes: How much may stay kept if more is taken of the card.
+            poll: See the class; called if something kept has to be given back first.
+
+        Raises:
+            OutOfMemory: The card has not so much.
+        """
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Release an allocation once everything launched before has ended. Takes only what mem_alloc gave."""
+        """Release an allocation, which launches queued before may still use. Takes only what mem_alloc gave."""
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Give back to the card what is kept, until it is at most so many bytes."""
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy host bytes to the device in stream order; `data` may be reused on return."""
@@ -209,8 +233,14 @@ class Context(Protocol):
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """See mem_write; `data` was given to `pin` before, whole or as a part."""
 
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See write_pinned; may return before `data` may be reused, which the ticket tells, and any later wait."""
+
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """See mem_read; `into` was given to `pin` before, whole or as a part."""
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See read_pinned; may return before the bytes are there, which the ticket tells, and any later wait."""
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""

@@ -8,7 +8,7 @@ pages are not given back before the worker ends, which is why the size is the bo
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context
@@ -59,7 +59,7 @@ class Arena:
             os.close(self.fd)
             raise
 
-    def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterator[memoryview]:
+    def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
         """Bytes of the arena, cut where the pinning is.
 
         Raises BodyError if they are not all inside, and what `check_lease` raises while they are pinned.
@@ -68,6 +68,8 @@ class Arena:
         if end > self.size_bytes:
             raise BodyError(f"bytes {offset} to {end} are outside the arena of {self.size_bytes} bytes")
         self._pin(offset // GRANULE_BYTES, -(-end // GRANULE_BYTES), check_lease)
+        if length and end <= self._extent_ends[offset // GRANULE_BYTES]:
+            return (self._view[offset:end],)
         return self._cut(offset, end)
 
     def _cut(self, at: int, end: int) -> Iterator[memoryview]:
@@ -81,7 +83,7 @@ class Arena:
         ends = self._extent_ends
         while first < last:
             if ends[first]:
-                first += 1
+                first = ends[first] // GRANULE_BYTES
                 continue
             after = first
             while after < min(last, first + MAX_EXTENT_BYTES // GRANULE_BYTES) and not ends[after]:
@@ -108,22 +110,23 @@ class ArenaDesk:
         return self._arena
 
     def write(self, frame: Frame) -> bytes:
-        """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises."""
-        for address, piece in self._pieces(frame):
-            self._context.write_pinned(address, piece, self._check_lease)
+        """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises.
+
+        A quiet one is only begun: the next request with a reply that has to wait for the card waits for it too.
+        """
+        self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes:
         """ARENA_READ; see `write`."""
-        for address, piece in self._pieces(frame):
-            self._context.read_pinned(address, piece, self._check_lease)
+        self._copy(frame, self._context.begin_read if frame.flags else self._context.read_pinned)
         return empty(frame)
 
-    def _pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+    def _copy(self, frame: Frame, copy: Callable[[int, memoryview, Callable[[], None]], object]) -> None:
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
         if self._arena is None:
             raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):
-            yield address, piece
+            copy(address, piece, self._check_lease)
             address += len(piece)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel
+from gpulease.daemon.drivers.interface import Dim3, DriverError, Kernel, KernelFault
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.native.layout import PlanRecord
 from gpulease.protocol.codec import parse_body
@@ -136,6 +136,8 @@ class Planner:
         self._kept_before = self._ledger.kept_bytes
         try:
             self._ledger.keep(kernel.kept_bytes)
+        except KernelFault:
+            raise  # of an earlier launch
         except DriverError as error:
             raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
         self.has_new_kernel = True

@@ -8,6 +8,7 @@ Numbers are never reused for modules; a device pointer is one again only when th
 number another session owns is just unknown here: there is one ledger a process.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,18 +47,24 @@ class LoadedModule:
     image_bytes: int
 
 
+def _no_room_needed(most_bytes: int) -> None:
+    """The `make_room` of a driver that keeps nothing."""
+
+
 class Ledger:
     """The session's allocations and modules.
 
     Attributes:
         used_bytes: What was allocated, as asked for.
         rounding_bytes: What the card takes of it besides; its keeper is the driver.
+        make_room: Called before the card takes more, with how much may stay that is only kept for later.
     """
 
     def __init__(self, slice_bytes: int, allowance_bytes: int = 0, page_bytes: int = 1) -> None:
         self.slice_bytes = slice_bytes
         self.used_bytes = 0
         self.rounding_bytes = 0
+        self.make_room: Callable[[int], None] = _no_room_needed
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
         self._own_bytes = 0
@@ -106,6 +113,10 @@ class Ledger:
                 )
             )
 
+    def spare_bytes_beside(self, size_bytes: int) -> int:
+        """What of the card may be kept unused while an allocation that was checked takes its pages."""
+        return self.room_bytes - size_bytes - -size_bytes % self._page_bytes
+
     def add_allocation(self, address: int, size_bytes: int) -> None:
         """The driver gave this allocation."""
         self._allocations[address] = size_bytes
@@ -141,7 +152,10 @@ class Ledger:
             )
 
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
-        """Raises ImageRejected unless there is room for a module that takes so much of the card."""
+        """Raises ImageRejected unless there is room for a module that takes so much of the card.
+
+        What `make_room` raises, too.
+        """
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
@@ -150,6 +164,7 @@ class Ledger:
                 f"the slice has room for {max(0, self.room_bytes)}",
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
+        self.make_room(self.room_bytes - more_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -161,7 +176,10 @@ class Ledger:
         self._kept_bytes = kept_bytes
 
     def keep(self, kept_bytes: int) -> None:
-        """Have the context keep so many bytes in all besides allocations and modules. Raises DriverError."""
+        """Have the context keep so many bytes in all besides allocations and modules.
+
+        Raises DriverError if there is no room, and what `make_room` raises.
+        """
         more_bytes = kept_bytes - self._kept_bytes
         if more_bytes > max(0, self.room_bytes):
             raise DriverError(
@@ -169,6 +187,8 @@ class Ledger:
                 f"thread the card can hold; the slice has room for {max(0, self.room_bytes)}",
                 hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
             )
+        if more_bytes > 0:
+            self.make_room(self.room_bytes - more_bytes)
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
 
     def add_module(self, module: Module, image_bytes: int) -> int:

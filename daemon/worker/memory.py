@@ -1,22 +1,33 @@
 """A session's allocations, and copies to and from them whose bytes are on the wire."""
 
+import mmap
 from collections.abc import Callable
+from typing import Final
 
 from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.worker.intake import Slots
 from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.replies import done, empty
-from gpulease.protocol.codec import parse_body
+from gpulease.daemon.worker.replies import empty, number
 from gpulease.protocol.errors import BodyError
-from gpulease.protocol.fastpath import HANDLE, MEM_READ, data_prefix, parse_fixed, parse_mem_write
+from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC, MEM_READ, data_prefix, parse_fixed, parse_mem_write
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.limits import MAX_DATA_BYTES
+from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Handle, MemAlloc, MemRead
+
+PINNED_FROM_BYTES: Final = 64 << 10
+"""Replies with so much data or more are copied by the card where they are sent from."""
+
+PINNED_BYTES: Final = DATA_CHUNK_BYTES + 4096
+"""Of the memory for that: a reply of the advised size. Pinned memory stays, so what is larger goes another way."""
 
 
 class MemoryDesk:
     """Each method does one operation and gives its reply.
 
     They raise BodyError, Refused, DriverError, and what the look at the lease raises.
+
+    Attributes:
+        slots: Pinned memory that large writes may be received into.
     """
 
     def __init__(
@@ -28,15 +39,18 @@ class MemoryDesk:
         self._count = count
         self._check_lease = check_lease
         self._staging = bytearray()
+        self._pinned: memoryview | None = None
+        self.slots = Slots(context)
 
     def alloc(self, frame: Frame) -> bytes:
         """MEM_ALLOC."""
-        size_bytes = parse_body(MemAlloc, frame.payload).size_bytes
-        self._ledger.check_alloc(size_bytes)
-        address = self._context.mem_alloc(size_bytes)
-        self._ledger.add_allocation(address, size_bytes)
+        (size_bytes,) = parse_fixed(MEM_ALLOC, MemAlloc, memoryview(frame.payload))
+        ledger = self._ledger
+        ledger.check_alloc(size_bytes)
+        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._check_lease)
+        ledger.add_allocation(address, size_bytes)
         self._count()
-        return done(frame, Handle(address))
+        return number(frame, address)
 
     def free(self, frame: Frame) -> bytes:
         """MEM_FREE."""
@@ -52,7 +66,14 @@ class MemoryDesk:
         handle, offset, data = parse_mem_write(memoryview(frame.payload))
         address = self._ledger.locate(handle, offset, len(data))
         if data:
-            self._context.mem_write(address, data, self._check_lease)
+            slot = self.slots.holding(data)
+            if slot is None:
+                self._context.mem_write(address, data, self._check_lease)
+            elif frame.flags:
+                slot.ticket = self._context.begin_write(address, data, self._check_lease)
+            else:
+                # Its answer is for all before it.
+                self._context.write_pinned(address, data, self._check_lease)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes | memoryview:
@@ -62,11 +83,22 @@ class MemoryDesk:
             raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
         address = self._ledger.locate(handle, offset, length)
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
-        total = len(prefix) + length
-        if len(self._staging) < total:
-            self._staging = bytearray(total)
-        reply = memoryview(self._staging)[:total]
+        is_pinned = PINNED_FROM_BYTES <= length <= DATA_CHUNK_BYTES
+        reply = self._room(len(prefix) + length, is_pinned=is_pinned)
         reply[: len(prefix)] = prefix
-        if length:
+        if is_pinned:
+            self._context.read_pinned(address, reply[len(prefix) :], self._check_lease)
+        elif length:
             self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
         return reply
+
+    def _room(self, nbytes: int, *, is_pinned: bool) -> memoryview:
+        """This desk's memory for a reply."""
+        if is_pinned:
+            if self._pinned is None:
+                self._pinned = memoryview(mmap.mmap(-1, PINNED_BYTES))
+                self._context.pin(self._pinned)
+            return self._pinned[:nbytes]
+        if len(self._staging) < nbytes:
+            self._staging = bytearray(nbytes)
+        return memoryview(self._staging)[:nbytes]

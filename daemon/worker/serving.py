@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
+from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.wires import SPINS_PER_REPLY, ConnectionLost, RingWire, SocketWire, can_ring, can_share
@@ -47,12 +48,13 @@ READS_PER_TURN: Final = 16
 class _Connection:
     """One attached socket and what has arrived on it."""
 
-    def __init__(self, sock: socket.socket, rest: bytes) -> None:
+    def __init__(self, sock: socket.socket, rest: bytes, slots: Slots) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.wire: SocketWire | RingWire = SocketWire(sock)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
+        self.intake = Intake(self.reader, slots)
         self.has_arena = False
         self.spins_left = SPINS_PER_REPLY
         self.heard_at_s = time.monotonic()
@@ -93,7 +95,7 @@ class Server:
 
     def _look_after_ms(self) -> int:
         """How long to sleep at most; drops connections that have kept half a frame here for too long."""
-        waiting = [connection for connection in self._connections.values() if connection.reader.is_mid_frame]
+        waiting = [connection for connection in self._connections.values() if connection.intake.is_mid_frame]
         for connection in waiting:
             if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
@@ -128,7 +130,7 @@ class Server:
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted) -> None:
         sock.setblocking(False)
-        connection = _Connection(sock, rest)
+        connection = _Connection(sock, rest, self._session.slots)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
             earlier.wire.rise(True)
@@ -213,20 +215,20 @@ class Server:
 
     def _serve_ring(self, connection: _Connection) -> Outcome | None:
         """Let native code serve the ring, if there is one and nothing has been taken from it that is not served."""
-        wire, reader = connection.wire, connection.reader
-        if reader.start != reader.end or not isinstance(wire, RingWire):
+        wire = connection.wire
+        if connection.intake.is_mid_frame or not isinstance(wire, RingWire):
             return None
-        serve = partial(self._session.serve_ring, reader)
+        serve = partial(self._session.serve_ring, connection.reader)
         outcome, connection.spins_left = wire.serve(serve, connection.spins_left)
         return outcome
 
     def _receive(self, connection: _Connection) -> bool:
-        wire, reader = connection.wire, connection.reader
-        if not wire.receive(reader):
+        wire, reader, intake = connection.wire, connection.reader, connection.intake
+        if not wire.receive(intake):
             if not connection.spins_left:
                 return False
             connection.spins_left -= 1
-            if not wire.spin(reader):
+            if not wire.spin(intake):
                 return False
         if wire.spins_when_quiet:
             connection.spins_left = 1
@@ -244,19 +246,19 @@ class Server:
             )
 
     def _serve_frames(self, connection: _Connection) -> None:
-        reader, session = connection.reader, self._session
-        while reader.start != reader.end:
+        reader, session, intake = connection.reader, self._session, connection.intake
+        while reader.start != reader.end or intake.has_whole:
             session.take_launches(reader)
             reply: bytes | memoryview | None = session.take_sync(reader)
             if reply is None:
-                frame = reader.next_frame()
+                frame = intake.next_frame()
                 if frame is None:
                     break
                 reply = session.handle(frame)
             if reply is not None:
                 self._send(connection, reply)
                 connection.spins_left = SPINS_PER_REPLY
-        if reader.is_mid_frame:
+        if intake.is_mid_frame:
             connection.heard_at_s = time.monotonic()
         if session.take_growth():
             report(self._channel, {"op": "look"})
@@ -277,6 +279,7 @@ class Server:
             connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
+        connection.intake.close()
         connection.wire.close()
 
     def _report_lost(self, failure: Failure) -> None:

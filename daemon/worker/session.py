@@ -57,6 +57,7 @@ class Session:
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
         arena: Its arena, and the copies from and to it.
+        slots: Pinned memory that connections may receive large writes into.
         watch: Its kernels' times.
     """
 
@@ -81,7 +82,9 @@ class Session:
         if self.watch.is_on:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
+        ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         memory = MemoryDesk(ledger, context, self._count, self._check_lease)
+        self.slots = memory.slots
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)

@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, worker_ends
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
@@ -57,6 +56,16 @@ IsOver = Callable[[], object]
 """Gives something once the lease is over, None while it lives."""
 
 
+class Receiver(Protocol):
+    """What bytes that arrive are put into."""
+
+    def get_buffer(self) -> memoryview:
+        """Where the next ones go; never empty."""
+
+    def buffer_updated(self, count: int) -> None:
+        """So many were put there."""
+
+
 class ConnectionLost(Exception):
     """The peer is gone, or what it sends can't be followed."""
 
@@ -90,7 +99,7 @@ class SocketWire:
     def rise(self, has_event: bool) -> None:
         """The sleep is over; `has_event` says that poll(2) named the socket."""
 
-    def receive(self, reader: FrameReader) -> bool:
+    def receive(self, reader: Receiver) -> bool:
         """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
         try:
             count = self._sock.recv_into(reader.get_buffer())
@@ -103,7 +112,7 @@ class SocketWire:
         reader.buffer_updated(count)
         return True
 
-    def spin(self, reader: FrameReader) -> bool:
+    def spin(self, reader: Receiver) -> bool:
         """The same, looking again and again for a bounded time."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
@@ -183,7 +192,7 @@ class RingWire:
         if has_event:
             self._take_bells()
 
-    def receive(self, reader: FrameReader) -> bool:
+    def receive(self, reader: Receiver) -> bool:
         """See SocketWire."""
         count = self._requests.take(reader.get_buffer()) if self._requests.has_bytes else 0
         if count:
@@ -193,7 +202,7 @@ class RingWire:
             raise ConnectionLost("the peer closed the connection")
         return False
 
-    def spin(self, reader: FrameReader) -> bool:
+    def spin(self, reader: Receiver) -> bool:
         """See SocketWire."""
         requests, clock = self._requests, time.monotonic_ns
         until = clock() + SPIN_NS

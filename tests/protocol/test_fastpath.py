@@ -250,3 +250,11 @@ def test_the_request_id_is_where_the_definition_has_it() -> None:
     before = sum(named.sizeof() for named in HEADER.subcons[:7])
     assert HEADER.subcons[7].name == "request_id"
     assert before == fastpath.REQUEST_ID_OFFSET
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(0, 2**64 - 1))
+def test_an_allocations_size_is_the_codecs(size: int) -> None:
+    payload = fastpath.MEM_ALLOC.pack(size)
+    assert payload == build_body(m.MemAlloc(size))
+    assert fastpath.parse_fixed(fastpath.MEM_ALLOC, m.MemAlloc, memoryview(payload)) == (size,)

@@ -291,3 +291,24 @@ def test_one_expected_frame() -> None:
         ring.writer.put(data)
         assert ring.reader.take_if(b"reply") == (data == b"reply")
         assert ring.take(9) == (b"" if data == b"reply" else data)
+
+
+def test_what_is_behind_a_known_front_is_taken_only_if_that_is_all() -> None:
+    ring = Ring()
+    for data in (b"frontabc", b"frontab", b"frontabcd", b"fr0ntabc"):
+        ring.writer.put(data)
+        into = bytearray(3)
+        assert ring.reader.take_data_if(b"front", memoryview(into)) == (data == b"frontabc")
+        assert into == (b"abc" if data == b"frontabc" else bytes(3))
+        assert ring.take(9) == (b"" if data == b"frontabc" else data)
+
+
+def test_a_known_front_that_wraps_is_left_to_the_general_way() -> None:
+    ring = Ring()
+    is_taken = True
+    while is_taken:
+        into = bytearray(4)
+        assert ring.writer.put_whole(b"frontabc!")
+        is_taken = ring.reader.take_data_if(b"front", memoryview(into))
+        assert into == (b"abc!" if is_taken else bytes(4))
+    assert ring.take(9) == b"frontabc!"

@@ -30,6 +30,7 @@ from gpulease.daemon.drivers.interface import (
     Module,
     NativeLaunch,
     Poll,
+    Ticket,
     admit_all,
     keep_waiting,
 )
@@ -37,6 +38,17 @@ from gpulease.daemon.drivers.interface import (
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
 _SPIN_NS = int(SPIN_S * 1e9)
+
+
+class _Complete:
+    """The ticket of a copy that was complete at once."""
+
+    def is_done(self) -> bool:
+        """Yes."""
+        return True
+
+
+_COMPLETE = _Complete()
 
 
 class CpuContext:
@@ -79,7 +91,15 @@ class CpuContext:
         """Nothing: the arena rounds addresses up, and only pages that are touched take memory."""
         return 0
 
-    def mem_alloc(self, size_bytes: int) -> int:
+    @property
+    def cached_bytes(self) -> int:
+        """Nothing: what is freed goes back to the host."""
+        return 0
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """See the interface: there is nothing to give back."""
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
         """See the interface; needs no wait, as nothing that is queued knows the address."""
         return self._arena.allocate(size_bytes)
 
@@ -102,6 +122,16 @@ class CpuContext:
 
     def pin(self, memory: memoryview) -> None:
         """See the interface: there is nothing to prepare."""
+
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See the interface; complete on return."""
+        self.mem_write(address, data, poll)
+        return _COMPLETE
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See the interface; complete on return."""
+        self.mem_read(address, into, poll)
+        return _COMPLETE
 
     write_pinned = mem_write
     read_pinned = mem_read

@@ -1,9 +1,17 @@
-"""What a program without gpulease would write: pycuda's own call of a kernel, timed in the current context."""
+"""What a program without gpulease would write, with pycuda alone, in the current context."""
 
 import time
+from typing import Final
 
 import numpy as np
 import pycuda.driver as cuda
+
+ALLOCATION_BYTES: Final = 1 << 20
+
+
+def alloc_and_free() -> None:
+    """CuMemAlloc and cuMemFree of 1 MiB."""
+    cuda.mem_alloc(ALLOCATION_BYTES).free()
 
 
 def call_us(image: bytes, address: int, count: int, launches: int) -> float:

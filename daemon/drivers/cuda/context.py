@@ -11,11 +11,12 @@ from typing import Any, Final
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
+from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.native import Launcher
-from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
+from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -25,6 +26,7 @@ from gpulease.daemon.drivers.interface import (
     NativeLaunch,
     OutOfMemory,
     Poll,
+    Ticket,
     admit_all,
     keep_waiting,
 )
@@ -35,6 +37,9 @@ SPIN_S: Final = 200e-6
 COPY_SPIN_BYTES_PER_S: Final = 10e9
 """A pinned copy is asked after for as long as it would take at this rate, which any bus exceeds: a sleep is coarse
 beside it."""
+
+MAX_AHEAD_OF_COPY: Final = 512
+"""Launches and copies that may wait when a copy is queued behind them without a wait."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
@@ -47,6 +52,20 @@ PRINT_BYTES: Final = 1 << 20
 """What kernels may print between two syncs; the oldest lines are lost beyond that. Taken with the heap."""
 
 
+class _CopyTicket:
+    """An event behind a copy."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Whether the card has reached it; a lost context's card reads nothing more."""
+        try:
+            return bool(self._event.query())
+        except cuda.Error:
+            return True
+
+
 class CudaContext:
     """See `gpulease.daemon.drivers.interface.Context`."""
 
@@ -55,12 +74,12 @@ class CudaContext:
     def __init__(self, context: Any, local: LocalMemory) -> None:
         self._context = context
         self._local = local
-        self._pages = Pages()
+        self._blocks = Blocks()
         self._stream = cuda.Stream()
-        self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
+        self._copies = 0
         self._last_kernel = ""
 
     @classmethod
@@ -84,29 +103,68 @@ class CudaContext:
     @property
     def rounding_bytes(self) -> int:
         """As the driver places allocations (see pages.py)."""
-        return self._pages.rounding_bytes
+        return self._blocks.rounding_bytes
 
-    def mem_alloc(self, size_bytes: int) -> int:
-        """Memory of the card, zeroed: the driver zeroes what other processes had, not what this one had."""
-        try:
-            allocation = cuda.mem_alloc(size_bytes)
-        except cuda.MemoryError:
-            raise OutOfMemory(
-                f"the card can't give {size_bytes} bytes in one piece now", hint="Free something or ask for less."
-            ) from None
-        except cuda.Error as error:
-            raise self._error(error) from None
-        self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._stream)
-        address = int(allocation)
-        self._allocations[address] = allocation
-        self._pages.add(address, size_bytes)
+    @property
+    def cached_bytes(self) -> int:
+        """Freed blocks that are kept (see blocks.py)."""
+        return self._blocks.cached_bytes
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
+        """A kept block or a new one, zeroed either way, in stream order.
+
+        The driver zeroes what other processes had, not what this one had.
+        """
+        address = self._blocks.take(size_bytes)
+        if address is None:
+            address = self._new_block(size_bytes, spare_bytes, poll)
+        self._call(cuda.memset_d8_async, address, 0, block_bytes(size_bytes), self._stream)
         return address
 
+    def _new_block(self, size_bytes: int, spare_bytes: int, poll: Poll) -> int:
+        self.trim(spare_bytes, poll)
+        while True:
+            try:
+                allocation = cuda.mem_alloc(block_bytes(size_bytes))
+            except cuda.MemoryError:
+                # What is kept may be all that is missing, or lie where one large piece would.
+                if not self.cached_bytes:
+                    raise OutOfMemory(
+                        f"the card can't give {size_bytes} bytes in one piece now",
+                        hint="Free something or ask for less.",
+                    ) from None
+                self.trim(0, poll)
+            except cuda.Error as error:
+                raise self._error(error) from None
+            else:
+                self._blocks.add(int(allocation), size_bytes, allocation)
+                return int(allocation)
+
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Once everything launched before has ended."""
+        """Keep the block; nothing waits.
+
+        Launches queued before may go on using it: whoever gets it next gets it by a memset behind them, in the one
+        stream all work is in. Were there more streams, this is where that one would be made to wait for the others.
+        """
+        if self._blocks.may_keep(address):
+            self._blocks.give(address)
+            return
         self.sync(poll)
-        self._call(self._allocations.pop(address).free)
-        self._pages.remove(address)
+        self._blocks.give(address)
+        # By half, so that the wait for the card comes once for many frees.
+        self._drop(MAX_CACHED_BYTES // 2, MAX_CACHED_BLOCKS // 2)
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """Give kept blocks back to the driver, those freed first before the others."""
+        if self._blocks.cached_bytes > most_bytes:
+            self.sync(poll)
+            self._drop(most_bytes, MAX_CACHED_BLOCKS)
+
+    def _drop(self, most_bytes: int, most_blocks: int) -> None:
+        """To be called when nothing is under way: the driver's own wait for it can't be given up."""
+        blocks = self._blocks
+        while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
+            self._call(blocks.drop_oldest().free)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
@@ -128,20 +186,48 @@ class CudaContext:
         api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """The card reads the bytes while the call returns: wait until it has."""
-        self.mem_write(address, data, poll)
+        """Queued behind what is queued, and waited for together with it."""
+        self._make_room(poll)
+        self._call(cuda.memcpy_htod_async, address, data, self._stream)
         self._await_copy(len(data), poll)
 
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Queue it behind what is queued."""
+        self._make_room(poll)
+        self._call(cuda.memcpy_htod_async, address, data, self._stream)
+        return self._ticket()
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """Queue it behind what is queued."""
+        self._make_room(poll)
+        self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+        return self._ticket()
+
+    def _make_room(self, poll: Poll) -> None:
+        """The driver lets some 1,000 calls wait, and blocks then where nobody can give up."""
+        if self._launcher.state.launches + self._copies > MAX_AHEAD_OF_COPY:
+            self.sync(poll)
+        self._copies += 1
+
+    def _ticket(self) -> Ticket:
+        event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        self._call(event.record, self._stream)
+        return _CopyTicket(event)
+
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """The card writes the bytes while the call returns: wait until it has."""
-        self.mem_read(address, into, poll)
+        """Likewise."""
+        self._make_room(poll)
+        self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
         self._await_copy(len(into), poll)
 
     def _await_copy(self, nbytes: int, poll: Poll) -> None:
+        is_done = self._stream.is_done
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
-        while not self._call(self._stream.is_done):
+        while not self._call(is_done):
             if time.monotonic() > until:
                 self.sync(poll)
+        self._launcher.state.launches = 0
+        self._copies = 0
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """PTX or a cubin, weighed before the card sees it."""
@@ -187,6 +273,7 @@ class CudaContext:
                 poll()
                 time.sleep(min(waited / 16, MAX_SLEEP_S))
         self._launcher.state.launches = 0
+        self._copies = 0
 
     def watch(self, poll: Poll) -> None:
         """Mark each launch with an event from now on."""

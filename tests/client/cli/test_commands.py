@@ -96,8 +96,9 @@ def test_fence_clear(gpulease: Gpulease) -> None:
     assert gpulease("fence", "clear").stdout == "0 fenced leases were let go.\n"
 
 
-def test_bench(gpulease: Gpulease) -> None:
-    done = gpulease("bench", "--rounds", "1", "--launches", "200", "--leases", "1", "--json")
+def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
+    words = ("--rounds", "1", "--launches", "200", "--leases", "1", "--tcp", daemon.tcp_address, "--json")
+    done = gpulease("bench", *words)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert set(report["leased"]) - {"launch_own_us"} == set(report["direct"])
@@ -105,6 +106,8 @@ def test_bench(gpulease: Gpulease) -> None:
     assert 0 < report["gate"]["refused_p50_us"] <= report["gate"]["refused_p99_us"]
     # One may have passed its look already.
     assert report["gate"]["begun_after_flip_most"] <= 1
+    assert set(report["tcp"]["ratio"]) == {"write_16m_gb_s", "read_16m_gb_s"}
+    assert all(value > 0 for value in report["tcp"]["ratio"].values())
     kernels = report["kernels"]
     assert all(value > 0 for figures in kernels.values() for value in figures.values())
     assert kernels["load_again"]["leased_ms"] < kernels["load_cold"]["leased_ms"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gpulease.daemon.drivers.interface import ImageRejected, Kernel
+from gpulease.daemon.drivers.interface import DriverError, ImageRejected, Kernel
 from gpulease.daemon.worker.ledger import MAX_ALLOCATIONS, MAX_IMAGE_BYTES, MAX_MODULES, Ledger, Refused
 from gpulease.protocol.opcodes import Status
 
@@ -81,6 +81,23 @@ def test_a_module_must_fit_before_it_is_loaded(device_bytes: int, kept_bytes: in
         ledger.check_module(device_bytes, 0, kept_bytes)
     assert caught.value.hint
     assert ledger.charged_bytes == 300
+
+
+def test_what_is_kept_for_later_makes_room_for_what_comes() -> None:
+    ledger = Ledger(SLICE, allowance_bytes=100, page_bytes=10)
+    spare: list[int] = []
+    ledger.make_room = spare.append
+    ledger.add_allocation(0x1000, 200)
+    assert [ledger.spare_bytes_beside(size) for size in (1, 10, 800)] == [890, 890, 100]
+    ledger.check_module(300, 0, 100)
+    ledger.keep(200)
+    ledger.keep(200)
+    assert spare == [500, 700], "nothing for what is there already"
+    with pytest.raises(ImageRejected):
+        ledger.check_module(701, 0, 0)
+    with pytest.raises(DriverError):
+        ledger.keep(901)
+    assert len(spare) == 2, "nothing for what is refused"
 
 
 def test_pages_that_modules_share_are_charged_until_all_are_gone() -> None:

@@ -84,7 +84,7 @@ def pair(*, is_native: bool) -> Iterator[Pair]:
             sock.setblocking(False)
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = _Connection(far, b"")
+        connection = _Connection(far, b"", made.session.slots)
         connection.wire = wire = RingWire(far)
         server._connections[connection.fd] = connection
         server._poll.register(far)

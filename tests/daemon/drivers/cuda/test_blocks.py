@@ -1,0 +1,85 @@
+"""The books on blocks, beside a card that gives addresses as cuMemAlloc does."""
+
+import random
+
+from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
+from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
+
+MIB = 1 << 20
+
+
+class Card:
+    """Gives blocks out and knows what they take."""
+
+    def __init__(self) -> None:
+        self.pages = Pages()
+        self.sizes: dict[int, int] = {}
+        self._next = 0x7F0000000000
+
+    def give(self, size_bytes: int) -> int:
+        address = self._next
+        self._next += -(-size_bytes // PAGE_BYTES) * PAGE_BYTES if size_bytes > MIB else size_bytes
+        self.sizes[address] = size_bytes
+        self.pages.add(address, size_bytes)
+        return address
+
+    def take_back(self, address: int) -> None:
+        del self.sizes[address]
+        self.pages.remove(address)
+
+
+def test_blocks_are_those_of_the_card_and_each_is_somebodys_once() -> None:
+    rng, card, blocks = random.Random(1), Card(), Blocks()
+    live: dict[int, int] = {}
+    for _ in range(4000):
+        choice = rng.random()
+        if choice < 0.45:
+            size = rng.choice([1, 512, 513, 5000, MIB - 1, MIB, MIB + 1, 3 * MIB, 4 * MIB])
+            address = blocks.take(size)
+            if address is None:
+                address = card.give(block_bytes(size))
+                blocks.add(address, size, address)
+            assert address not in live
+            assert card.sizes[address] == block_bytes(size) >= size
+            live[address] = size
+        elif choice < 0.9 and live:
+            address = rng.choice(list(live))
+            del live[address]
+            blocks.give(address)
+        elif blocks.cached_blocks:
+            card.take_back(blocks.drop_oldest())
+        of_live = Pages()
+        if not len(live) % 64:
+            for address, size in live.items():
+                of_live.add(address, size)
+            assert blocks.rounding_bytes == of_live.rounding_bytes
+            assert blocks.cached_bytes == card.pages.taken_bytes - of_live.taken_bytes
+        assert blocks.cached_blocks == len(card.sizes) - len(live)
+
+
+def test_the_one_freed_last_is_used_first_and_the_one_freed_first_goes_back_first() -> None:
+    card, blocks = Card(), Blocks()
+    addresses = [card.give(block_bytes(2 * MIB)) for _ in range(3)]
+    for address in addresses:
+        blocks.add(address, 2 * MIB, address)
+    for address in addresses:
+        blocks.give(address)
+    assert blocks.take(2 * MIB - 1) == addresses[2]
+    assert blocks.drop_oldest() == addresses[0]
+    assert blocks.take(MIB) is None
+    assert blocks.cached_bytes == 2 * MIB
+
+
+def test_what_is_kept_is_bounded() -> None:
+    card, blocks = Card(), Blocks()
+    for size, fits in ((MAX_CACHED_BYTES // 4, 4), (MAX_CACHED_BYTES // (4 * MAX_CACHED_BLOCKS), MAX_CACHED_BLOCKS)):
+        addresses = [card.give(size) for _ in range(fits + 1)]
+        for address in addresses:
+            blocks.add(address, size, address)
+        for address in addresses[:-1]:
+            assert blocks.may_keep(address)
+            blocks.give(address)
+        assert not blocks.may_keep(addresses[-1])
+        while blocks.cached_blocks:
+            blocks.drop_oldest()
+        assert blocks.may_keep(addresses[-1])
