@@ -17,6 +17,7 @@ from typing import Any, Final, Self, TypeVar
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.patience import patience_of
 from gpulease.client.core.renewal import RenewalSchedule, keep
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
@@ -94,7 +95,7 @@ class AsyncGpuSession(SessionView):
         self.lease = lease
         self._lock = asyncio.Lock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, spin_ns=SPIN_NS)
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience_of(None, SPIN_NS))
         self._closing: Callable[[], object] | None = None
 
     async def open(self) -> Self:

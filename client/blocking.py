@@ -11,6 +11,7 @@ from gpulease.client.core.copies import PROMPT_READ_BYTES
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.patience import patience_of
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.view import SessionView
@@ -86,7 +87,7 @@ class GpuSession(SessionView):
         self.lease = lease
         self._lock = threading.RLock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, spin_ns=SPIN_NS)
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience_of(None, SPIN_NS))
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
 

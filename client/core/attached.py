@@ -16,6 +16,7 @@ from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to,
 from gpulease.client.core.fate import find_fate
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.patience import Patience
 from gpulease.client.core.prompt import Prompter, SmallRead
 from gpulease.client.core.ring_channel import share
 from gpulease.client.core.staging import Staging
@@ -91,12 +92,12 @@ class Attached:
         quiet_bytes: How large a write is not waited for.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
-        """Args: wanted: What to share with the worker. spin_ns: How long to look for an answer before sleeping."""
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
+        """Args: wanted: What to share with the worker. patience: How long to look for an answer before sleeping."""
         self.lease = lease
         self.lock = lock
         self._wanted = wanted
-        self._spin_ns = spin_ns
+        self._patience = patience
         self.session_id = lease.grant.lease_id
         self.end: Failure | None = _NOT_OPEN
         self.dropped: deque[tuple[Opcode, int]] = deque()
@@ -150,7 +151,7 @@ class Attached:
                 self.channel.close()
                 raise error_of(lease.heed(answer), "attach")
             self.attached = answer
-            self.channel, self.arena = share(self.channel, answer.options, self._spin_ns)
+            self.channel, self.arena = share(self.channel, answer.options, self._patience)
             self.staging = None if self.arena is None else Staging(self.arena)
             self.end = None
             self.connection = self.channel.link.connection

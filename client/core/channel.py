@@ -60,7 +60,7 @@ class Channel:
         """Send what was taken over and is still here, waiting for a bounded time: the channel is about to be closed."""
 
     def spin(self) -> bool:
-        """Look again and again for a bounded time, where that is worth it; True once something has come."""
+        """Look again and again for a bounded time, where that is worth it, and take what comes; False if nothing."""
         return False
 
     def doze(self, *, for_room: bool) -> bool:

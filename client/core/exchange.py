@@ -83,7 +83,7 @@ def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body |
     while (result := take(request_id)) is None:
         if not channel.spin():
             yield from _wait(channel, limit, for_room=False)
-        channel.pump()
+            channel.pump()
     return result
 
 

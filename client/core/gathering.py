@@ -22,6 +22,7 @@ from collections import deque
 from typing import Any, Final
 
 from gpulease.client.core.channel import Channel
+from gpulease.client.core.patience import Patience
 
 FLUSH_BYTES: Final = 8 << 10
 """So much is sent at once: between 4 and 16 KiB a launch costs the least, client and worker together."""
@@ -63,8 +64,9 @@ class GatheringChannel(Channel):
     Threads: the flusher sends what is in the outbox, under the outbox's own lock; all else is the session's, under its.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, patience: Patience) -> None:
         super().__init__(channel.sock, channel.address, channel.link)
+        self._patience = patience
         self._outbox = _Outbox(bytearray())
         self._is_first = True
         # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
@@ -115,6 +117,17 @@ class GatheringChannel(Channel):
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
         """See Channel."""
         return self.put(layout.pack(a, b, c, d, e))
+
+    def spin(self) -> bool:
+        """See Channel. Each look is a system call."""
+        clock, patience = time.monotonic_ns, self._patience
+        until = clock() + patience.spin_ns
+        while clock() < until:
+            if self.pump():
+                return True
+            if patience.yields:
+                os.sched_yield()
+        return False
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there

@@ -11,13 +11,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.gathering import GatheringChannel
+from gpulease.client.core.patience import Patience
 from gpulease.client.errors import Disconnected
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
@@ -26,15 +27,10 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, client_ends
 from gpulease.protocol.sharing import Given, Wanted
 
-MIN_SPIN_CORES: Final = 4
-"""Cores this process must have for it to spin; on fewer it would take the worker's."""
-
 BELLS_BYTES: Final = 4096
 """Bells taken at a time."""
 
 _NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
-_HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
-
 
 ARENA_BYTES: Final = 1 << 30
 """The arena a session asks for. Only what is used of it is real memory."""
@@ -47,16 +43,16 @@ def wanted_of(address: Address) -> Wanted:
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
 
-def share(channel: Channel, options: Iterable[Tlv], spin_ns: int) -> tuple[Channel, Arena | None]:
+def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple[Channel, Arena | None]:
     """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
     try:
         through: Channel
         if given.ring is None:
-            through = GatheringChannel(channel)
+            through = GatheringChannel(channel, patience)
         else:
-            through = RingChannel(channel, next(descriptors), given.ring, spin_ns)
+            through = RingChannel(channel, next(descriptors), given.ring, patience)
         return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
@@ -70,14 +66,14 @@ class RingChannel(Channel):
 
     waits_for_room = False
 
-    def __init__(self, channel: Channel, fd: int, layout: RingLayout, spin_ns: int) -> None:
+    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: Patience) -> None:
         """Raises OSError or ValueError if the memory can't be mapped; `channel` is as it was then."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
             self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
-        self._spin_ns = spin_ns if _HAS_CORES else 0
+        self._spin_ns, self._yields = patience.spin_ns, patience.yields
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
@@ -85,13 +81,19 @@ class RingChannel(Channel):
         self.put = self._requests.put_whole  # type: ignore[method-assign]
         self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
 
-    def spin(self, more_ns: int = 0) -> bool:
-        """See Channel; `more_ns`: how much longer than usual, where the work itself is known to take so long."""
-        replies, clock = self._replies, time.monotonic_ns
+    def spin(self) -> bool:
+        """See Channel."""
+        return self._spin(self._replies.look) and self.pump()
+
+    def _spin(self, look: Callable[[int], bool], more_ns: int = 0) -> bool:
+        """Whether a look found something; `more_ns`: how much longer to look, where the work itself takes so long."""
+        clock, yields = time.monotonic_ns, self._yields
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
-        while not replies.look(LOOKS_PER_CLOCK):
+        while not look(1 if yields else LOOKS_PER_CLOCK):
             if clock() >= until:
                 return False
+            if yields:
+                os.sched_yield()
         return True
 
     def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
@@ -100,22 +102,18 @@ class RingChannel(Channel):
         try:
             if replies.has_bytes or not requests.put_whole(request):
                 return None
-            return self.spin(more_ns) and replies.take_if(reply)
+            return self._spin(replies.look, more_ns) and replies.take_if(reply)
         except (OSError, FramingError):
             return False  # no peer: whoever waits for the reply finds out
 
     def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
         """The same for a reply that begins with `reply` and goes on with data for all of `into`."""
-        requests, replies, clock = self._requests, self._replies, time.monotonic_ns
+        requests, replies = self._requests, self._replies
         size = len(reply) + len(into)
         try:
             if replies.has_bytes or not requests.put_whole(request):
                 return None
-            until = clock() + self._spin_ns
-            while not replies.look_for(size, LOOKS_PER_CLOCK):
-                if clock() >= until:
-                    return False
-            return replies.take_data_if(reply, into)
+            return self._spin(partial(replies.look_for, size)) and replies.take_data_if(reply, into)
         except (OSError, FramingError):
             return False
 
