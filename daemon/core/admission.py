@@ -118,7 +118,14 @@ class Admission:
         )
         self._book.open(lease)
         out.append(
-            SpawnWorker(lease.lease_id, lease.card_uuid, lease.size_bytes, lease.generation, event.max_kernel_ms)
+            SpawnWorker(
+                lease.lease_id,
+                lease.card_uuid,
+                lease.size_bytes,
+                lease.generation,
+                event.max_kernel_ms,
+                event.waiting,
+            )
         )
         out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
 
