@@ -39,6 +39,7 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
+from gpulease.protocol import Waiting as GpuWaiting
 
 __all__ = [
     "AllocFailed",
@@ -54,6 +55,7 @@ __all__ = [
     "GpuLeaseError",
     "GpuSession",
     "GpuSessionFailed",
+    "GpuWaiting",
     "InvalidHandle",
     "InvalidRequest",
     "KeepAlive",

@@ -95,7 +95,8 @@ class AsyncGpuSession(SessionView):
         self.lease = lease
         self._lock = asyncio.Lock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience_of(None, SPIN_NS))
+        patience = patience_of(lease._state.waiting, SPIN_NS)
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
         self._closing: Callable[[], object] | None = None
 
     async def open(self) -> Self:

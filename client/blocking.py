@@ -87,7 +87,8 @@ class GpuSession(SessionView):
         self.lease = lease
         self._lock = threading.RLock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience_of(None, SPIN_NS))
+        patience = patience_of(lease._state.waiting, SPIN_NS)
+        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
 

@@ -25,9 +25,10 @@ from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Locked, Procedure
 from gpulease.client.core.wish import milliseconds
 from gpulease.client.errors import GpuLeaseError, error_of
-from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status
+from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.messages import Body, LeaseAlloc, LeaseGrant, LeaseRef, LeaseRenew, LeaseRenewed
+from gpulease.protocol.opcodes import WAITING_TAG
 
 LEASE_OVER: Final = frozenset(
     {Status.LEASE_EXPIRED, Status.REVOKED, Status.FENCED, Status.LEASE_FREED, Status.NOT_FOUND, Status.DISCONNECTED}
@@ -51,10 +52,12 @@ class LeaseState:
         deadline: When it ends, on `clock`.
         expires_at_unix_s: The same for people.
         over: How the lease ended, once that is known.
+        waiting: How its sessions wait, None for as the hosts allow.
     """
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
+        self.waiting: Waiting | None = None
         self.address: Address = channel.address
         self.clock = clock
         self.lock = lock
@@ -225,7 +228,9 @@ def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseS
     try:
         limit = TimeLimit(CONTROL_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
         grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
-        return LeaseState(channel, lock, grant)
+        lease = LeaseState(channel, lock, grant)
+        lease.waiting = _waiting_of(wanted)
+        return lease
     except LinkEnded as ended:
         channel.close()
         raise disconnected(ended, channel, doing) from None
@@ -233,6 +238,11 @@ def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseS
         # A grant that comes now finds no one: the daemon sees the connection closed and takes it back.
         channel.close()
         raise
+
+
+def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
+    chosen = [parameter.value for parameter in wanted.parameters if parameter.tag == WAITING_TAG]
+    return Waiting(chosen[0][0]) if chosen else None
 
 
 def _free_silently(state: LeaseState, owner_pid: int) -> None:

@@ -45,7 +45,7 @@ def _serve(spec: WorkerSpec, driver: Driver, channel: socket.socket, page: Worke
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
-    Server(channel, session, welcome, is_shared=spec.is_shared).run()
+    Server(channel, session, welcome, is_shared=spec.is_shared, waiting=spec.waiting).run()
     return WorkerExit.OK
 
 

@@ -16,15 +16,16 @@ from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, s
 from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
+from gpulease.daemon.worker.patience import Patience, patience_of
 from gpulease.daemon.worker.session import Session
-from gpulease.daemon.worker.wires import SPINS_PER_REPLY, ConnectionLost, RingWire, SocketWire, can_ring, can_share
+from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
-from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.opcodes import Flag, Opcode, Status, Waiting
 from gpulease.protocol.sharing import Given, Wanted
 
 MAX_CONNECTIONS: Final = 16
@@ -48,24 +49,33 @@ READS_PER_TURN: Final = 16
 class _Connection:
     """One attached socket and what has arrived on it."""
 
-    def __init__(self, sock: socket.socket, rest: bytes, slots: Slots) -> None:
+    def __init__(self, sock: socket.socket, rest: bytes, slots: Slots, patience: Patience) -> None:
         self.sock = sock
         self.fd = sock.fileno()
-        self.wire: SocketWire | RingWire = SocketWire(sock)
+        self.wire: SocketWire | RingWire = SocketWire(sock, patience)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
         self.intake = Intake(self.reader, slots)
         self.has_arena = False
-        self.spins_left = SPINS_PER_REPLY
+        self.spins_left = patience.spins_per_reply
         self.heard_at_s = time.monotonic()
 
 
 class Server:
     """Serves one session until the broker's channel closes."""
 
-    def __init__(self, channel: socket.socket, session: Session, welcome: AttachReply, *, is_shared: bool) -> None:
+    def __init__(
+        self,
+        channel: socket.socket,
+        session: Session,
+        welcome: AttachReply,
+        *,
+        is_shared: bool,
+        waiting: Waiting | None = None,
+    ) -> None:
         self._channel = channel
         self._session = session
+        self._patience = patience_of(waiting)
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, _Connection] = {}
@@ -130,7 +140,7 @@ class Server:
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted) -> None:
         sock.setblocking(False)
-        connection = _Connection(sock, rest, self._session.slots)
+        connection = _Connection(sock, rest, self._session.slots, self._patience)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
             earlier.wire.rise(True)
@@ -157,7 +167,7 @@ class Server:
 
     def _welcome_in(self, connection: _Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
-        ring, arena = _ring_for(connection.sock, wanted), self._arena_for(connection, wanted)
+        ring, arena = _ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         body = build_body(replace(self._welcome, options=given.to_options()))
         header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
@@ -257,7 +267,7 @@ class Server:
                 reply = session.handle(frame)
             if reply is not None:
                 self._send(connection, reply)
-                connection.spins_left = SPINS_PER_REPLY
+                connection.spins_left = self._patience.spins_per_reply
         if intake.is_mid_frame:
             connection.heard_at_s = time.monotonic()
         if session.take_growth():
@@ -293,10 +303,10 @@ def report(channel: socket.socket, message: dict[str, Any]) -> None:
         send_message(channel, message)
 
 
-def _ring_for(sock: socket.socket, wanted: Wanted) -> RingWire | None:
+def _ring_for(sock: socket.socket, wanted: Wanted, patience: Patience) -> RingWire | None:
     if not wanted.ring or not can_ring(sock):
         return None
     try:
-        return RingWire(sock)
+        return RingWire(sock, patience)
     except OSError:
         return None  # no descriptor or no memory for one: the socket does as well

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.worker.native.layout import Outcome, RingEnds
+from gpulease.daemon.worker.patience import SPIN_NS, Patience
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, worker_ends
 
@@ -26,23 +27,11 @@ RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 """A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
 connection's ring can hold: its pages are made when they are first used."""
 
-SPIN_NS: Final = 150_000
-"""How long a served connection is looked at again and again before the worker sleeps. A sleep costs the next request a
-wake-up, tens of microseconds on a virtual machine; a tenant that waits for replies is soon back."""
-
-MIN_SPIN_CORES: Final = 4
-"""Cores this process must have for it to spin while a tenant only launches, or does not read: on fewer it would take
-the tenant's."""
-
 SEND_POLL_MS: Final = 100
 """How often a send to a peer that does not read looks at the lease."""
 
 BELLS_BYTES: Final = 4096
 """Bells taken at a time: a peer that rings without end costs a system call for so many."""
-
-SPINS_PER_REPLY: Final = 2
-"""Looks of that kind without a reply in between. A tenant that only launches does not wait for anything: the worker
-sleeps while requests gather, and takes many at once."""
 
 TURN_NS: Final = 1_000_000
 """How long native code serves one connection at most before the others, the broker and the clock of the broker's health
@@ -50,7 +39,6 @@ watch get a look."""
 
 _REPLY_WORDS_AT: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 IsOver = Callable[[], object]
 """Gives something once the lease is over, None while it lives."""
@@ -89,8 +77,9 @@ class SocketWire:
 
     spins_when_quiet = False
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, patience: Patience) -> None:
         self._sock = sock
+        self._yields = patience.yields
 
     def doze(self) -> bool:
         """Get ready for a sleep in poll(2); False if there is something to serve."""
@@ -118,6 +107,8 @@ class SocketWire:
         while time.monotonic_ns() < until:
             if self.receive(reader):
                 return True
+            if self._yields:
+                os.sched_yield()
         return False
 
     def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
@@ -147,11 +138,11 @@ class SocketWire:
 class RingWire:
     """A ring in sealed memory of this process's making: no peer can cut it short and make a read of it fault."""
 
-    spins_when_quiet = _HAS_CORES
-
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, patience: Patience) -> None:
         """Raises OSError if the memory can't be had."""
         self._sock = sock
+        self._patience = patience
+        self.spins_when_quiet = patience.spins_when_quiet
         self.layout = RING_LAYOUT
         self.fd = sealed_memory("gpulease-ring", self.layout.total_bytes)
         try:
@@ -172,8 +163,9 @@ class RingWire:
             reply_data=memory_at + DATA_AT + self.layout.request_bytes,
             reply_capacity=self.layout.reply_bytes,
             spins_per_byte=int(self.spins_when_quiet),
-            spins_per_reply=SPINS_PER_REPLY,
-            spin_ns=SPIN_NS,
+            spins_per_reply=patience.spins_per_reply,
+            # Native code does not yield: it looks once, and leaves the rest to `spin`.
+            spin_ns=0 if patience.yields else SPIN_NS,
             turn_ns=TURN_NS,
         )
 
@@ -204,11 +196,13 @@ class RingWire:
 
     def spin(self, reader: Receiver) -> bool:
         """See SocketWire."""
-        requests, clock = self._requests, time.monotonic_ns
+        requests, clock, yields = self._requests, time.monotonic_ns, self._patience.yields
         until = clock() + SPIN_NS
-        while not requests.look(LOOKS_PER_CLOCK):
+        while not requests.look(1 if yields else LOOKS_PER_CLOCK):
             if clock() > until:
                 return False
+            if yields:
+                os.sched_yield()
         return self.receive(reader)
 
     def serve(self, serve_ring: Callable[[RingEnds], Outcome | None], spins_left: int) -> tuple[Outcome | None, int]:
@@ -260,7 +254,7 @@ class RingWire:
 
     def _await_room(self, is_over: IsOver) -> None:
         replies = self._replies
-        if _HAS_CORES:
+        if self._patience.spins_when_quiet:
             until = time.monotonic_ns() + SPIN_NS
             while time.monotonic_ns() < until:
                 if replies.room():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.wires import RING_LAYOUT, ConnectionLost, RingWire
 from gpulease.protocol import (
     Connection,
@@ -240,7 +241,7 @@ class ScriptedPeer:
         except Silence:
             return True
         if self.gives_rings and request.op is Opcode.ATTACH and reply[8:10] == bytes(2):
-            talk.ring = RingWire(talk.sock)
+            talk.ring = RingWire(talk.sock, Patience())
             socket.send_fds(talk.sock, [reply], [talk.ring.fd])
             talk.sock.setblocking(False)
         else:

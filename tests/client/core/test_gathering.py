@@ -18,6 +18,7 @@ import pytest
 from gpulease.client.core import gathering
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.gathering import CLOSE_LIMIT_S, FLUSH_BYTES, MAX_OUTBOX_BYTES, GatheringChannel
+from gpulease.client.core.patience import Patience
 from gpulease.protocol.address import UnixAddress
 from helpers.scripted_peer import ScriptedPeer
 from helpers.waiting import PATIENCE_S, wait_until
@@ -32,7 +33,7 @@ class Pair:
         ours, self.peer = socket.socketpair()
         ours.setblocking(False)
         self.peer.settimeout(PATIENCE_S)
-        self.channel = GatheringChannel(Channel(ours, UnixAddress("/made/up")))
+        self.channel = GatheringChannel(Channel(ours, UnixAddress("/made/up")), Patience())
 
     def arrived(self) -> bytes:
         """What has come so far."""

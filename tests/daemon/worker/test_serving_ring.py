@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.worker import wires
 from gpulease.daemon.worker.page import Counter
+from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.serving import Server, _Connection
 from gpulease.daemon.worker.wires import RingWire
 from gpulease.protocol.errors import FramingError
@@ -84,8 +85,8 @@ def pair(*, is_native: bool) -> Iterator[Pair]:
             sock.setblocking(False)
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = _Connection(far, b"", made.session.slots)
-        connection.wire = wire = RingWire(far)
+        connection = _Connection(far, b"", made.session.slots, Patience())
+        connection.wire = wire = RingWire(far, Patience())
         server._connections[connection.fd] = connection
         server._poll.register(far)
         memory = mmap.mmap(wire.fd, wire.layout.total_bytes)
