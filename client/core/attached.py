@@ -224,7 +224,10 @@ class Attached:
         return result
 
     def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
-        """A reply came: every quiet request before it is done, or failed, or was skipped. Raises its failure."""
+        """A reply came: every quiet request before it is done, or failed, or was skipped.
+
+        Raises its failure, LinkEnded where why it failed is still to be found out.
+        """
         if not self._freed and not isinstance(result, Failure):
             return
         freed, self._freed = self._freed, deque()
@@ -233,6 +236,8 @@ class Attached:
         failed_at = result.failed_request_id
         if failed_at is not None:
             self.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
+        if result.status is Status.SESSION_FAILED:
+            raise LinkEnded(result)
         result = self.lease.heed(result)
         if result.status in LEASE_OVER:
             self.finish(result)
@@ -282,12 +287,12 @@ class Attached:
             failure = self.end
         elif self.lease.over is not None:
             failure = self.lease.over
-        elif not self.channel.link.is_end_explained:
-            failure = yield from find_fate(self.lease, failure)
         elif failure.status is Status.SESSION_FAILED:
             # The worker was told that it is over, not why.
             fate = yield from find_fate(self.lease, failure)
             failure = failure if fate.status is Status.DISCONNECTED else fate
+        elif not self.channel.link.is_end_explained:
+            failure = yield from find_fate(self.lease, failure)
         elif self.channel.link.said_goodbye:
             failure = self.lease.heed(failure)
         self.finish(failure)

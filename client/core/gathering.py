@@ -3,7 +3,7 @@
 A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and those
 right behind it are kept until there are some kilobytes of them, until any frame that is waited for, which takes them
 along, or until the flusher comes by: one thread for all sessions of the process, which looks every quarter of a
-millisecond while there is anything to look at, sleeps while there is not, and ends with the last of them. So a launch
+millisecond while there is anything to look at, sleeps while there is not, and ends if it sleeps for long. So a launch
 is under way within half a millisecond, whatever its caller does next; a caller that computes in Python alone keeps the
 flusher out for up to Python's switch interval, 5 ms.
 
@@ -35,6 +35,9 @@ FLUSH_PAUSE_S: Final = 250e-6
 
 EMPTY_ROUNDS: Final = 8
 """Rounds without anything to send after which the flusher sleeps. Waking it costs the next launch a system call."""
+
+IDLE_LIMIT_S: Final = 0.5
+"""How long the flusher sleeps before it ends. A session that nobody closed must not keep a thread."""
 
 BLOCKED_PAUSE_S: Final = 2e-3
 """Pause of a flusher that has nothing but sockets which take nothing now."""
@@ -271,9 +274,9 @@ class _Flusher:
             self._thread = thread
 
     def _run(self) -> None:
-        pause_s = -1.0
-        while self._goes_on():
-            self._bell.acquire(timeout=pause_s)
+        pause_s, was_rung = 0.0, True
+        while self._goes_on(was_rung):
+            was_rung = self._bell.acquire(timeout=pause_s)
             self._is_awake = True
             empty_rounds = 0
             while empty_rounds < EMPTY_ROUNDS:
@@ -281,14 +284,14 @@ class _Flusher:
                 empty_rounds = 0 if self._round() else empty_rounds + 1
             self._is_awake = False
             # Who put something in just now saw it awake.
-            pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else -1.0
+            pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
-    def _goes_on(self) -> bool:
+    def _goes_on(self, was_rung: bool) -> bool:
         with self._begins_or_ends:
             # Another thread is the flusher if the one who started this was interrupted before it could say so.
             if self._thread is not threading.current_thread():
                 return False
-            if not _channels and not self._pending:
+            if not (self._pending or (was_rung and _channels)):
                 self._thread = None
             return self._thread is not None
 
