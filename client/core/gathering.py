@@ -274,9 +274,9 @@ class _Flusher:
             self._thread = thread
 
     def _run(self) -> None:
-        pause_s, was_rung = 0.0, True
-        while self._goes_on(was_rung):
-            was_rung = self._bell.acquire(timeout=pause_s)
+        pause_s, is_idle = 0.0, False
+        while self._goes_on(is_idle):
+            is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
             while empty_rounds < EMPTY_ROUNDS:
@@ -286,12 +286,12 @@ class _Flusher:
             # Who put something in just now saw it awake.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
-    def _goes_on(self, was_rung: bool) -> bool:
+    def _goes_on(self, is_idle: bool) -> bool:
         with self._begins_or_ends:
             # Another thread is the flusher if the one who started this was interrupted before it could say so.
             if self._thread is not threading.current_thread():
                 return False
-            if not (self._pending or (was_rung and _channels)):
+            if not self._pending and (is_idle or not _channels):
                 self._thread = None
             return self._thread is not None
 
