@@ -1,0 +1,89 @@
+"""The context's streams, and the order between them.
+
+All are made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
+CU_STREAM_NON_BLOCKING), so none has an order but its own and what is asked for here. A stream that is let go of is kept
+for the next one that is wanted: what it holds then comes first there, which no rule forbids, and is waited for as ever.
+"""
+
+from typing import Any, Final
+
+import pycuda.driver as cuda
+
+from gpulease.protocol.limits import MAX_STREAMS
+
+MAX_BEGUN_COPIES: Final = 256
+"""Copies put in a stream without waiting for it. The driver blocks at about 1024 operations, where nobody could end the
+wait."""
+
+_NON_BLOCKING: Final = 1
+
+
+class Streams:
+    """By their numbers; 0 is always there.
+
+    Attributes:
+        selected: The number of the one that launches and copies go into.
+    """
+
+    def __init__(self) -> None:
+        """Raises cuda.Error."""
+        self._streams: list[Any] = [cuda.Stream(_NON_BLOCKING)]
+        self._spare: list[int] = []
+        self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        self._begun: dict[int, int] = {}
+        self.selected = 0
+
+    def __getitem__(self, number: int) -> Any:
+        return self._streams[number]
+
+    def __len__(self) -> int:
+        """How many may hold something: those that were destroyed too."""
+        return len(self._streams)
+
+    def create(self) -> int:
+        """One that holds nothing if there is one or one can be made. Raises cuda.Error.
+
+        It begins behind what stream 0 holds: fresh memory is zeroed there.
+        """
+        for at, number in enumerate(self._spare):
+            if self._streams[number].is_done():
+                return self._spare.pop(at)
+        if len(self._streams) > MAX_STREAMS:
+            return self._spare.pop(0)
+        self._streams.append(cuda.Stream(_NON_BLOCKING))
+        number = len(self._streams) - 1
+        self.wait(number, 0)
+        return number
+
+    def destroy(self, number: int) -> None:
+        """It may be given out again."""
+        self._spare.append(number)
+
+    def wait(self, number: int, other: int) -> None:
+        """What is put in one from now on comes after what the other holds now. Raises cuda.Error.
+
+        One event does for all: a wait is for what was recorded when it was asked for (CUDA driver API,
+        cuStreamWaitEvent), whatever is recorded later.
+        """
+        self._mark.record(self._streams[other])
+        self._streams[number].wait_for_event(self._mark)
+
+    def spread(self) -> list[int]:
+        """Have all others wait for what stream 0 holds, and say which they are. Raises cuda.Error."""
+        others = list(range(1, len(self._streams)))
+        for number in others:
+            self.wait(number, 0)
+        return others
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the selected one must be waited for before another copy is put in it and not waited for."""
+        return self._begun.get(self.selected, 0) >= MAX_BEGUN_COPIES
+
+    def began(self) -> None:
+        """Such a copy was put in the selected one."""
+        self._begun[self.selected] = self._begun.get(self.selected, 0) + 1
+
+    def emptied(self, number: int) -> None:
+        """One was waited for."""
+        self._begun.pop(number, None)
