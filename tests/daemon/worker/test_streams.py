@@ -262,10 +262,11 @@ def test_each_connection_has_its_own(rig: Rig) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["create", "destroy", "select", "launch", "wrong", "fence", "switch"]),
+        st.sampled_from(["select", "launch", "wrong", "fence", "switch", "create", "destroy"]),
         st.integers(0, 5),
         st.booleans(),
     ),
+    min_size=25,
     max_size=40,
 )
 
@@ -276,6 +277,9 @@ def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
     """Every launch that is done goes into the stream that its connection selected last, whatever failed before."""
     with made_rig() as rig:
         model = Model([rig.session.streams.place, Place()])
+        for at in (1, 0, 1, 0):
+            switch(rig, model, at, True)
+            create(rig, model, 0, True)
         for kind, number, quiet in steps:
             STEP[kind](rig, model, number, quiet)
         assert [call[1] for call in rig.told.calls] == model.launched
