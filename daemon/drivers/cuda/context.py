@@ -100,12 +100,12 @@ class CudaContext:
             ) from None
         except cuda.Error as error:
             raise self._error(error) from None
-        self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
-        for number in self._call(self._streams.spread):
-            self._mark(number)
         address = int(allocation)
+        waiting = self._call(self._streams.zero, address, size_bytes)
         self._allocations[address] = allocation
         self._pages.add(address, size_bytes)
+        for number in waiting:
+            self._mark(number)
         return address
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
@@ -177,6 +177,7 @@ class CudaContext:
     def _mark(self, number: int) -> None:
         """Something that is no kernel was put in a stream."""
         if self._markers is not None:
+            self._markers.make_room()
             self._call(partial(self._markers.add, number, self._streams[number], is_kernel=False))
 
     def stream_create(self) -> int:

@@ -14,7 +14,7 @@ import pycuda.driver as cuda
 from gpulease.daemon.drivers.interface import Poll
 
 MAX_WAITING: Final = 512
-"""Launches in flight, in all streams together. The driver blocks at about 1024."""
+"""Launches, copies and waits in flight, in all streams together. The driver blocks at about 1024."""
 
 _SLEEP_S: Final = 2e-4
 
@@ -39,7 +39,7 @@ class Markers:
         self._count = 0
 
     def make_room(self) -> None:
-        """Wait until one more launch may be queued."""
+        """Wait until one more may be put in a stream."""
         self._poll()
         while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
             time.sleep(_SLEEP_S)

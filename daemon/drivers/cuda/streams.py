@@ -30,6 +30,9 @@ class Streams:
         self._streams: list[Any] = [cuda.Stream(_NON_BLOCKING)]
         self._spare: list[int] = []
         self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        self._zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
+        # Fresh memory is zeroed here as soon as there are several: a kernel that runs in one must not hold up others.
+        self._apart: Any = None
         self._begun: dict[int, int] = {}
         self.selected = 0
 
@@ -41,19 +44,17 @@ class Streams:
         return len(self._streams)
 
     def create(self) -> int:
-        """One that holds nothing if there is one or one can be made. Raises cuda.Error.
-
-        It begins behind what stream 0 holds: fresh memory is zeroed there.
-        """
+        """One that holds nothing if there is one or one can be made. Raises cuda.Error."""
         for at, number in enumerate(self._spare):
             if self._streams[number].is_done():
                 return self._spare.pop(at)
         if len(self._streams) > MAX_STREAMS:
             return self._spare.pop(0)
-        self._streams.append(cuda.Stream(_NON_BLOCKING))
-        number = len(self._streams) - 1
-        self.wait(number, 0)
-        return number
+        self._apart = self._apart or cuda.Stream(_NON_BLOCKING)
+        stream = cuda.Stream(_NON_BLOCKING)
+        stream.wait_for_event(self._zeroed)
+        self._streams.append(stream)
+        return len(self._streams) - 1
 
     def destroy(self, number: int) -> None:
         """It may be given out again."""
@@ -62,18 +63,25 @@ class Streams:
     def wait(self, number: int, other: int) -> None:
         """What is put in one from now on comes after what the other holds now. Raises cuda.Error.
 
-        One event does for all: a wait is for what was recorded when it was asked for (CUDA driver API,
-        cuStreamWaitEvent), whatever is recorded later.
+        One event does for all: a wait is for what was recorded when it was asked for, whatever is recorded later (CUDA
+        driver API, cuEventRecord).
         """
         self._mark.record(self._streams[other])
         self._streams[number].wait_for_event(self._mark)
 
-    def spread(self) -> list[int]:
-        """Have all others wait for what stream 0 holds, and say which they are. Raises cuda.Error."""
-        others = list(range(1, len(self._streams)))
-        for number in others:
-            self.wait(number, 0)
-        return others
+    def zero(self, address: int, size_bytes: int) -> list[int]:
+        """Zero fresh memory before what is put in any stream from now on, also in one that is made later.
+
+        Gives the streams that wait for another. Raises cuda.Error.
+        """
+        apart = self._apart
+        cuda.memset_d8_async(address, 0, size_bytes, apart or self._streams[0])
+        self._zeroed.record(apart or self._streams[0])
+        if apart is None:
+            return []
+        for stream in self._streams:
+            stream.wait_for_event(self._zeroed)
+        return list(range(len(self._streams)))
 
     @property
     def is_full(self) -> bool:
