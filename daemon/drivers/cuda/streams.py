@@ -50,7 +50,9 @@ class Streams:
                 return self._spare.pop(at)
         if len(self._streams) > MAX_STREAMS:
             return self._spare.pop(0)
-        self._apart = self._apart or cuda.Stream(_NON_BLOCKING)
+        if self._apart is None:
+            self._apart = cuda.Stream(_NON_BLOCKING)
+            self._apart.wait_for_event(self._zeroed)
         stream = cuda.Stream(_NON_BLOCKING)
         stream.wait_for_event(self._zeroed)
         self._streams.append(stream)
