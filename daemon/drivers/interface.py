@@ -198,6 +198,9 @@ class Context(Protocol):
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """See read_pinned; complete only once the stream has been waited for. Waits only while that is full."""
 
+    def streams_bytes(self, count: int) -> int:
+        """What so many streams at a time, beside stream 0, make the context keep of the card."""
+
     def stream_create(self) -> int:
         """A stream's number, at least 1; numbers may be used again. The caller keeps to MAX_STREAMS at a time."""
 

@@ -89,7 +89,7 @@ class Session:
         memory = MemoryDesk(ledger, context, self._count, self._check_lease)
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
-        self.streams = streams = StreamDesk(context, self.arena, self._check_lease)
+        self.streams = streams = StreamDesk(context, ledger, self.arena, self._count, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: memory.alloc,

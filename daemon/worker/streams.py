@@ -9,7 +9,7 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import Context
 from gpulease.daemon.worker.arena import ArenaDesk
-from gpulease.daemon.worker.ledger import Refused, invalid_handle
+from gpulease.daemon.worker.ledger import Ledger, Refused, invalid_handle
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
@@ -45,8 +45,18 @@ class StreamDesk:
         may_have_grown: A stream was made, which can take memory of the card; whoever looks resets it.
     """
 
-    def __init__(self, context: Context, arena: ArenaDesk, check_lease: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        arena: ArenaDesk,
+        count: Callable[[], None],
+        check_lease: Callable[[], None],
+    ) -> None:
+        """Args: count: Called when what the session holds has changed."""
         self._context = context
+        self._ledger = ledger
+        self._count_bytes = count
         self._arena = arena
         self._check_lease = check_lease
         self._count = 0
@@ -77,6 +87,8 @@ class StreamDesk:
                     hint="Use fewer, and let go of those that are no longer needed.",
                 )
             )
+        self._ledger.keep_streams(self._context.streams_bytes(self._count + 1))
+        self._count_bytes()
         stream = self._context.stream_create()
         self.may_have_grown = True
         self._count += 1

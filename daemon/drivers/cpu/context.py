@@ -105,6 +105,10 @@ class CpuContext:
 
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
 
+    def streams_bytes(self, count: int) -> int:
+        """See the interface."""
+        return 0
+
     def stream_create(self) -> int:
         """See the interface."""
         self._last_stream += 1

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
-from gpulease.daemon.drivers.cuda.streams import Streams
+from gpulease.daemon.drivers.cuda.streams import Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -59,6 +59,7 @@ class CudaContext:
         self._streams = Streams()
         # The selected one: what a launch goes into is looked up as seldom as it changes.
         self._stream = self._streams[0]
+        self._is_alone = True
         self._can_begin = True
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
@@ -116,13 +117,13 @@ class CudaContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
-        # Waiting for the card is left to `stream_sync`, which can give up; the driver's own wait for room can't.
-        self.stream_sync(self._streams.selected, poll)
+        # Waiting for the card is left to `_await`, which can give up; the driver's own wait for room can't.
+        self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Complete on return ("API synchronization behavior")."""
-        self.stream_sync(self._streams.selected, poll)
+        self._empty(poll)
         # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
 
@@ -149,7 +150,7 @@ class CudaContext:
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(self._stream.is_done):
             if time.monotonic() > until:
-                self.stream_sync(self._streams.selected, poll)
+                self._empty(poll)
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """The card reads the bytes in its own time."""
@@ -180,9 +181,14 @@ class CudaContext:
             self._markers.make_room()
             self._call(partial(self._markers.add, number, self._streams[number], is_kernel=False))
 
+    def streams_bytes(self, count: int) -> int:
+        """See streams.py."""
+        return streams_bytes(count)
+
     def stream_create(self) -> int:
         """One that was used before, if there is one."""
         number: int = self._call(self._streams.create)
+        self._is_alone = False
         self._mark(number)
         return number
 
@@ -201,17 +207,27 @@ class CudaContext:
         self._mark(stream)
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self._await(self._streams[stream], poll)
+        self._streams.emptied(stream)
+        if self._is_alone:
+            self._launches = 0
+
+    def _empty(self, poll: Poll) -> None:
+        """Wait for the selected stream."""
+        self._await(self._stream, poll)
+        if self._is_alone:
+            self._launches = 0
+
+    def _await(self, stream: Any, poll: Poll) -> None:
         """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
         started = time.monotonic()
-        is_done = self._streams[stream].is_done
+        is_done = stream.is_done
         while not self._call(is_done):
             waited = time.monotonic() - started
             if waited > SPIN_S:
                 poll()
                 time.sleep(min(waited / 16, MAX_SLEEP_S))
-        self._streams.emptied(stream)
-        if len(self._streams) == 1:
-            self._launches = 0
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """PTX or a cubin, weighed before the card sees it."""
@@ -244,9 +260,11 @@ class CudaContext:
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """One stream after the other; which ends first makes no difference."""
-        self.stream_sync(0, poll)
-        for number in range(1, len(self._streams)):
-            self.stream_sync(number, poll)
+        if self._is_alone:
+            self._await(self._stream, poll)
+        else:
+            for number in range(len(self._streams)):
+                self.stream_sync(number, poll)
         self._launches = 0
 
     def watch(self, poll: Poll) -> None:

@@ -9,13 +9,23 @@ from typing import Any, Final
 
 import pycuda.driver as cuda
 
+from gpulease.daemon.drivers.cuda.pages import whole_pages
 from gpulease.protocol.limits import MAX_STREAMS
 
 MAX_BEGUN_COPIES: Final = 256
 """Copies put in a stream without waiting for it. The driver blocks at about 1024 operations, where nobody could end the
 wait."""
 
+STREAM_BYTES: Final = 512 << 10
+"""What a stream makes the driver take of the card, in pages that it keeps. Measured with 1 to 32 of them, each with
+copies and kernels in it, on an H100 (driver 580.159), and exact: local memory is shared by all."""
+
 _NON_BLOCKING: Final = 1
+
+
+def streams_bytes(count: int) -> int:
+    """What so many streams beside stream 0 take, with the one that is made with the first of them."""
+    return whole_pages((count + 1) * STREAM_BYTES) if count else 0
 
 
 class Streams:
