@@ -141,6 +141,29 @@ def test_an_endless_kernel_beside_others_ends_with_the_lease(daemon: Daemon) -> 
     del kept
 
 
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_flood_behind_an_endless_kernel_ends_with_the_lease(daemon: Daemon, is_bounded: bool) -> None:
+    builder = daemon.builder(64 * MIB, seconds=2)
+    lease = (builder.max_kernel_secs(BOUND_S) if is_bounded else builder).acquire()
+    session = GpuSession(lease)
+    one, two = session.stream(), session.stream()
+    data, buffer = session.empty(4, np.uint8), session.mem_alloc(4)
+    session.mem_write(buffer, 0, data)
+    kept = start_endless(session, one)
+
+    def flood() -> None:
+        while True:
+            two.wait_for(one)
+            session.mem_write(buffer, 0, data, stream=two)
+            one.wait_for(two)
+
+    with pytest.raises(GpuSessionFailed if is_bounded else LeaseExpired):
+        flood()
+    daemon.wait_for_end(lease.lease_id)
+    assert daemon.query(lease.lease_id)["cause"] == ("kernel_timeout" if is_bounded else "expired")
+    del kept
+
+
 def test_a_kernel_that_runs_on_is_found_in_any_stream(daemon: Daemon) -> None:
     lease = daemon.builder(64 * MIB).max_kernel_secs(BOUND_S).acquire()
     session = GpuSession(lease)
