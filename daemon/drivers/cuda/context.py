@@ -6,7 +6,6 @@ same error, and only the end of the process makes the card usable again. The dri
 
 import ctypes
 import time
-from functools import partial
 from typing import Any, Final
 
 import pycuda.driver as cuda
@@ -179,7 +178,7 @@ class CudaContext:
         """Something that is no kernel was put in a stream."""
         if self._markers is not None:
             self._markers.make_room()
-            self._call(partial(self._markers.add, number, self._streams[number], is_kernel=False))
+            self._call(self._markers.add_other, number, self._streams[number])
 
     def streams_bytes(self, count: int) -> int:
         """See streams.py."""
@@ -252,8 +251,7 @@ class CudaContext:
                 f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
             ) from None
         if self._markers is not None:
-            number = self._streams.selected
-            self._call(partial(self._markers.add, number, self._stream, is_kernel=True))
+            self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._launches += 1
         self._last_tag = tag
         self._last_kernel = kernel.name

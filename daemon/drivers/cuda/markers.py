@@ -45,8 +45,15 @@ class Markers:
             time.sleep(_SLEEP_S)
             self._poll()
 
-    def add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
-        """Something was put in a stream. Raises cuda.Error."""
+    def add_kernel(self, number: int, stream: Any) -> None:
+        """A launch was put in a stream. Raises cuda.Error."""
+        self._add(number, stream, is_kernel=True)
+
+    def add_other(self, number: int, stream: Any) -> None:
+        """A copy or a wait was. Raises cuda.Error."""
+        self._add(number, stream, is_kernel=False)
+
+    def _add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
         event = self._spare.pop() if self._spare else cuda.Event(cuda.event_flags.DISABLE_TIMING)
         event.record(stream)
         self._count += 1
