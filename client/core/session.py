@@ -113,7 +113,7 @@ class SessionState(Streamed):
 
     def sync(self) -> Procedure[None]:
         """Wait until all that was put in any stream has ended."""
-        yield from self.releasing(self._operation("sync", self.ask(Opcode.SYNC)))
+        yield from self._operation("sync", self.releasing(self.ask(Opcode.SYNC)))
 
     def sync_promptly(self) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""

@@ -75,8 +75,8 @@ class Streamed(Attached):
     def stream_sync(self, stream: StreamHandle) -> Procedure[None]:
         """Wait until all that a stream holds has ended."""
         number = self._number(stream, "sync")
-        yield from self._operation("sync", self.ask(Opcode.STREAM_SYNC, HANDLE.pack(number)))
-        self.held.pop(number, None)
+        asking = self.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
+        yield from self._operation("sync", self.releasing(asking, number))
 
     def stream_sync_promptly(self, stream: StreamHandle) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
@@ -91,7 +91,7 @@ class Streamed(Attached):
         return self._go_on("sync", self.releasing(self._stream_sync.rest(session), number))
 
     def releasing(self, procedure: Procedure[T], number: int | None = None) -> Procedure[T]:
-        """Wait for a stream, or for all of them: their copies are done then."""
+        """Wait for a stream, or for all of them, under the session's lock: their copies are done then."""
         result = yield from procedure
         if number is None:
             self.held.clear()
@@ -114,10 +114,11 @@ class Streamed(Attached):
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
         """A copy between a buffer and the arena that is not waited for; None without a stream, or if it can't be so."""
-        place = None if stream is None or self.arena is None or not view else self.arena.offset_of(view)
-        if stream is None or place is None:
+        number = self._number(stream, "mem_write or mem_read")
+        place = None if stream is None or self.arena is None else self.arena.offset_of(view)
+        if place is None:
             return None
-        return self._begin(op, stream.handle, ARENA_COPY.pack(buffer.handle, offset, place, len(view)), place, view)
+        return self._begin(op, number, ARENA_COPY.pack(buffer.handle, offset, place, len(view)), place, view)
 
     def _begin(self, op: Opcode, number: int, copy: bytes, place: int, view: memoryview) -> Generator[Step, Any, None]:
         # Before it is sent: an interrupted send may have done it.

@@ -170,6 +170,7 @@ def test_streams_that_are_gone_or_anothers(session: GpuSession, module: Module, 
             lambda wrong=wrong: session.launch(module, "scale", [1], [1], args, stream=wrong),
             lambda wrong=wrong: session.mem_write(buffer, 0, bytes(4), stream=wrong),
             lambda wrong=wrong: session.mem_read(buffer, 0, 4, stream=wrong),
+            lambda wrong=wrong: session.mem_write(buffer, 0, session.empty(4, np.uint8), stream=wrong),
             lambda wrong=wrong: session.default_stream.wait_for(wrong),
         ):
             with pytest.raises(InvalidHandle):
