@@ -159,6 +159,7 @@ def test_a_flood_behind_an_endless_kernel_ends_with_the_lease(daemon: Daemon, is
 
     with pytest.raises(GpuSessionFailed if is_bounded else LeaseExpired):
         flood()
+    session.close()
     daemon.wait_for_end(lease.lease_id)
     assert daemon.query(lease.lease_id)["cause"] == ("kernel_timeout" if is_bounded else "expired")
     del kept
@@ -181,9 +182,11 @@ def test_a_kernel_that_runs_on_is_found_in_any_stream(daemon: Daemon) -> None:
     keep_the_others_busy(0.1)
     kept = start_endless(session, streams[2])
     started = time.monotonic()
-    with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
+    # The worker's refusal may come before the reason does.
+    with pytest.raises(GpuSessionFailed, match=r"a kernel ran for|the session has failed"):
         keep_the_others_busy(10)
     assert BOUND_S <= time.monotonic() - started < 3 * BOUND_S
+    session.close()
     daemon.wait_for_end(lease.lease_id)
     assert daemon.query(lease.lease_id)["cause"] == "kernel_timeout"
     del kept
