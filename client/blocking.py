@@ -19,6 +19,7 @@ from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
+from gpulease.client.streams import Stream
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
@@ -105,19 +106,35 @@ class GpuSession(SessionView):
             if rest is not None:
                 drive(rest)
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
+    def stream(self) -> Stream:
+        """A stream of its own for launches and copies, beside the default one. Raises Busy beyond MAX_STREAMS."""
+        return drive(self._state.stream_create(Stream))
+
+    @property
+    def default_stream(self) -> Stream:
+        """What goes where no stream is named: a stream like the others, but that copies in it are always done."""
+        return Stream(self._state, 0)
+
+    def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
         """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle.
 
-        `data` may be changed when it returns. Up to 64 KiB are handed over and not waited for: what then hinders the
+        `data` may be changed when it returns; but an array of `empty` that is copied in a stream is to be left alone
+        until that is waited for: see Stream. Up to 64 KiB are handed over and not waited for: what then hinders the
         copy, a kernel's fault before it say, is reported by the next operation that waits, as for a launch.
         """
         with self._lock:
-            rest = self._state.mem_write(buffer, offset, data)
+            rest = self._state.mem_write(buffer, offset, data, stream)
             if rest is not None:
                 drive(rest)
+        return None
 
-    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
-        """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
+    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None) -> Any:
+        """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then.
+
+        In a stream, an array of `empty` has them once that was waited for: see Stream.
+        """
+        if stream is not None:
+            return drive(self._state.mem_read(buffer, offset, nbytes, into, stream))
         target = bytearray(nbytes) if into is None and type(nbytes) is int and 0 < nbytes <= PROMPT_READ_BYTES else into
         with self._lock:
             rest = self._state.read_promptly(buffer, offset, nbytes, target)
@@ -141,6 +158,7 @@ class GpuSession(SessionView):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
+        stream: Stream | None = None,
     ) -> int:
         """Start a kernel; do not wait for it.
 
@@ -152,6 +170,7 @@ class GpuSession(SessionView):
             args: KernelArgs, or the packed bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
+            stream: What to put it in; the default stream if None.
 
         Returns:
             The launch's number, which a later error's `failure.failed_request_id` names.
@@ -160,11 +179,11 @@ class GpuSession(SessionView):
             LaunchFailed: It can't be started, as far as can be told here.
         """
         with self._lock:
-            number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
             return number if isinstance(number, int) else drive(number)
 
     def sync(self) -> None:
-        """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        """Wait until all streams have ended what they hold. Raises SyncFailed or LaunchFailed, naming the kernel."""
         with self._lock:
             rest = self._state.sync_promptly()
             if rest is not None:

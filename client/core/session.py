@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.client.core import copies
-from gpulease.client.core.attached import Attached
 from gpulease.client.core.exchange import send
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.streams import Streamed
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
@@ -24,7 +24,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 """Of a MODULE_LOAD's payload, what is not the image: its length."""
 
 
-class SessionState(Attached):
+class SessionState(Streamed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -57,7 +57,9 @@ class SessionState(Attached):
         frees = self.frees()
         return None if self.put(frees) else self._go_on("mem_free", send(self.channel, (frees,), self.limit))
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
+    def mem_write(
+        self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None
+    ) -> Procedure[None] | None:
         """Copy bytes to the device, under the session's lock: None if it is done, else what has still to be driven."""
         if (
             type(buffer) is Buffer
@@ -66,6 +68,8 @@ class SessionState(Attached):
             and self.end is None
             and self.lease.over is None
             and not self.dropped
+            and not self.selected
+            and stream is None
         ):
             try:
                 view = memoryview(data).cast("B")
@@ -84,30 +88,35 @@ class SessionState(Attached):
                     return self._write_arena(buffer, offset, data)
             except (TypeError, ValueError, struct.error):
                 pass  # bytes that are not in one piece, or something wrong: found out below
-        return self._guarded("mem_write", self._write(buffer, offset, data))
+        return self._guarded("mem_write", self._write(buffer, offset, data, stream))
 
-    def _write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None]:
+    def _write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None) -> Procedure[None]:
         self._check(buffer, Buffer, "mem_write")
         view = copies.readable_bytes(data, "mem_write")
         copies.check_total(buffer, offset, len(view), "mem_write")
         if view:
-            yield from copies.write(self, buffer, offset, view)
+            begun = self.begun(Opcode.ARENA_WRITE, stream, buffer, offset, view)
+            yield from self.on(stream, begun or copies.write(self, buffer, offset, view))
 
     def _write_arena(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
         copy = self._arena_copy(buffer, offset, data, None)
         is_done = None if copy is None else self.arena_write.ask(self, *copy)
         if is_done is None:
-            return self._guarded("mem_write", self._write(buffer, offset, data))
+            return self._guarded("mem_write", self._write(buffer, offset, data, None))
         return None if is_done else self._go_on("mem_write", self.arena_write.rest(self))
 
-    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Procedure[Any]:
+    def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
+    ) -> Procedure[Any]:
         """Copy bytes from the device."""
         self._check(buffer, Buffer, "mem_read")
         copies.check_total(buffer, offset, nbytes, "mem_read")
         owned = bytearray(nbytes) if into is None else None
         target = copies.writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:
-            yield from self._operation("mem_read", copies.read(self, buffer, offset, target))
+            begun = self.begun(Opcode.ARENA_READ, stream, buffer, offset, target)
+            copy = begun or copies.read(self, buffer, offset, target)
+            yield from self._operation("mem_read", self.on(stream, copy))
         return into if owned is None else bytes(owned)
 
     def read_promptly(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Procedure[Any] | None:
@@ -121,6 +130,7 @@ class SessionState(Attached):
             and buffer.owner is self
             and type(offset) is int
             and 0 <= offset <= buffer.size_bytes - nbytes
+            and not self.selected
         ):
             try:
                 view = memoryview(into).cast("B")
@@ -140,7 +150,13 @@ class SessionState(Attached):
 
         None if it is none, or anything is wrong.
         """
-        if self.arena is None or data is None or type(buffer) is not Buffer or buffer.owner is not self:
+        if (
+            self.arena is None
+            or data is None
+            or self.selected
+            or type(buffer) is not Buffer
+            or buffer.owner is not self
+        ):
             return None
         try:
             view = memoryview(data)
@@ -166,15 +182,19 @@ class SessionState(Attached):
         yield from self._free(module, Module, "module_unload")
 
     def sync(self) -> Procedure[None]:
-        """Wait until all that was launched has ended."""
-        yield from self._operation("sync", self.ask(Opcode.SYNC))
+        """Wait until all that was put in any stream has ended."""
+        yield from self._operation("sync", self.releasing(self.ask(Opcode.SYNC)))
 
     def sync_promptly(self) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
         is_done = self._sync.ask(self)
         if is_done is None:
             return self.sync()
-        return None if is_done else self._go_on("sync", self._sync.rest(self))
+        if not is_done:
+            return self._go_on("sync", self.releasing(self._sync.rest(self)))
+        if self.held:
+            self.held.clear()
+        return None
 
     def launch(
         self,
@@ -185,6 +205,7 @@ class SessionState(Attached):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
+        stream: StreamHandle | None = None,
     ) -> int | Procedure[int]:
         """Send a launch at once, under the session's lock: its number; or what has still to be driven to have it.
 
@@ -206,6 +227,8 @@ class SessionState(Attached):
                 and self.end is None
                 and self.lease.over is None
                 and not self.dropped
+                and not self.selected
+                and stream is None
             ):
                 for buffer in args.buffers:
                     if buffer.owner is not self:
@@ -219,7 +242,7 @@ class SessionState(Attached):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
             pass  # a wrong type, the first launch, or no peer: found out below
-        return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
 
     def _launch_anew(
         self,
@@ -230,14 +253,21 @@ class SessionState(Attached):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
+        stream: StreamHandle | None,
     ) -> int | Procedure[int]:
         over = self.end or self.lease.over
         if over is not None:
             raise error_of(over, "launch")
         number, frame = launch_frame(self, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        if stream is not None or self.selected:
+            return self._launch_in(stream, number, frame)
         if self.dropped:
             frame += self.frees()
         return number if self.put(frame) else self._finish_launch(number, frame)
+
+    def _launch_in(self, stream: StreamHandle | None, number: int, frame: bytes) -> int | Procedure[int]:
+        rest = self.put_in(stream, frame)
+        return self._finish_launch(number, rest) if rest else number
 
     def _finish_launch(self, number: int, frame: bytes) -> Procedure[int]:
         """Send what could not be taken over at once; under the session's lock."""

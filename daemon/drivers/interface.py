@@ -181,7 +181,11 @@ class Ticket(Protocol):
 
 
 class Context(Protocol):
-    """One device context: one stream, in order; used by one thread.
+    """One device context, used by one thread.
+
+    Its streams each run in order, and beside one another where the driver can: running all of them in the order of the
+    calls is allowed too. Launches and copies go into the stream that was selected last, at first into stream 0, which
+    is always there; none is ordered behind another but by `stream_wait`.
 
     Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
     millisecond, and it may raise to give up the wait: nothing was done then but waiting, or, by a copy of pinned
@@ -242,6 +246,24 @@ class Context(Protocol):
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
         """See read_pinned; may return before the bytes are there, which the ticket tells, and any later wait."""
 
+    def streams_bytes(self, count: int) -> int:
+        """What so many streams at a time, beside stream 0, make the context keep of the card."""
+
+    def stream_create(self) -> int:
+        """A stream's number, at least 1; numbers may be used again. The caller keeps to MAX_STREAMS at a time."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Let go of a stream; what it holds goes on. Asks nothing of the card."""
+
+    def stream_select(self, stream: int) -> None:
+        """Launches and copies go into this stream from now on. Asks nothing of the card."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """What is put in `stream` later comes after what was put in `other` before; nothing is waited for here."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """Wait for what one stream holds."""
+
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 
@@ -251,11 +273,14 @@ class Context(Protocol):
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
+    def be_patient(self, *, spins: bool, yields: bool) -> None:
+        """How waits look at the card: again and again for a while before they sleep; with others let in between."""
+
     def native(self) -> NativeLaunch | None:
         """How native code does the same, if it can; not behind `watch`."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for all launches."""
+        """Wait for what all streams hold, destroyed ones too."""
 
     def watch(self, poll: Poll) -> None:
         """Keep count of launches that end from now on, and call `poll` before each launch and while one waits for room.
@@ -263,8 +288,11 @@ class Context(Protocol):
         `poll` may raise then; the launch was not queued.
         """
 
-    def progress(self) -> tuple[int, int]:
-        """How many launches were queued, and how many of them are known to have ended; only after `watch`."""
+    def running(self) -> Mapping[int, int]:
+        """By stream, of those that have come to a kernel which has not ended: how much of what they held has ended.
+
+        Only after `watch`. As long as a stream's number does not change, it is the same kernel.
+        """
 
     def fault(self) -> KernelFault | None:
         """A pending fault, without waiting; it is then forgotten as if raised."""

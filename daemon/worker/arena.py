@@ -112,7 +112,7 @@ class ArenaDesk:
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises.
 
-        A quiet one is only begun: the next request with a reply that has to wait for the card waits for it too.
+        A quiet one is only begun: a later copy in its stream with a reply, or a wait for the stream, waits for it too.
         """
         self._copy(frame, self._context.begin_write if frame.flags else self._context.write_pinned)
         return empty(frame)

@@ -13,6 +13,7 @@ from gpulease.daemon.processes import die_with_parent, gain_no_privileges, set_n
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.page import WorkerPage
+from gpulease.daemon.worker.patience import patience_of
 from gpulease.daemon.worker.serving import Server
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -41,11 +42,13 @@ def _serve(spec: WorkerSpec, driver: Driver, channel: socket.socket, page: Worke
     except DriverError as error:
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
+    patience = patience_of(spec.waiting)
+    context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
     _tell(channel, {"op": "ready"})
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
-    Server(channel, session, welcome, is_shared=spec.is_shared, waiting=spec.waiting).run()
+    Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience).run()
     return WorkerExit.OK
 
 

@@ -16,8 +16,9 @@ from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, s
 from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
-from gpulease.daemon.worker.patience import Patience, patience_of
+from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.session import Session
+from gpulease.daemon.worker.streams import Place
 from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -25,7 +26,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
-from gpulease.protocol.opcodes import Flag, Opcode, Status, Waiting
+from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.sharing import Given, Wanted
 
 MAX_CONNECTIONS: Final = 16
@@ -57,6 +58,7 @@ class _Connection:
         self.reader.receive_data(rest)
         self.intake = Intake(self.reader, slots)
         self.has_arena = False
+        self.place = Place()
         self.spins_left = patience.spins_per_reply
         self.heard_at_s = time.monotonic()
 
@@ -71,11 +73,11 @@ class Server:
         welcome: AttachReply,
         *,
         is_shared: bool,
-        waiting: Waiting | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._channel = channel
         self._session = session
-        self._patience = patience_of(waiting)
+        self._patience = patience or Patience()
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, _Connection] = {}
@@ -161,6 +163,7 @@ class Server:
             self._connections[connection.fd] = connection
             self._poll.register(sock, select.POLLIN)
             self._welcome_in(connection, request_id, wanted)
+            self._session.streams.sit(connection.place)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -206,6 +209,7 @@ class Server:
     # --- tenants ---
 
     def _serve(self, connection: _Connection) -> None:
+        self._session.streams.sit(connection.place)
         try:
             for _ in range(READS_PER_TURN):
                 outcome = self._serve_ring(connection)
@@ -289,6 +293,7 @@ class Server:
             connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
+            self._session.streams.leave(connection.place)
         connection.intake.close()
         connection.wire.close()
 

@@ -23,6 +23,7 @@ from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
+from gpulease.daemon.worker.streams import StreamDesk
 from gpulease.daemon.worker.taking import LeaseOver, Taker
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
@@ -38,6 +39,7 @@ from gpulease.protocol.opcodes import Flag, Opcode, Status
 _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
+_SELECT: Final = int(Opcode.STREAM_SELECT)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _SYNCS: Final = int(Counter.SYNCS)
@@ -58,6 +60,7 @@ class Session:
         lost: Why the context can do nothing any more, None while it can.
         arena: Its arena, and the copies from and to it.
         slots: Pinned memory that connections may receive large writes into.
+        streams: Its streams.
         watch: Its kernels' times.
     """
 
@@ -87,6 +90,7 @@ class Session:
         self.slots = memory.slots
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
+        self.streams = streams = StreamDesk(context, ledger, self._count, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)
         self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
         if native is not None and not self.watch.is_on:
@@ -103,6 +107,11 @@ class Session:
             Opcode.PING: self._ping,
             Opcode.ARENA_WRITE: self.arena.write,
             Opcode.ARENA_READ: self.arena.read,
+            Opcode.STREAM_CREATE: streams.create,
+            Opcode.STREAM_DESTROY: streams.destroy,
+            Opcode.STREAM_SELECT: streams.select,
+            Opcode.STREAM_WAIT: streams.wait,
+            Opcode.STREAM_SYNC: streams.sync,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -159,8 +168,8 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        has_grown = self._may_have_grown or self._modules.may_have_grown
-        self._may_have_grown = self._modules.may_have_grown = False
+        has_grown = self._may_have_grown or self._modules.may_have_grown or self.streams.may_have_grown
+        self._may_have_grown = self._modules.may_have_grown = self.streams.may_have_grown = False
         return has_grown
 
     def refusal(self) -> Failure | None:
@@ -181,11 +190,14 @@ class Session:
                 return self._operation(frame)(frame)
             except (Refused, BodyError, DriverError, LeaseOver) as error:
                 failure = self._failure(error, frame.op)
+        else:
+            self._never_skipped(frame)
         self._counters[_FAILED_OPS] += 1
         return failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
         if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
+            self._never_skipped(frame)
             return
         try:
             if frame.op == _LAUNCH and frame.session_id == self.lease_id:
@@ -194,6 +206,11 @@ class Session:
                 self._operation(frame)(frame)
         except (Refused, BodyError, DriverError, LeaseOver) as error:
             self._keep(error, frame.op, frame.request_id)
+
+    def _never_skipped(self, frame: Frame) -> None:
+        """What is behind a failure must go into the stream it is meant for once failures are told."""
+        if frame.op == _SELECT and frame.session_id == self.lease_id:
+            self.streams.select_anyway(frame)
 
     def _keep(self, error: Exception, op: int, request_id: int) -> None:
         """Remember why a quiet operation failed, for the next one that has a reply."""

@@ -37,7 +37,6 @@ from gpulease.daemon.drivers.interface import (
 
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
-_SPIN_NS = int(SPIN_S * 1e9)
 
 
 class _Complete:
@@ -80,6 +79,7 @@ class CpuContext:
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
+        self._last_stream = 0
         self._is_closed = False
         # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -136,6 +136,30 @@ class CpuContext:
     write_pinned = mem_write
     read_pinned = mem_read
 
+    # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
+
+    def streams_bytes(self, count: int) -> int:
+        """See the interface."""
+        return 0
+
+    def stream_create(self) -> int:
+        """See the interface."""
+        self._last_stream += 1
+        return self._last_stream
+
+    def stream_destroy(self, stream: int) -> None:
+        """See the interface: it holds nothing of its own."""
+
+    def stream_select(self, stream: int) -> None:
+        """See the interface: it is the same queue."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """See the interface: it is so anyway."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self.sync(poll)
+
     # --- Modules -----------------------------------------------------------------------------------------------
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
@@ -167,10 +191,15 @@ class CpuContext:
             )
         self._stream.submit(head + params, is_shared=is_shared)
 
+    def be_patient(self, *, spins: bool, yields: bool) -> None:
+        """See the interface."""
+        self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
+
     def native(self) -> NativeLaunch:
         """See the interface."""
         code, state = stream_code(), ctypes.addressof(self._stream.state)
-        return NativeLaunch(state, code.address("submit"), code.address("query"), _SPIN_NS, self._record, _pass)
+        spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
+        return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
         """What submit.ll takes: the launch's head, and whether its blocks are shared out."""
@@ -217,9 +246,10 @@ class CpuContext:
         """See the interface."""
         self._stream.poll = poll
 
-    def progress(self) -> tuple[int, int]:
+    def running(self) -> dict[int, int]:
         """See the interface; the stream counts in any case."""
-        return self._stream.progress()
+        queued, ended = self._stream.progress()
+        return {} if queued == ended else {0: ended}
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""

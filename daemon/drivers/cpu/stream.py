@@ -5,6 +5,7 @@ writes a slot, then posts a semaphore; it learns of progress from a counter in s
 """
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -69,11 +70,15 @@ class Stream:
 
     Attributes:
         poll: Called before each launch and while one waits for room, if there is one; it may raise.
+        spin_s: How long a wait looks again and again before it sleeps.
+        yields: Whether others may run between two looks.
     """
 
     def __init__(self, places: int, hosts: int, prints: int = 0) -> None:
         self._helpers = Helpers(places, hosts)
         self.poll: Poll | None = None
+        self.spin_s = SPIN_S
+        self.yields = False
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
         self._thread: threading.Thread | None = None
@@ -164,10 +169,12 @@ class Stream:
     def _wait_for(self, count: int, poll: Poll | None) -> None:
         """Wait until so many slots are behind the loop: look for a moment, then sleep with looks in between."""
         words = self._words
-        deadline = time.perf_counter() + SPIN_S
+        deadline = time.perf_counter() + self.spin_s
         while words[_COMPLETED] < count:
             if time.perf_counter() > deadline:
                 break
+            if self.yields:
+                os.sched_yield()
         words[_WAITING] = 1
         try:
             while words[_COMPLETED] < count:

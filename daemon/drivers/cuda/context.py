@@ -1,10 +1,11 @@
-"""One CUDA context with one stream, in the only thread that uses it.
+"""One CUDA context, in the only thread that uses it.
 
 Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
 same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
 """
 
 import ctypes
+import os
 import time
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
+from gpulease.daemon.drivers.cuda.streams import Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -39,7 +41,7 @@ COPY_SPIN_BYTES_PER_S: Final = 10e9
 beside it."""
 
 MAX_AHEAD_OF_COPY: Final = 512
-"""Launches and copies that may wait when a copy is queued behind them without a wait."""
+"""Launches that may wait when a copy is queued behind them without a wait."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
@@ -75,11 +77,16 @@ class CudaContext:
         self._context = context
         self._local = local
         self._blocks = Blocks()
-        self._stream = cuda.Stream()
+        self._streams = Streams()
+        # The selected one: what a launch goes into is looked up as seldom as it changes.
+        self._stream = self._streams[0]
+        self._is_alone = True
+        self._can_begin = True
         self._fault: KernelFault | None = None
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
-        self._copies = 0
+        self._spin_s = SPIN_S
+        self._yields = False
         self._last_kernel = ""
 
     @classmethod
@@ -111,14 +118,14 @@ class CudaContext:
         return self._blocks.cached_bytes
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = MAX_CACHED_BYTES, poll: Poll = keep_waiting) -> int:
-        """A kept block or a new one, zeroed either way, in stream order.
+        """A kept block or a new one, zeroed either way, before what is put in any stream from now on.
 
         The driver zeroes what other processes had, not what this one had.
         """
-        address = self._blocks.take(size_bytes)
-        if address is None:
-            address = self._new_block(size_bytes, spare_bytes, poll)
-        self._call(cuda.memset_d8_async, address, 0, block_bytes(size_bytes), self._stream)
+        kept = self._blocks.take(size_bytes)
+        address = self._new_block(size_bytes, spare_bytes, poll) if kept is None else kept
+        for number in self._call(self._streams.zero, address, block_bytes(size_bytes), kept is not None):
+            self._mark(number)
         return address
 
     def _new_block(self, size_bytes: int, spare_bytes: int, poll: Poll) -> int:
@@ -143,10 +150,11 @@ class CudaContext:
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
         """Keep the block; nothing waits.
 
-        Launches queued before may go on using it: whoever gets it next gets it by a memset behind them, in the one
-        stream all work is in. Were there more streams, this is where that one would be made to wait for the others.
+        Launches queued before may go on using it: whoever gets it next gets it by a memset behind all that any stream
+        holds now.
         """
         if self._blocks.may_keep(address):
+            self._call(self._streams.reuse_behind_all)
             self._blocks.give(address)
             return
         self.sync(poll)
@@ -168,13 +176,13 @@ class CudaContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
-        # Waiting for the card is left to `sync`, which can give up; the driver's own wait for room can't.
-        self.sync(poll)
+        # Waiting for the card is left to `_await`, which can give up; the driver's own wait for room can't.
+        self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Complete on return ("API synchronization behavior")."""
-        self.sync(poll)
+        self._empty(poll)
         # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
 
@@ -183,7 +191,9 @@ class CudaContext:
 
         Where the driver refuses, for want of memory say, copies are as right and as slow as from any other memory.
         """
-        api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+        (error,) = api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+        # From memory that is not pinned the driver copies before it returns, and waits for the stream first.
+        self._can_begin = self._can_begin and not error
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Queued behind what is queued, and waited for together with it."""
@@ -192,24 +202,31 @@ class CudaContext:
         self._await_copy(len(data), poll)
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it behind what is queued."""
-        self._make_room(poll)
-        self._call(cuda.memcpy_htod_async, address, data, self._stream)
+        """Queue it behind what is queued in its stream."""
+        if self._can_begin:
+            self._make_room(poll)
+            self._call(cuda.memcpy_htod_async, address, data, self._stream)
+        else:
+            self.mem_write(address, data, poll)
         return self._ticket()
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it behind what is queued."""
-        self._make_room(poll)
-        self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+        """Queue it behind what is queued in its stream."""
+        if self._can_begin:
+            self._make_room(poll)
+            self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+        else:
+            self.mem_read(address, into, poll)
         return self._ticket()
 
     def _make_room(self, poll: Poll) -> None:
         """The driver lets some 1,000 calls wait, and blocks then where nobody can give up."""
-        if self._launcher.state.launches + self._copies > MAX_AHEAD_OF_COPY:
-            self.sync(poll)
-        self._copies += 1
+        if self._streams.is_full or (self._is_alone and self._launcher.state.launches > MAX_AHEAD_OF_COPY):
+            self._empty(poll)
+        self._streams.began()
 
     def _ticket(self) -> Ticket:
+        self._mark(self._streams.selected)
         event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._call(event.record, self._stream)
         return _CopyTicket(event)
@@ -225,9 +242,71 @@ class CudaContext:
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(is_done):
             if time.monotonic() > until:
-                self.sync(poll)
-        self._launcher.state.launches = 0
-        self._copies = 0
+                self._empty(poll)
+        self._emptied()
+
+    def _mark(self, number: int) -> None:
+        """Something that is no kernel was put in a stream."""
+        if self._markers is not None:
+            self._markers.make_room()
+            self._call(self._markers.add_other, number, self._streams[number])
+
+    def streams_bytes(self, count: int) -> int:
+        """See streams.py."""
+        return streams_bytes(count)
+
+    def stream_create(self) -> int:
+        """One that was used before, if there is one."""
+        number: int = self._call(self._streams.create)
+        self._is_alone = False
+        self._launcher.state.other_streams = len(self._streams) - 1
+        self._mark(number)
+        return number
+
+    def stream_destroy(self, stream: int) -> None:
+        """Keep it for the next one that is wanted."""
+        self._streams.destroy(stream)
+
+    def stream_select(self, stream: int) -> None:
+        """See the interface."""
+        self._streams.selected = stream
+        self._stream = self._streams[stream]
+        self._launcher.state.stream = self._stream.handle
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """By an event (CUDA driver API, cuStreamWaitEvent)."""
+        self._call(self._streams.wait, stream, other)
+        self._mark(stream)
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self._await(self._streams[stream], poll)
+        self._streams.emptied(stream)
+        if self._is_alone:
+            self._launcher.state.launches = 0
+
+    def _empty(self, poll: Poll) -> None:
+        """Wait for the selected stream."""
+        self._await(self._stream, poll)
+        self._emptied()
+
+    def _emptied(self) -> None:
+        """The selected stream holds nothing."""
+        self._streams.emptied(self._streams.selected)
+        if self._is_alone:
+            self._launcher.state.launches = 0
+
+    def _await(self, stream: Any, poll: Poll) -> None:
+        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
+        started = time.monotonic()
+        is_done = stream.is_done
+        while not self._call(is_done):
+            waited = time.monotonic() - started
+            if waited > self._spin_s:
+                poll()
+                time.sleep(min(waited / 16, MAX_SLEEP_S))
+            elif self._yields:
+                os.sched_yield()
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """PTX or a cubin, weighed before the card sees it."""
@@ -253,37 +332,38 @@ class CudaContext:
                 f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
             ) from None
         if self._markers is not None:
-            self._call(self._markers.add)
+            self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._last_kernel = kernel.name
+
+    def be_patient(self, *, spins: bool, yields: bool) -> None:
+        """See the interface."""
+        self._spin_s = SPIN_S if spins else 0.0
+        self._yields = yields
 
     def native(self) -> NativeLaunch:
         """See the interface."""
-        return self._launcher.native(self._launched, int(SPIN_S * 1e9))
+        spin_s = 0.0 if self._yields else self._spin_s
+        return self._launcher.native(self._launched, int(spin_s * 1e9))
 
     def _launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
-        started = time.monotonic()
-        is_done = self._stream.is_done
-        while not self._call(is_done):
-            waited = time.monotonic() - started
-            if waited > SPIN_S:
-                poll()
-                time.sleep(min(waited / 16, MAX_SLEEP_S))
+        """One stream after the other; which ends first makes no difference."""
+        if self._is_alone:
+            self._empty(poll)
+            return
+        for number in range(len(self._streams)):
+            self.stream_sync(number, poll)
         self._launcher.state.launches = 0
-        self._copies = 0
 
     def watch(self, poll: Poll) -> None:
-        """Mark each launch with an event from now on."""
-        self._markers = Markers(self._stream, poll)
+        """Mark what goes into the streams with an event from now on."""
+        self._markers = Markers(poll)
 
-    def progress(self) -> tuple[int, int]:
+    def running(self) -> dict[int, int]:
         """What the events say; after a fault nothing runs."""
-        if self._markers is None:
-            return 0, 0
-        return self._markers.progress()
+        return {} if self._markers is None else self._markers.running()
 
     def fault(self) -> KernelFault | None:
         """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""
