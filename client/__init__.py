@@ -38,6 +38,7 @@ from gpulease.client.errors import (
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.streams import Stream
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "Module",
     "NotFound",
     "Revoked",
+    "Stream",
     "SyncFailed",
     "Unsupported",
     "keep_alive",

@@ -24,10 +24,10 @@ from gpulease.client.core.steps import Procedure
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.protocol.sharing import Wanted
 
-__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive"]
+__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive", "AsyncStream"]
 
 T = TypeVar("T")
 
@@ -111,13 +111,24 @@ class AsyncGpuSession(SessionView):
         """Give a buffer back now; see GpuSession.mem_free."""
         await self._run(self._state.mem_free(buffer))
 
-    async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
-        """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
-        await self._run(self._state.mem_write(buffer, offset, data))
+    async def stream(self) -> "AsyncStream":
+        """A stream of its own for launches and copies; see GpuSession.stream."""
+        return await self._run(self._state.stream_create(AsyncStream))
 
-    async def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
+    @property
+    def default_stream(self) -> "AsyncStream":
+        """What goes where no stream is named; see GpuSession.default_stream."""
+        return AsyncStream(self._state, 0)
+
+    async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: "AsyncStream | None" = None) -> None:
+        """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
+        await self._run(self._state.mem_write(buffer, offset, data, stream))
+
+    async def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: "AsyncStream | None" = None
+    ) -> Any:
         """`nbytes` from byte `offset`, as bytes or in `into`; see GpuSession.mem_read."""
-        return await self._run(self._state.mem_read(buffer, offset, nbytes, into))
+        return await self._run(self._state.mem_read(buffer, offset, nbytes, into, stream))
 
     async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
         """Load PTX text or a cubin; see GpuSession.module_load."""
@@ -136,12 +147,13 @@ class AsyncGpuSession(SessionView):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
+        stream: "AsyncStream | None" = None,
     ) -> int:
         """Start a kernel; do not wait for it. See GpuSession.launch."""
         await self._lock.acquire()
         sent, frame = 0, b""
         try:
-            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
         finally:
             if sent == len(frame):
                 self._lock.release()
@@ -150,7 +162,7 @@ class AsyncGpuSession(SessionView):
         return number
 
     async def sync(self) -> None:
-        """Wait until every launch has ended; see GpuSession.sync."""
+        """Wait until all streams have ended what they hold; see GpuSession.sync."""
         await self._run(self._state.sync())
 
     async def close(self) -> None:
@@ -182,6 +194,33 @@ class AsyncGpuSession(SessionView):
             await drive(self._state.finish_launch(frame, sent))
         finally:
             self._lock.release()
+
+
+class AsyncStream(StreamHandle):
+    """An order of launches and copies; see Stream. Made by `await session.stream()`."""
+
+    __slots__ = ()
+
+    async def sync(self) -> None:
+        """Wait until all that it holds has ended; see Stream.sync."""
+        await undisturbed(drive(self.session("sync").stream_sync(self)))
+
+    async def wait_for(self, other: StreamHandle | None) -> None:
+        """Put what comes next behind all that `other` holds now; see Stream.wait_for."""
+        await undisturbed(drive(self.session("wait_for").stream_wait(self, other)))
+
+    async def close(self) -> None:
+        """Let go of it now; see Stream.close."""
+        if self.owner is not None:
+            await undisturbed(drive(self.session("close").stream_destroy(self)))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.drop()
 
 
 class AsyncKeepAlive:

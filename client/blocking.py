@@ -17,6 +17,7 @@ from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
+from gpulease.client.streams import Stream
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
@@ -96,15 +97,35 @@ class GpuSession(SessionView):
         """Give a buffer back now rather than when its last reference goes."""
         drive(self._state.mem_free(buffer))
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
-        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle."""
+    def stream(self) -> Stream:
+        """A stream of its own for launches and copies, beside the default one. Raises Busy beyond MAX_STREAMS."""
+        return drive(self._state.stream_create(Stream))
+
+    @property
+    def default_stream(self) -> Stream:
+        """What goes where no stream is named: a stream like the others, but that copies in it are always done."""
+        return Stream(self._state, 0)
+
+    def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
+        """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle.
+
+        In a stream, an array of `empty` is to be left alone until that is waited for: see Stream.
+        """
+        if stream is not None:
+            return drive(self._state.mem_write(buffer, offset, data, stream))
         with self._lock:
             rest = self._state.write_promptly(buffer, offset, data)
             if rest is not None:
                 drive(rest)
+        return None
 
-    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Any:
-        """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then."""
+    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None) -> Any:
+        """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then.
+
+        In a stream, an array of `empty` has them once that was waited for: see Stream.
+        """
+        if stream is not None:
+            return drive(self._state.mem_read(buffer, offset, nbytes, into, stream))
         with self._lock:
             rest = self._state.read_promptly(buffer, offset, nbytes, into)
             result = None if rest is None else drive(rest)
@@ -127,6 +148,7 @@ class GpuSession(SessionView):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
+        stream: Stream | None = None,
     ) -> int:
         """Start a kernel; do not wait for it.
 
@@ -138,6 +160,7 @@ class GpuSession(SessionView):
             args: KernelArgs, or the packed bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
+            stream: What to put it in; the default stream if None.
 
         Returns:
             The launch's number, which a later error's `failure.failed_request_id` names.
@@ -146,13 +169,13 @@ class GpuSession(SessionView):
             LaunchFailed: It can't be started, as far as can be told here.
         """
         with self._lock:
-            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes)
+            number, frame, sent = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
             if sent != len(frame):
                 drive(self._state.finish_launch(frame, sent))
         return number
 
     def sync(self) -> None:
-        """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""
+        """Wait until all streams have ended what they hold. Raises SyncFailed or LaunchFailed, naming the kernel."""
         with self._lock:
             rest = self._state.sync_promptly()
             if rest is not None:

@@ -1,4 +1,4 @@
-"""Buffers and modules: handles of things that live in a session, freed when the last reference goes."""
+"""Buffers, modules and streams: handles of things that live in a session, freed when the last reference goes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from gpulease.protocol.messages import KernelEntry
 
 if TYPE_CHECKING:
     from gpulease.client.core.attached import Attached
+    from gpulease.client.core.streams import Streamed
 
 
 class Handle:
@@ -92,3 +93,30 @@ class Module(Handle):
 
     def __repr__(self) -> str:
         return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"
+
+
+class StreamHandle(Handle):
+    """An order of launches and copies; what the faces' streams have in common. Number 0 is the default stream."""
+
+    __slots__ = ()
+
+    _free_op = Opcode.STREAM_DESTROY
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
+
+    def session(self, what: str) -> "Streamed":
+        """Its session's state. Raises InvalidHandle, naming the operation `what`, if it was closed."""
+        if self.owner is None:
+            raise InvalidHandle(f"{what}: stream {self.handle} is closed")
+        return self.owner  # type: ignore[return-value]  # streams are made by these alone
+
+    def drop(self) -> None:
+        """Let go of it with the session's next operation, without an answer; again is harmless."""
+        owner, self.owner = self.owner, None
+        if owner is not None and self.handle:
+            owner.dropped.append((self._free_op, self.handle))
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", 0):
+            super().__del__()

@@ -12,7 +12,7 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError, LocalProtocolError
 from gpulease.protocol.framing import HEADER_BYTES, build_frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_DATA_BYTES, MAX_KERNEL_NAME_BYTES
-from gpulease.protocol.messages import ArenaCopy, Body, Handle, Launch, MemRead, MemWrite
+from gpulease.protocol.messages import ArenaCopy, Body, Handle, Launch, MemRead, MemWrite, StreamWait
 from gpulease.protocol.opcodes import Flag, Opcode
 
 REQUEST_ID_OFFSET: Final = 16
@@ -35,6 +35,7 @@ def fixed_struct(record: type[Any], *names: str) -> struct.Struct:
 HANDLE: Final = fixed_struct(Handle, "handle")
 MEM_READ: Final = fixed_struct(MemRead, "handle", "offset", "length")
 ARENA_COPY: Final = fixed_struct(ArenaCopy, "handle", "offset", "arena_offset", "length")
+STREAM_WAIT: Final = fixed_struct(StreamWait, "stream", "other")
 _MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
 _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
 _LAUNCH_GEOMETRY: Final = fixed_struct(

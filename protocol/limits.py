@@ -41,6 +41,10 @@ MAX_ARGUMENTS: Final = 4096
 MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 
+MAX_STREAMS: Final = 32
+"""Most streams of a session beside its default one. Each costs the driver queues on host and card, which no slice
+bounds; a card runs no more side by side anyway (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS)."""
+
 MAX_TLVS: Final = 64
 """Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
 

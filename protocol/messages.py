@@ -198,7 +198,7 @@ class MemAlloc:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A device pointer (MEM_ALLOC's reply, MEM_FREE) or a module (MODULE_UNLOAD)."""
+    """A device pointer (MEM_ALLOC's reply, MEM_FREE), a module (MODULE_UNLOAD) or a stream (STREAM_...)."""
 
     handle: int = wire(U64)
 
@@ -236,6 +236,14 @@ class ArenaCopy:
     offset: int = wire(U64)
     arena_offset: int = wire(U64)
     length: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """What is put in `stream` from now on comes after all that was put in `other` so far."""
+
+    stream: int = wire(U64)
+    other: int = wire(U64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +312,7 @@ Body = (
     | MemRead
     | Data
     | ArenaCopy
+    | StreamWait
     | ModuleLoad
     | ModuleLoaded
     | Launch
@@ -332,6 +341,11 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.MODULE_UNLOAD: (Handle, Empty),
     Opcode.ARENA_WRITE: (ArenaCopy, Empty),
     Opcode.ARENA_READ: (ArenaCopy, Empty),
+    Opcode.STREAM_CREATE: (Empty, Handle),
+    Opcode.STREAM_DESTROY: (Handle, Empty),
+    Opcode.STREAM_SELECT: (Handle, Empty),
+    Opcode.STREAM_WAIT: (StreamWait, Empty),
+    Opcode.STREAM_SYNC: (Handle, Empty),
 }
 """(request, reply) of each operation. GOODBYE is never asked for: the daemon sends it as an error reply to request 0,
 to say why it is about to close the connection."""

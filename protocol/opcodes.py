@@ -38,6 +38,11 @@ class Opcode(IntEnum):
     MODULE_UNLOAD = 0x0608
     ARENA_WRITE = 0x0609
     ARENA_READ = 0x060A
+    STREAM_CREATE = 0x060B
+    STREAM_DESTROY = 0x060C
+    STREAM_SELECT = 0x060D
+    STREAM_WAIT = 0x060E
+    STREAM_SYNC = 0x060F
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)

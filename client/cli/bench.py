@@ -13,6 +13,7 @@ import click
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, arena_copies, hot_path
+from gpulease.client.bench.overlap import overlap
 from gpulease.client.blocking import ask
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
@@ -68,6 +69,11 @@ _GATE_ROWS: Final = (
     ("begun_after_flip_most", "launches begun after the flip, most"),
 )
 
+_OVERLAP_ROWS: Final = (
+    ("one_stream_ms", "copy, kernel, copy back in one stream, ms"),
+    ("two_streams_ms", "the same in two streams in turn, ms"),
+    ("one_to_two", "copy/kernel overlap: one stream / two"),
+)
 _KERNEL_ROWS: Final = (
     ("matmul", "tiled matmul 256 x 256 x 256"),
     ("saxpy", "saxpy 1M"),
@@ -107,6 +113,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         lease_figures = acquisition(address, leases) | expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
         kernels = kernel_figures(address)
+        overlapped = overlap(address, card["driver"])
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
@@ -119,6 +126,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
         "bare": {name: round(value, 2) for name, value in bare.items()},
         "gate": {name: round(value, 1) for name, value in gate.items()},
+        "overlap": {name: round(value, 3) for name, value in overlapped.items()},
         "kernels": {
             name: {figure: round(value, 4) for figure, value in figures.items()} for name, figures in kernels.items()
         },
@@ -191,6 +199,7 @@ def _tables(report: dict[str, object]) -> str:
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
         ("gate", f"a worker that launches as fast as it can, over {GATE_FLIPS} flips", _GATE_ROWS),
+        ("overlap", "streams, for each piece", _OVERLAP_ROWS),
     ):
         figures = report[name]
         if isinstance(figures, dict):

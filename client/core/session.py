@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.client.core import copies
-from gpulease.client.core.attached import Attached
 from gpulease.client.core.exchange import send
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.streams import Streamed
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
-from gpulease.client.handles import Buffer, Module
+from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -25,7 +25,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 _SIZE: Final = fixed_struct(MemAlloc, "size_bytes")
 
 
-class SessionState(Attached):
+class SessionState(Streamed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -38,22 +38,28 @@ class SessionState(Attached):
         """Give a buffer back now."""
         yield from self._free(buffer, Buffer, "mem_free")
 
-    def mem_write(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None]:
+    def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> Procedure[None]:
         """Copy bytes to the device."""
         self._check(buffer, Buffer, "mem_write")
         view = copies.readable_bytes(data, "mem_write")
         copies.check_total(buffer, offset, len(view), "mem_write")
         if view:
-            yield from self._operation("mem_write", copies.write(self, buffer, offset, view))
+            begun = self.begun(Opcode.ARENA_WRITE, stream, buffer, offset, view)
+            copy = begun or copies.write(self, buffer, offset, view)
+            yield from self._operation("mem_write", self.on(stream, copy))
 
-    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None) -> Procedure[Any]:
+    def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: StreamHandle | None = None
+    ) -> Procedure[Any]:
         """Copy bytes from the device."""
         self._check(buffer, Buffer, "mem_read")
         copies.check_total(buffer, offset, nbytes, "mem_read")
         owned = bytearray(nbytes) if into is None else None
         target = copies.writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:
-            yield from self._operation("mem_read", copies.read(self, buffer, offset, target))
+            begun = self.begun(Opcode.ARENA_READ, stream, buffer, offset, target)
+            copy = begun or copies.read(self, buffer, offset, target)
+            yield from self._operation("mem_read", self.on(stream, copy))
         return into if owned is None else bytes(owned)
 
     def write_promptly(self, buffer: Buffer, offset: int, data: Any) -> Procedure[None] | None:
@@ -74,7 +80,13 @@ class SessionState(Attached):
 
     def _arena_copy(self, buffer: Buffer, offset: int, data: Any, nbytes: int | None) -> bytes | None:
         """The request that copies from or to an array of the arena; None if it is none, or anything is wrong."""
-        if self.arena is None or data is None or type(buffer) is not Buffer or buffer.owner is not self:
+        if (
+            self.arena is None
+            or data is None
+            or self.selected
+            or type(buffer) is not Buffer
+            or buffer.owner is not self
+        ):
             return None
         try:
             view = memoryview(data)
@@ -100,15 +112,19 @@ class SessionState(Attached):
         yield from self._free(module, Module, "module_unload")
 
     def sync(self) -> Procedure[None]:
-        """Wait until all that was launched has ended."""
-        yield from self._operation("sync", self.ask(Opcode.SYNC))
+        """Wait until all that was put in any stream has ended."""
+        yield from self._operation("sync", self.releasing(self.ask(Opcode.SYNC)))
 
     def sync_promptly(self) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
         is_done = self._sync.ask(self)
         if is_done is None:
             return self.sync()
-        return None if is_done else self._go_on("sync", self._sync.rest(self))
+        if not is_done:
+            return self._go_on("sync", self.releasing(self._sync.rest(self)))
+        if self.held:
+            self.held.clear()
+        return None
 
     def launch(
         self,
@@ -119,6 +135,7 @@ class SessionState(Attached):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
+        stream: StreamHandle | None = None,
     ) -> tuple[int, bytes, int]:
         """Send a launch at once, under the session's lock: (its number, its frame, how many bytes of it went).
 
@@ -128,6 +145,8 @@ class SessionState(Attached):
         if over is not None:
             raise error_of(over, "launch")
         number, frame = launch_frame(self, module, kernel, grid, block, args, arg_sizes, shared_bytes)
+        if stream is not None or self.selected:
+            return number, *self.put_in(stream, frame)
         if self.dropped:
             frame += self.frees()
         try:

@@ -26,8 +26,19 @@ ROUND_S: Final = 1.0
 MIN_ROUND_S: Final = 0.01
 """Between two rounds in any case."""
 
-KNOWN_WAITS: Final = frozenset({Opcode.LAUNCH, Opcode.MODULE_LOAD, Opcode.MEM_ALLOC})
-"""What may block inside the driver for as long as a kernel runs, or a compiler. The lease's deadline bounds it."""
+KNOWN_WAITS: Final = frozenset(
+    {
+        Opcode.LAUNCH,
+        Opcode.MODULE_LOAD,
+        Opcode.MEM_ALLOC,
+        Opcode.ARENA_WRITE,
+        Opcode.ARENA_READ,
+        Opcode.STREAM_CREATE,
+        Opcode.STREAM_WAIT,
+    }
+)
+"""What may block inside the driver for as long as a kernel runs, its queue being full, or for a compiler. The lease's
+deadline bounds it."""
 
 _ROUNDS_PER_BOUND: Final = 8
 _NS_PER_MS: Final = 1_000_000

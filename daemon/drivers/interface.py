@@ -150,7 +150,11 @@ def admit_all(device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
 
 
 class Context(Protocol):
-    """One device context: one stream, in order; used by one thread.
+    """One device context, used by one thread.
+
+    Its streams each run in order, and beside one another where the driver can: running all of them in the order of the
+    calls is allowed too. Launches and copies go into the stream that was selected last, at first into stream 0, which
+    is always there; none is ordered behind another but by `stream_wait`.
 
     Methods that take `poll` may have to wait for launches. They call it now and then meanwhile, about every
     millisecond, and it may raise to give up the wait: nothing was done then but waiting.
@@ -168,10 +172,10 @@ class Context(Protocol):
         """What all allocations together take of the card beyond their sizes."""
 
     def mem_alloc(self, size_bytes: int) -> int:
-        """Device address of fresh, zeroed memory, aligned to 256 bytes. Raises OutOfMemory."""
+        """Device address of fresh memory, aligned to 256 bytes; zero for every stream. Raises OutOfMemory."""
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """Release an allocation once everything launched before has ended. Takes only what mem_alloc gave."""
+        """Release an allocation once all that any stream holds has ended. Takes only what mem_alloc gave."""
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Copy host bytes to the device in stream order; `data` may be reused on return."""
@@ -188,6 +192,30 @@ class Context(Protocol):
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """See mem_read; `into` was given to `pin` before, whole or as a part."""
 
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """See write_pinned; `data` may be read until the stream has been waited for. Waits only while that is full."""
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """See read_pinned; complete only once the stream has been waited for. Waits only while that is full."""
+
+    def streams_bytes(self, count: int) -> int:
+        """What so many streams at a time, beside stream 0, make the context keep of the card."""
+
+    def stream_create(self) -> int:
+        """A stream's number, at least 1; numbers may be used again. The caller keeps to MAX_STREAMS at a time."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Let go of a stream; what it holds goes on. Asks nothing of the card."""
+
+    def stream_select(self, stream: int) -> None:
+        """Launches and copies go into this stream from now on. Asks nothing of the card."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """What is put in `stream` later comes after what was put in `other` before; nothing is waited for here."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """Wait for what one stream holds."""
+
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 
@@ -198,7 +226,7 @@ class Context(Protocol):
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Wait for all launches."""
+        """Wait for what all streams hold, destroyed ones too."""
 
     def watch(self, poll: Poll) -> None:
         """Keep count of launches that end from now on, and call `poll` before each launch and while one waits for room.
@@ -206,8 +234,11 @@ class Context(Protocol):
         `poll` may raise then; the launch was not queued.
         """
 
-    def progress(self) -> tuple[int, int]:
-        """How many launches were queued, and how many of them are known to have ended; only after `watch`."""
+    def running(self) -> Mapping[int, int]:
+        """By stream, of those that have come to a kernel which has not ended: how much of what they held has ended.
+
+        Only after `watch`. As long as a stream's number does not change, it is the same kernel.
+        """
 
     def fault(self) -> KernelFault | None:
         """A pending fault, without waiting; it is then forgotten as if raised."""

@@ -109,17 +109,18 @@ class ArenaDesk:
 
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises."""
-        for address, piece in self._pieces(frame):
+        for address, piece in self.pieces(frame):
             self._context.write_pinned(address, piece, self._check_lease)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes:
         """ARENA_READ; see `write`."""
-        for address, piece in self._pieces(frame):
+        for address, piece in self.pieces(frame):
             self._context.read_pinned(address, piece, self._check_lease)
         return empty(frame)
 
-    def _pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+    def pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
+        """What an ARENA_WRITE or ARENA_READ copies: device addresses, and pinned bytes; see `write`."""
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
         if self._arena is None:
             raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)

@@ -64,6 +64,7 @@ class Ledger:
         self._shared_bytes = 0
         self._most_shared_bytes = 0
         self._kept_bytes = 0
+        self._streams_bytes = 0
         self._allocations: dict[int, int] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
@@ -82,7 +83,8 @@ class Ledger:
     @property
     def _besides_bytes(self) -> int:
         # Pages that modules share are charged at their most: one small module keeps a whole page from going back.
-        return self.rounding_bytes + self._own_bytes + self._most_shared_bytes + self._kept_bytes
+        modules_bytes = self._own_bytes + self._most_shared_bytes
+        return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes
 
     def check_alloc(self, size_bytes: int) -> None:
         """Raises Refused unless the slice has room for `size_bytes` more."""
@@ -170,6 +172,20 @@ class Ledger:
                 hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
             )
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
+
+    def keep_streams(self, streams_bytes: int) -> None:
+        """Have the context keep so many bytes in all for streams: none goes back. Raises Refused."""
+        more_bytes = streams_bytes - self._streams_bytes
+        if more_bytes > max(0, self.room_bytes):
+            raise Refused(
+                Failure(
+                    Status.ALLOC_FAILED,
+                    f"one more stream takes {more_bytes} bytes of the card; the slice has room for "
+                    f"{max(0, self.room_bytes)}",
+                    hint="Free something, use fewer streams, or acquire a lease with more min_vram.",
+                )
+            )
+        self._streams_bytes = max(self._streams_bytes, streams_bytes)
 
     def add_module(self, module: Module, image_bytes: int) -> int:
         """A number for a loaded module."""

@@ -24,6 +24,8 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.MODULE_LOAD: Status.LOAD_FAILED,
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,
+    Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
+    Opcode.STREAM_SYNC: Status.SYNC_FAILED,
 }
 
 

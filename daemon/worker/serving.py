@@ -14,6 +14,7 @@ from typing import Any, Final
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.session import Session
+from gpulease.daemon.worker.streams import Place
 from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -56,6 +57,7 @@ class _Connection:
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
         self.has_arena = False
+        self.place = Place()
         self.spins_left = SPINS_PER_REPLY
         self.heard_at_s = time.monotonic()
 
@@ -151,6 +153,7 @@ class Server:
             self._connections[connection.fd] = connection
             self._poll.register(sock, select.POLLIN)
             self._welcome_in(connection, request_id, wanted)
+            self._session.streams.sit(connection.place)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -196,6 +199,7 @@ class Server:
     # --- tenants ---
 
     def _serve(self, connection: _Connection) -> None:
+        self._session.streams.sit(connection.place)
         try:
             for _ in range(READS_PER_TURN):
                 if not self._receive(connection):
@@ -262,6 +266,7 @@ class Server:
             connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
+            self._session.streams.leave(connection.place)
         connection.wire.close()
 
     def _report_lost(self, failure: Failure) -> None:

@@ -23,6 +23,7 @@ from gpulease.daemon.worker.modules import ModuleDesk
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
+from gpulease.daemon.worker.streams import StreamDesk
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
@@ -45,6 +46,7 @@ the deadline too, is looked at before each. On some hosts the clock takes as lon
 _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
+_SELECT: Final = int(Opcode.STREAM_SELECT)
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _SYNCS: Final = int(Counter.SYNCS)
@@ -65,6 +67,7 @@ class Session:
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
         arena: Its arena, and the copies from and to it.
+        streams: Its streams.
         watch: Its kernels' times.
     """
 
@@ -86,6 +89,7 @@ class Session:
         memory = MemoryDesk(ledger, context, self._count, self._check_lease)
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
+        self.streams = streams = StreamDesk(context, ledger, self.arena, self._count, self._check_lease)
         self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: memory.alloc,
@@ -97,8 +101,13 @@ class Session:
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,
-            Opcode.ARENA_WRITE: self.arena.write,
-            Opcode.ARENA_READ: self.arena.read,
+            Opcode.ARENA_WRITE: streams.write,
+            Opcode.ARENA_READ: streams.read,
+            Opcode.STREAM_CREATE: streams.create,
+            Opcode.STREAM_DESTROY: streams.destroy,
+            Opcode.STREAM_SELECT: streams.select,
+            Opcode.STREAM_WAIT: streams.wait,
+            Opcode.STREAM_SYNC: streams.sync,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -196,8 +205,8 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        has_grown = self._may_have_grown or self._modules.may_have_grown
-        self._may_have_grown = self._modules.may_have_grown = False
+        has_grown = self._may_have_grown or self._modules.may_have_grown or self.streams.may_have_grown
+        self._may_have_grown = self._modules.may_have_grown = self.streams.may_have_grown = False
         return has_grown
 
     def refusal(self) -> Failure | None:
@@ -218,11 +227,14 @@ class Session:
                 return self._operation(frame)(frame)
             except (Refused, BodyError, DriverError, LeaseOver) as error:
                 failure = self._failure(error, frame.op)
+        else:
+            self._never_skipped(frame)
         self._counters[_FAILED_OPS] += 1
         return failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
         if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
+            self._never_skipped(frame)
             return
         try:
             if frame.op == _LAUNCH and frame.session_id == self.lease_id:
@@ -231,6 +243,11 @@ class Session:
                 self._operation(frame)(frame)
         except (Refused, BodyError, DriverError, LeaseOver) as error:
             self._keep(error, frame.op, frame.request_id)
+
+    def _never_skipped(self, frame: Frame) -> None:
+        """What is behind a failure must go into the stream it is meant for once failures are told."""
+        if frame.op == _SELECT and frame.session_id == self.lease_id:
+            self.streams.select_anyway(frame)
 
     def _keep(self, error: Exception, op: int, request_id: int) -> None:
         """Remember why a quiet operation failed, for the next one that has a reply."""

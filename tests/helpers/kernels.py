@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client import Buffer, GpuSession, KernelArgs, Module
+from gpulease.client import Buffer, GpuSession, KernelArgs, Module, Stream
 
 PTX: Final = Path(__file__).parents[2] / "vectors" / "gpu"
 TRANSFORM: Final = (PTX / "transform.sm75.ptx").read_bytes()
@@ -76,11 +76,11 @@ class Neighbour:
         return True
 
 
-def start_endless(session: GpuSession) -> tuple[Module, Buffer]:
+def start_endless(session: GpuSession, stream: Stream | None = None) -> tuple[Module, Buffer]:
     """Launch a kernel that never ends; only the end of its lease stops it."""
     module = session.module_load(FAULTS)
     flag = session.mem_alloc(4)
-    session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+    session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag), stream=stream)
     return module, flag
 
 

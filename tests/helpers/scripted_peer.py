@@ -115,6 +115,7 @@ class ScriptedPeer:
         self.address = f"unix:{self.path}"
         self.problems: list[BaseException] = []
         self._next_handle = 0x7000_0000_0000
+        self._last_stream = 0
         self._open: set[socket.socket] = set()  # changed by several threads, one atomic operation at a time
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -345,6 +346,10 @@ class ScriptedPeer:
         self._next_handle += 1
         return ModuleLoaded(self._next_handle, KERNELS)
 
+    def _stream_create(self, _: Request) -> Body:
+        self._last_stream += 1
+        return Handle(self._last_stream)
+
     def _empty(self, _: Request) -> Body:
         return Empty()
 
@@ -372,6 +377,11 @@ _DEFAULTS: dict[Opcode, Any] = {
     Opcode.LAUNCH: ScriptedPeer._empty,
     Opcode.SYNC: ScriptedPeer._empty,
     Opcode.MODULE_UNLOAD: ScriptedPeer._empty,
+    Opcode.STREAM_CREATE: ScriptedPeer._stream_create,
+    Opcode.STREAM_DESTROY: ScriptedPeer._empty,
+    Opcode.STREAM_SELECT: ScriptedPeer._empty,
+    Opcode.STREAM_WAIT: ScriptedPeer._empty,
+    Opcode.STREAM_SYNC: ScriptedPeer._empty,
 }
 
 

@@ -1,3 +1,4 @@
+import struct
 from typing import Any
 
 import pytest
@@ -211,10 +212,18 @@ def test_data_prefix_equals_the_codec(data: bytes, request_id: int, session_id: 
     assert prefix + data == plain
 
 
+FIXED: dict[type[Any], struct.Struct] = {
+    m.Handle: fastpath.HANDLE,
+    m.MemRead: fastpath.MEM_READ,
+    m.ArenaCopy: fastpath.ARENA_COPY,
+    m.StreamWait: fastpath.STREAM_WAIT,
+}
+
+
 @settings(max_examples=100, deadline=None)
-@given(kind=st.sampled_from([m.Handle, m.MemRead]), payload=st.binary(max_size=30))
+@given(kind=st.sampled_from(list(FIXED)), payload=st.binary(max_size=34))
 def test_parse_fixed_equals_the_codec(kind: type[Any], payload: bytes) -> None:
-    layout = {m.Handle: fastpath.HANDLE, m.MemRead: fastpath.MEM_READ, m.ArenaCopy: fastpath.ARENA_COPY}[kind]
+    layout = FIXED[kind]
     try:
         body = parse_body(kind, payload)
     except BodyError:

@@ -34,6 +34,11 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "MODULE_UNLOAD": 0x0608,
         "ARENA_WRITE": 0x0609,
         "ARENA_READ": 0x060A,
+        "STREAM_CREATE": 0x060B,
+        "STREAM_DESTROY": 0x060C,
+        "STREAM_SELECT": 0x060D,
+        "STREAM_WAIT": 0x060E,
+        "STREAM_SYNC": 0x060F,
     }.items()
     assert {status.name: int(status) for status in Status}.items() >= {
         "OK": 0,

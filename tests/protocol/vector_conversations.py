@@ -183,6 +183,45 @@ def arena_copies() -> Script:
     return script
 
 
+def streams() -> Script:
+    script = Script(
+        "Two streams: a kernel waits for a copy in the other one; a selection behind a failure takes effect as ever."
+    )
+    script.hello("control")
+    script.grant()
+    script.attach(Wanted(arena_bytes=1 << 30), Given(arena_bytes=64 << 20))
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.load()
+    for stream in (1, 2):
+        script.call("session", Opcode.STREAM_CREATE, m.Empty(), m.Handle(stream), LEASE)
+
+    def quiet(op: Opcode, body: m.Body, comment: str = "") -> int:
+        return script.ask("session", op, body, session_id=LEASE, quiet=True, comment=comment)
+
+    quiet(Opcode.STREAM_SELECT, m.Handle(1))
+    quiet(Opcode.ARENA_WRITE, m.ArenaCopy(POINTER, 0, 4096, 16), "into stream 1, done when that is waited for")
+    quiet(Opcode.STREAM_SELECT, m.Handle(2))
+    quiet(Opcode.STREAM_WAIT, m.StreamWait(2, 1))
+    quiet(Opcode.LAUNCH, launch("scale", "00000040"), "into stream 2, behind the copy")
+    script.call("session", Opcode.STREAM_SYNC, m.Handle(2), m.Empty(), LEASE)
+    failed = quiet(Opcode.LAUNCH, launch("scaled", "00000040"), "no such kernel")
+    quiet(Opcode.STREAM_SELECT, m.Handle(0), "takes effect: from here on the default stream")
+    quiet(Opcode.STREAM_DESTROY, m.Handle(2), "skipped")
+    failure = Failure(
+        Status.LAUNCH_FAILED,
+        "module 1 has no kernel 'scaled'",
+        failed_request_id=failed,
+        failed_op=Opcode.LAUNCH,
+        kernel="scaled",
+    )
+    script.refuse("session", script.ask("session", Opcode.SYNC, m.Empty(), session_id=LEASE), failure)
+    script.call("session", Opcode.STREAM_DESTROY, m.Handle(2), m.Empty(), LEASE)
+    stale = Failure(Status.INVALID_HANDLE, "2 is not a stream of this connection's")
+    script.refuse("session", script.ask("session", Opcode.STREAM_SYNC, m.Handle(2), session_id=LEASE), stale)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
 def session_failures() -> Script:
     script = Script("Every failure a session operation has of its own; the session goes on after each but the last.")
     script.hello("control")
@@ -313,6 +352,7 @@ SCRIPTS = (
     main_job,
     deferred_failure,
     arena_copies,
+    streams,
     session_failures,
     expiry,
     renew_and_free,

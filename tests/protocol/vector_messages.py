@@ -115,6 +115,7 @@ SESSION: Cases = {
         m.ArenaCopy(POINTER, 16, 4096, 8),
         m.ArenaCopy(U64, U64, U64, U64),
     ),
+    "StreamWait": (m.StreamWait(0, 0), m.StreamWait(2, 1), m.StreamWait(U64, U64)),
     "ModuleLoad": (
         m.ModuleLoad(b""),
         m.ModuleLoad(b".version 6.3\n.target sm_75\n.address_size 64\n"),

@@ -64,6 +64,7 @@ class CpuContext:
         self._modules: set[CpuModule] = set()
         self._kernel_names: dict[int, str] = {}
         self._next_number = 0
+        self._last_stream = 0
         self._is_closed = False
         # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -99,8 +100,32 @@ class CpuContext:
     def pin(self, memory: memoryview) -> None:
         """See the interface: there is nothing to prepare."""
 
-    write_pinned = mem_write
-    read_pinned = mem_read
+    write_pinned = begin_write = mem_write
+    read_pinned = begin_read = mem_read
+
+    # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
+
+    def streams_bytes(self, count: int) -> int:
+        """See the interface."""
+        return 0
+
+    def stream_create(self) -> int:
+        """See the interface."""
+        self._last_stream += 1
+        return self._last_stream
+
+    def stream_destroy(self, stream: int) -> None:
+        """See the interface: it holds nothing of its own."""
+
+    def stream_select(self, stream: int) -> None:
+        """See the interface: it is the same queue."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """See the interface: it is so anyway."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self.sync(poll)
 
     # --- Modules -----------------------------------------------------------------------------------------------
 
@@ -163,9 +188,10 @@ class CpuContext:
         """See the interface."""
         self._stream.poll = poll
 
-    def progress(self) -> tuple[int, int]:
+    def running(self) -> dict[int, int]:
         """See the interface; the stream counts in any case."""
-        return self._stream.progress()
+        queued, ended = self._stream.progress()
+        return {} if queued == ended else {0: ended}
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """See the interface."""

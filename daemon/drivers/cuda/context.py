@@ -1,4 +1,4 @@
-"""One CUDA context with one stream, in the only thread that uses it.
+"""One CUDA context, in the only thread that uses it.
 
 Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
 same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
@@ -15,6 +15,7 @@ from gpulease.daemon.drivers.cuda.images import CudaModule, load_image
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
+from gpulease.daemon.drivers.cuda.streams import Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -54,7 +55,11 @@ class CudaContext:
         self._context = context
         self._local = local
         self._pages = Pages()
-        self._stream = cuda.Stream()
+        self._streams = Streams()
+        # The selected one: what a launch goes into is looked up as seldom as it changes.
+        self._stream = self._streams[0]
+        self._is_alone = True
+        self._can_begin = True
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
         self._markers: Markers | None = None
@@ -95,10 +100,12 @@ class CudaContext:
             ) from None
         except cuda.Error as error:
             raise self._error(error) from None
-        self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._stream)
         address = int(allocation)
+        waiting = self._call(self._streams.zero, address, size_bytes)
         self._allocations[address] = allocation
         self._pages.add(address, size_bytes)
+        for number in waiting:
+            self._mark(number)
         return address
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
@@ -109,13 +116,13 @@ class CudaContext:
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
-        # Waiting for the card is left to `sync`, which can give up; the driver's own wait for room can't.
-        self.sync(poll)
+        # Waiting for the card is left to `_await`, which can give up; the driver's own wait for room can't.
+        self._empty(poll)
         self._call(cuda.memcpy_htod_async, address, data, self._stream)
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Complete on return ("API synchronization behavior")."""
-        self.sync(poll)
+        self._empty(poll)
         # The stream is empty, so the copy starts at once; into pageable memory it is complete when the call returns.
         self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
 
@@ -124,7 +131,9 @@ class CudaContext:
 
         Where the driver refuses, for want of memory say, copies are as right and as slow as from any other memory.
         """
-        api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+        (error,) = api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+        # From memory that is not pinned the driver copies before it returns, and waits for the stream first.
+        self._can_begin = self._can_begin and not error
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """The card reads the bytes while the call returns: wait until it has."""
@@ -140,7 +149,84 @@ class CudaContext:
         until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(self._stream.is_done):
             if time.monotonic() > until:
-                self.sync(poll)
+                self._empty(poll)
+
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """The card reads the bytes in its own time."""
+        if not self._can_begin:
+            return self.write_pinned(address, data, poll)
+        self._make_room(poll)
+        self._call(cuda.memcpy_htod_async, address, data, self._stream)
+        self._mark(self._streams.selected)
+        return None
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """The card writes the bytes in its own time."""
+        if not self._can_begin:
+            return self.read_pinned(address, into, poll)
+        self._make_room(poll)
+        self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
+        self._mark(self._streams.selected)
+        return None
+
+    def _make_room(self, poll: Poll) -> None:
+        if self._streams.is_full:
+            self.stream_sync(self._streams.selected, poll)
+        self._streams.began()
+
+    def _mark(self, number: int) -> None:
+        """Something that is no kernel was put in a stream."""
+        if self._markers is not None:
+            self._markers.make_room()
+            self._call(self._markers.add_other, number, self._streams[number])
+
+    def streams_bytes(self, count: int) -> int:
+        """See streams.py."""
+        return streams_bytes(count)
+
+    def stream_create(self) -> int:
+        """One that was used before, if there is one."""
+        number: int = self._call(self._streams.create)
+        self._is_alone = False
+        self._mark(number)
+        return number
+
+    def stream_destroy(self, stream: int) -> None:
+        """Keep it for the next one that is wanted."""
+        self._streams.destroy(stream)
+
+    def stream_select(self, stream: int) -> None:
+        """See the interface."""
+        self._streams.selected = stream
+        self._stream = self._streams[stream]
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """By an event (CUDA driver API, cuStreamWaitEvent)."""
+        self._call(self._streams.wait, stream, other)
+        self._mark(stream)
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self._await(self._streams[stream], poll)
+        self._streams.emptied(stream)
+        if self._is_alone:
+            self._launches = 0
+
+    def _empty(self, poll: Poll) -> None:
+        """Wait for the selected stream."""
+        self._await(self._stream, poll)
+        if self._is_alone:
+            self._launches = 0
+
+    def _await(self, stream: Any, poll: Poll) -> None:
+        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
+        started = time.monotonic()
+        is_done = stream.is_done
+        while not self._call(is_done):
+            waited = time.monotonic() - started
+            if waited > SPIN_S:
+                poll()
+                time.sleep(min(waited / 16, MAX_SLEEP_S))
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CudaModule:
         """PTX or a cubin, weighed before the card sees it."""
@@ -165,31 +251,27 @@ class CudaContext:
                 f"{kernel.name}: {error}", hint="Check grid, block and shared memory against what the kernel can take."
             ) from None
         if self._markers is not None:
-            self._call(self._markers.add)
+            self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._launches += 1
         self._last_tag = tag
         self._last_kernel = kernel.name
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """Spin for a bounded time, then sleep longer and longer between looks, so that a long kernel costs no core."""
-        started = time.monotonic()
-        is_done = self._stream.is_done
-        while not self._call(is_done):
-            waited = time.monotonic() - started
-            if waited > SPIN_S:
-                poll()
-                time.sleep(min(waited / 16, MAX_SLEEP_S))
+        """One stream after the other; which ends first makes no difference."""
+        if self._is_alone:
+            self._await(self._stream, poll)
+        else:
+            for number in range(len(self._streams)):
+                self.stream_sync(number, poll)
         self._launches = 0
 
     def watch(self, poll: Poll) -> None:
-        """Mark each launch with an event from now on."""
-        self._markers = Markers(self._stream, poll)
+        """Mark what goes into the streams with an event from now on."""
+        self._markers = Markers(poll)
 
-    def progress(self) -> tuple[int, int]:
+    def running(self) -> dict[int, int]:
         """What the events say; after a fault nothing runs."""
-        if self._markers is None:
-            return 0, 0
-        return self._markers.progress()
+        return {} if self._markers is None else self._markers.running()
 
     def fault(self) -> KernelFault | None:
         """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""

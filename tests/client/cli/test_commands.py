@@ -101,7 +101,9 @@ def test_bench(gpulease: Gpulease) -> None:
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert set(report["leased"]) == set(report["direct"])
-    assert all(value > 0 for figures in ("leased", "direct", "leases", "bare") for value in report[figures].values())
+    assert all(
+        value > 0 for figures in ("leased", "direct", "leases", "bare", "overlap") for value in report[figures].values()
+    )
     assert 0 < report["gate"]["refused_p50_us"] <= report["gate"]["refused_p99_us"]
     # One may have passed its look already.
     assert report["gate"]["begun_after_flip_most"] <= 1

@@ -174,3 +174,17 @@ def test_the_bytes_of_images_are_bounded() -> None:
         ledger.check_load(6)
     ledger.remove_module(number)
     ledger.check_load(MAX_IMAGE_BYTES)
+
+
+def test_streams_take_of_the_allowance_and_then_of_the_slice_and_give_nothing_back() -> None:
+    ledger = Ledger(SLICE, 100)
+    ledger.keep_streams(80)
+    assert ledger.charged_bytes == 0
+    ledger.keep_streams(130)
+    ledger.keep_streams(80)
+    assert ledger.charged_bytes == 30
+    ledger.add_allocation(0x1000, SLICE - 30)
+    ledger.keep_streams(130)
+    with refused(Status.ALLOC_FAILED, "takes 1 bytes of the card; the slice has room for 0"):
+        ledger.keep_streams(131)
+    assert ledger.charged_bytes == SLICE

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
@@ -10,13 +10,14 @@ from gpulease.daemon.worker.watch import MAX_LOOK_MS, MIN_LOOK_MS, KernelWatch
 
 @dataclass
 class MadeContext:
-    """Counts of launches are all a watch knows of a context."""
+    """Where its streams' kernels stand is all a watch knows of a context."""
 
     queued: int = 0
     ended: int = 0
+    others: dict[int, int] = field(default_factory=dict)
 
-    def progress(self) -> tuple[int, int]:
-        return self.queued, self.ended
+    def running(self) -> dict[int, int]:
+        return self.others | ({0: self.ended} if self.queued != self.ended else {})
 
 
 def watch_of(context: MadeContext, max_kernel_ms: int) -> tuple[KernelWatch, memoryview]:
@@ -41,6 +42,30 @@ def test_time_counts_from_the_look_that_saw_the_one_before_end() -> None:
     ):
         watch.look(now_ns)
         assert counters[Counter.KERNEL_SINCE_NS] == since_ns, now_ns
+
+
+def test_the_oldest_of_several_streams_counts() -> None:
+    context = MadeContext()
+    watch, counters = watch_of(context, 1000)
+    # (now, what stream 0 has ended, of those others that run, since)
+    for now_ns, ended, others, since_ns in (
+        (10, 1, {}, 10),
+        (20, 1, {3: 0}, 10),
+        # One stream goes on, the kernel of the other still runs.
+        (30, 2, {3: 0}, 20),
+        (40, 3, {3: 0, 4: 7}, 20),
+        (50, 4, {3: 1, 4: 7}, 40),
+        # It waits for another stream: that is no kernel's time.
+        (60, 4, {3: 1}, 50),
+        (70, 4, {3: 1, 4: 8}, 50),
+        (80, 5, {4: 8}, 70),
+    ):
+        context.queued, context.ended, context.others = 100, ended, others
+        watch.look(now_ns)
+        assert counters[Counter.KERNEL_SINCE_NS] == since_ns, now_ns
+    context.queued, context.others = 5, {}
+    watch.look(90)
+    assert watch.look_after_ms() is None
 
 
 @pytest.mark.parametrize(("max_kernel_ms", "look_ms"), [(8, MIN_LOOK_MS), (800, 100), (60_000, MAX_LOOK_MS)])

@@ -1,0 +1,155 @@
+"""A session's streams on the client's side: which one the worker has selected, and what copies under way still use.
+
+The worker puts launches and copies where the last STREAM_SELECT said. It is sent in front of the first operation that
+is meant for another stream, so who uses one stream alone sends none. It is relied on only once all of it went: an
+interrupted send leaves the selection unknown, and the next operation selects again.
+"""
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+from gpulease.client.core.attached import Attached
+from gpulease.client.core.exchange import send
+from gpulease.client.core.lease import LeaseState
+from gpulease.client.core.prompt import Prompter
+from gpulease.client.core.steps import Procedure, Step
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.handles import Buffer, StreamHandle
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.sharing import Wanted
+
+if TYPE_CHECKING:
+    from gpulease.client.core.session import SessionState
+
+T = TypeVar("T")
+S = TypeVar("S", bound=StreamHandle)
+
+DEFAULT: Final = 0
+"""The number of the stream that is always there."""
+
+_UNKNOWN: Final = -1
+
+
+class Streamed(Attached):
+    """An attached connection that knows of streams.
+
+    Attributes:
+        selected: The number of the stream that the worker puts things in now; another than any if that is not known.
+        held: By stream, and there by place and size, the arrays that copies under way read or write. The worker may
+            still do so when nobody else knows them any more, so the arena must not give their memory out again.
+    """
+
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
+        super().__init__(lease, lock, wanted=wanted, spin_ns=spin_ns)
+        self.selected = DEFAULT
+        self.held: dict[int, dict[tuple[int, int], memoryview]] = {}
+        self._stream_sync = Prompter(Opcode.STREAM_SYNC, HANDLE.size, self.session_id)
+
+    def finish(self, failure: Failure) -> None:
+        """See Attached. Without the arena nothing gives memory out again."""
+        super().finish(failure)
+        self.held.clear()
+
+    # --- streams ---
+
+    def stream_create(self, kind: type[S]) -> Procedure[S]:
+        """A stream, as a face's kind."""
+        reply = yield from self._operation("stream", self.ask(Opcode.STREAM_CREATE))
+        return kind(self, reply.handle)
+
+    def stream_destroy(self, stream: StreamHandle) -> Procedure[None]:
+        """Let go of a stream; what it holds goes on, and so do its arrays until the session is waited for."""
+        if stream.handle == DEFAULT:
+            raise InvalidRequest("close: the default stream is always there")
+        yield from self._free(stream, StreamHandle, "close")
+
+    def stream_wait(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
+        """Order what is put in a stream from now on behind what another holds."""
+        pair = STREAM_WAIT.pack(self._number(stream, "wait_for"), self._number(other, "wait_for"))
+        yield from self._operation("wait_for", send(self.channel, (self._quiet(Opcode.STREAM_WAIT, pair),), self.limit))
+
+    def stream_sync(self, stream: StreamHandle) -> Procedure[None]:
+        """Wait until all that a stream holds has ended."""
+        number = self._number(stream, "sync")
+        asking = self.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
+        yield from self._operation("sync", self.releasing(asking, number))
+
+    def stream_sync_promptly(self, stream: StreamHandle) -> Procedure[None] | None:
+        """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
+        number = self._number(stream, "sync")
+        session = cast("SessionState", self)
+        is_done = self._stream_sync.ask(session, HANDLE.pack(number))
+        if is_done is None:
+            return self.stream_sync(stream)
+        if is_done:
+            self.held.pop(number, None)
+            return None
+        return self._go_on("sync", self.releasing(self._stream_sync.rest(session), number))
+
+    def releasing(self, procedure: Procedure[T], number: int | None = None) -> Procedure[T]:
+        """Wait for a stream, or for all of them, under the session's lock: their copies are done then."""
+        result = yield from procedure
+        if number is None:
+            self.held.clear()
+        else:
+            self.held.pop(number, None)
+        return result
+
+    # --- what goes into them ---
+
+    def on(self, stream: StreamHandle | None, procedure: Procedure[T]) -> Procedure[T]:
+        """Do something in a stream; under the session's lock."""
+        number = self._number(stream, "mem_write or mem_read")
+        if self.selected != number:
+            self.selected = _UNKNOWN
+            yield from send(self.channel, (self._select(number),), self.limit)
+            self.selected = number
+        return (yield from procedure)
+
+    def begun(
+        self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
+    ) -> Procedure[None] | None:
+        """A copy between a buffer and the arena that is not waited for; None without a stream, or if it can't be so."""
+        number = self._number(stream, "mem_write or mem_read")
+        place = None if stream is None or self.arena is None else self.arena.offset_of(view)
+        if place is None:
+            return None
+        return self._begin(op, number, ARENA_COPY.pack(buffer.handle, offset, place, len(view)), place, view)
+
+    def _begin(self, op: Opcode, number: int, copy: bytes, place: int, view: memoryview) -> Generator[Step, Any, None]:
+        # Before it is sent: an interrupted send may have done it.
+        self.held.setdefault(number, {})[place, len(view)] = view
+        yield from send(self.channel, (self._quiet(op, copy),), self.limit)
+
+    def put_in(self, stream: StreamHandle | None, frame: bytes) -> tuple[bytes, int]:
+        """Send a quiet request into a stream at once: (all that is to go, how many bytes of it went)."""
+        number = self._number(stream, "launch")
+        if self.selected != number:
+            frame = self._select(number) + frame
+            self.selected = _UNKNOWN
+        if self.dropped:
+            frame += self.frees()
+        try:
+            sent = self._send(frame)
+        except (OSError, FramingError):
+            sent = 0  # no room, or no peer: sending again waits, or finds out
+        if sent == len(frame):
+            self.selected = number
+        return frame, sent
+
+    def _number(self, stream: StreamHandle | None, doing: str) -> int:
+        if stream is None:
+            return DEFAULT
+        self._check(stream, StreamHandle, doing)
+        return stream.handle
+
+    def _select(self, number: int) -> bytes:
+        return self._quiet(Opcode.STREAM_SELECT, HANDLE.pack(number))
+
+    def _quiet(self, op: Opcode, payload: bytes) -> bytes:
+        request_id = self.channel.link.connection.next_request_id()
+        return build_frame(op, payload, request_id=request_id, session_id=self.session_id, flags=Flag.QUIET)
