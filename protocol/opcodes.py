@@ -38,6 +38,9 @@ class Opcode(IntEnum):
     MODULE_UNLOAD = 0x0608
     ARENA_WRITE = 0x0609
     ARENA_READ = 0x060A
+    GRAPH_CREATE = 0x0610
+    GRAPH_LAUNCH = 0x0611
+    GRAPH_DESTROY = 0x0612
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -93,6 +96,13 @@ class RevokeOutcome(IntEnum):
     TORN_DOWN = 0
     FENCED = 1
     NOT_FOUND = 2
+
+
+class ParameterKind(IntEnum):
+    """What a launch graph's parameter is; one byte. Others are refused."""
+
+    VALUE = 0
+    BUFFER = 1
 
 
 class InventoryFlag(IntFlag):
