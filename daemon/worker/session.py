@@ -16,6 +16,7 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected
 from gpulease.daemon.worker.arena import ArenaDesk
+from gpulease.daemon.worker.graphs import GraphDesk
 from gpulease.daemon.worker.launching import Plan, Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.memory import MemoryDesk
@@ -86,6 +87,9 @@ class Session:
         memory = MemoryDesk(ledger, context, self._count, self._check_lease)
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
+        self._graphs = graphs = GraphDesk(
+            ledger, context, self._planner, self.arena, page.counters, self._count, self._check_lease
+        )
         self._sync_pattern = SyncPattern(lease_id)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
             Opcode.MEM_ALLOC: memory.alloc,
@@ -99,6 +103,9 @@ class Session:
             Opcode.PING: self._ping,
             Opcode.ARENA_WRITE: self.arena.write,
             Opcode.ARENA_READ: self.arena.read,
+            Opcode.GRAPH_CREATE: graphs.create,
+            Opcode.GRAPH_LAUNCH: graphs.launch,
+            Opcode.GRAPH_DESTROY: graphs.destroy,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -196,8 +203,8 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        has_grown = self._may_have_grown or self._modules.may_have_grown
-        self._may_have_grown = self._modules.may_have_grown = False
+        has_grown = self._may_have_grown or self._modules.may_have_grown or self._graphs.may_have_grown
+        self._may_have_grown = self._modules.may_have_grown = self._graphs.may_have_grown = False
         return has_grown
 
     def refusal(self) -> Failure | None:
@@ -274,7 +281,7 @@ class Session:
             str(fault),
             hint=fault.hint or "Fix the kernel or its arguments; what was queued behind it was skipped.",
             failed_request_id=fault.tag or None,
-            failed_op=Opcode.LAUNCH,
+            failed_op=Opcode.GRAPH_LAUNCH if fault.tag in self._graphs.recent else Opcode.LAUNCH,
             kernel=fault.kernel,
             address=fault.address,
         )
