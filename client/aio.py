@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
@@ -27,7 +28,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module
 from gpulease.protocol.sharing import Wanted
 
-__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive"]
+__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncGraph", "AsyncKeepAlive"]
 
 T = TypeVar("T")
 
@@ -148,6 +149,13 @@ class AsyncGpuSession(SessionView):
         if sent != len(frame):
             await undisturbed(self._finish_launch(frame, sent))
         return number
+
+    def record(self) -> AsyncRecorder:
+        """Record a launch graph: `async with session.record() as graph:`, then `await graph.launch()`.
+
+        See GpuSession.record. While a session records, other tasks can't use it.
+        """
+        return AsyncRecorder(self)
 
     async def sync(self) -> None:
         """Wait until every launch has ended; see GpuSession.sync."""

@@ -15,6 +15,7 @@ from gpulease.client.core.session import SessionState
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.graphs import Recorder
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.waiting import drive
@@ -150,6 +151,20 @@ class GpuSession(SessionView):
             if sent != len(frame):
                 drive(self._state.finish_launch(frame, sent))
         return number
+
+    def record(self) -> Recorder:
+        """Record a launch graph: `with session.record() as graph:`, then `graph.launch()` as often as wanted.
+
+        In the block `launch`, `mem_write` and `mem_read` are checked and written down, not done. A copy names the
+        memory of an array of `empty`, whose bytes are read or written at each launch of the graph; `mem_write` of bytes
+        that can't change, such as `bytes`, records them. Anything else raises InvalidRequest. Leaving the block by an
+        error discards what was recorded; leaving it otherwise makes the graph, and raises what is wrong with it.
+
+        Between a launch of the graph and the next `sync`, its arrays are the graph's. Arguments pushed with
+        `KernelArgs.push_parameter` can be given anew at each launch. While a session records, other threads can't use
+        it.
+        """
+        return Recorder(self)
 
     def sync(self) -> None:
         """Wait until every launch has ended. Raises SyncFailed or LaunchFailed, naming the kernel."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.client.core import copies
-from gpulease.client.core.attached import Attached
 from gpulease.client.core.exchange import send
+from gpulease.client.core.graphs import Graphed
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure
@@ -25,7 +25,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 _SIZE: Final = fixed_struct(MemAlloc, "size_bytes")
 
 
-class SessionState(Attached):
+class SessionState(Graphed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -101,14 +101,23 @@ class SessionState(Attached):
 
     def sync(self) -> Procedure[None]:
         """Wait until all that was launched has ended."""
-        yield from self._operation("sync", self.ask(Opcode.SYNC))
+        yield from self._operation("sync", self._releasing(self.ask(Opcode.SYNC)))
 
     def sync_promptly(self) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
         is_done = self._sync.ask(self)
         if is_done is None:
             return self.sync()
-        return None if is_done else self._go_on("sync", self._sync.rest(self))
+        if not is_done:
+            return self._go_on("sync", self._releasing(self._sync.rest(self)))
+        if self.held:
+            self.held.clear()
+        return None
+
+    def _releasing(self, procedure: Procedure[None]) -> Procedure[None]:
+        """A SYNC: once it is answered, nothing that was started before reads or writes this process's memory."""
+        yield from procedure
+        self.held.clear()
 
     def launch(
         self,

@@ -223,9 +223,9 @@ def test_at_most_a_segment_begins_after_the_end(rig: Rig, word: Status, monkeypa
 
 
 def test_graphs_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value, room in (("MAX_GRAPHS", 2, 2), ("MAX_SESSION_NODES", 7, 3), ("MAX_SESSION_GRAPH_BYTES", 500, 2)):
+    for name, most, room in (("MAX_GRAPHS", 2, 2), ("MAX_SESSION_NODES", 7, 3), ("MAX_SESSION_GRAPH_BYTES", 500, 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(graphs, name, value)
+            patch.setattr(graphs, name, most)
             body = GraphCreate((rig.launch("bias", 1), rig.launch("bias", 2)), (), (), ())
             made = [rig.made(Opcode.GRAPH_CREATE, body) for _ in range(room)]
             assert rig.refused(Opcode.GRAPH_CREATE, body).status is Status.ALLOC_FAILED, name
