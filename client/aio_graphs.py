@@ -42,13 +42,14 @@ class AsyncRecorder:
 
     def __init__(self, session: "AsyncGpuSession") -> None:
         self._session = session
-        self._graph = AsyncGraph()
+        self._graph: AsyncGraph
         self._recording: Recording
 
     async def __aenter__(self) -> AsyncGraph:
         session = self._session
         async with session._lock:
             session._state = self._recording = Recording(session._state, asyncio.current_task)
+        self._graph = AsyncGraph()
         return self._graph
 
     async def __aexit__(

@@ -48,13 +48,14 @@ class Recorder:
 
     def __init__(self, session: "GpuSession") -> None:
         self._session = session
-        self._graph = Graph()
+        self._graph: Graph
         self._recording: Recording
 
     def __enter__(self) -> Graph:
         session = self._session
         with session._lock:
             session._state = self._recording = Recording(session._state, threading.get_ident)
+        self._graph = Graph()
         return self._graph
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -82,7 +82,7 @@ class Attached:
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
         recorder: What records instead of it, None while nothing does.
-        held: What the card may still read or write, kept until a SYNC is answered.
+        lent: Arrays of graphs that are gone, which queued copies may still read or write, kept until a SYNC is answered.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
@@ -103,7 +103,7 @@ class Attached:
         self._send: Callable[[bytes], int]
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
         self.recorder: object = None
-        self.held: list[object] = []
+        self.lent: list[object] = []
         self.arena: Arena | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
@@ -164,7 +164,7 @@ class Attached:
             self.end = failure
         self.channel.close()
         self.arena = None
-        self.held.clear()
+        self.lent.clear()
 
     # --- how they are done ---
 

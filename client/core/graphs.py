@@ -13,7 +13,7 @@ from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_para
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import graph_launch_payload
+from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate
@@ -49,7 +49,7 @@ class GraphHandle(Handle):
     It holds the buffers, modules and arrays it was recorded with, so they live as long as it does.
     """
 
-    __slots__ = ("_args", "_recorded", "_why_not")
+    __slots__ = ("_args", "_head", "_middle", "_recorded", "_why_not")
 
     _free_op = Opcode.GRAPH_DESTROY
 
@@ -70,6 +70,9 @@ class GraphHandle(Handle):
         """The worker has it."""
         self.owner, self.handle, self._recorded = owner, handle, recorded
         self._args = b"".join(parameter.value for parameter in recorded.parameters.values())
+        payload = graph_launch_payload(handle, self._args)
+        frame = build_frame(Opcode.GRAPH_LAUNCH, payload, request_id=0, session_id=owner.session_id, flags=Flag.QUIET)
+        self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         self._why_not = "is closed"
 
     def discarded(self) -> None:
@@ -87,14 +90,16 @@ class GraphHandle(Handle):
         owner, self.owner = self.owner, None
         self._hold(owner)
 
-    def payload(self, owner: "Graphed", values: Mapping[str, Any]) -> bytes:
-        """Of a GRAPH_LAUNCH. Raises InvalidHandle or InvalidRequest."""
+    def frame(self, owner: "Graphed", values: Mapping[str, Any]) -> tuple[int, bytes]:
+        """(number, frame) of a quiet GRAPH_LAUNCH. Raises InvalidHandle or InvalidRequest; nothing is sent then."""
         recorded = self._recorded
         assert recorded is not None
         for handle in recorded.handles:
             if handle.owner is not owner:
                 handle.check(owner, _LAUNCH)
-        return graph_launch_payload(self.handle, self._bound(owner, recorded, values) if values else self._args)
+        args = self._bound(owner, recorded, values) if values else self._args
+        number = owner.channel.link.connection.next_request_id()
+        return number, b"".join((self._head, number.to_bytes(8, "big"), self._middle, args))
 
     def _bound(self, owner: "Graphed", recorded: Recorded, values: Mapping[str, Any]) -> bytes:
         unknown = values.keys() - recorded.parameters.keys()
@@ -119,7 +124,7 @@ class GraphHandle(Handle):
     def _hold(self, owner: Attached | None) -> None:
         # Copies of it that are queued may still read and write its arrays, whose memory others must not get yet.
         if owner is not None and self._recorded is not None and self._recorded.arrays:
-            owner.held.append(self._recorded.arrays)
+            owner.lent.append(self._recorded.arrays)
 
     def __del__(self) -> None:
         # See Handle.
@@ -154,11 +159,7 @@ class Graphed(Attached):
             raise error_of(over, _LAUNCH)
         if self.recorder is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
-        payload = graph.payload(self, values)
-        number = self.channel.link.connection.next_request_id()
-        frame = build_frame(
-            Opcode.GRAPH_LAUNCH, payload, request_id=number, session_id=self.session_id, flags=Flag.QUIET
-        )
+        number, frame = graph.frame(self, values)
         if self.dropped:
             frame += self.frees()
         try:

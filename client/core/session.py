@@ -110,14 +110,14 @@ class SessionState(Graphed):
             return self.sync()
         if not is_done:
             return self._go_on("sync", self._releasing(self._sync.rest(self)))
-        if self.held:
-            self.held.clear()
+        if self.lent:
+            self.lent.clear()
         return None
 
     def _releasing(self, procedure: Procedure[None]) -> Procedure[None]:
         """A SYNC: once it is answered, nothing that was started before reads or writes this process's memory."""
         yield from procedure
-        self.held.clear()
+        self.lent.clear()
 
     def launch(
         self,

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from gpulease.client import Buffer, GpuSession, GpuSessionFailed, KernelArgs, LaunchFailed, LeaseExpired, SyncFailed
+from gpulease.client import (
+    Buffer,
+    GpuSession,
+    GpuSessionFailed,
+    InvalidHandle,
+    KernelArgs,
+    LaunchFailed,
+    LeaseExpired,
+    SyncFailed,
+)
 from gpulease.daemon.drivers.steps import SEGMENT_STEPS
 from gpulease.daemon.worker.graphs import MAX_GRAPHS
 from gpulease.protocol import Opcode
@@ -146,3 +155,27 @@ def test_a_bound_on_kernels_holds_in_graphs_for_each_kernel(daemon: Daemon) -> N
         endless.launch()
         with pytest.raises(GpuSessionFailed, match="a kernel ran for"):
             session.sync()
+
+
+def test_what_it_needs_goes_while_it_runs(session: GpuSession) -> None:
+    busy, module = session.module_load(FAULTS), session.module_load(TRANSFORM)
+    buffer, other = session.mem_alloc(4 * N), session.mem_alloc(4 * N)
+    with session.record() as graph:
+        for _ in range(SEGMENT_STEPS):
+            session.launch(module, "bias", [391], [256], parametrised(buffer))
+    with session.record() as constant:
+        session.mem_write(other, 0, numbers(1000).tobytes())
+    session.launch(busy, "slow", [1], [1], KernelArgs().push_buffer(buffer).push_u32(5_000_000))
+    graph.launch(x=other, factor=1)
+    constant.launch()
+    constant.close()
+    session.module_unload(module)
+    with pytest.raises(InvalidHandle):
+        graph.launch()
+    result = floats(session.mem_read(other, 0, 4 * N))
+    assert (result[1000:] == SEGMENT_STEPS).all()
+    assert (result[:1000] == numbers(1000)).all()
+    with session.record() as again:
+        session.mem_write(other, 0, bytes(4000))
+    again.launch()
+    assert (floats(session.mem_read(other, 0, 4000)) == 0).all()
