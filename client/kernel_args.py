@@ -147,6 +147,8 @@ class KernelArgs:
     def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
         """An argument that each launch of a graph can give another value: `graph.launch(name=value)`.
 
+        In a launch that is not recorded it is an argument like the others.
+
         Args:
             name: What it is called there; several arguments may be one parameter.
             kind: What to push: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".

@@ -82,7 +82,7 @@ class Attached:
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
         recorder: What records instead of it, None while nothing does.
-        lent: Arrays of graphs that are gone, which queued copies may still read or write, kept until a SYNC is answered.
+        lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
