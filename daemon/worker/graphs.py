@@ -29,8 +29,9 @@ from gpulease.protocol.opcodes import Opcode, ParameterKind, Status
 MAX_GRAPHS: Final = 256
 """Most graphs of a session. Stops a loop that records and never closes: each has objects of the driver's."""
 
-MAX_SESSION_NODES: Final = 16_384
-"""Most nodes of all of them, for the same reason."""
+MAX_SESSION_PARTS: Final = 32_768
+"""Most nodes, buffers, parameters and places of all of them. A few bytes each on the wire, a kilobyte here: stops a
+tenant from making so much of them."""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 """Most bytes of the GRAPH_CREATEs they came in: host memory, which no slice bounds."""
@@ -103,7 +104,7 @@ class _Recorded:
     graph: Graph
     built: _Built
     parameters: list[_Parameter]
-    node_count: int
+    part_count: int
     payload_bytes: int
     void: str | None = None
     latest: bytes | None = None
@@ -139,7 +140,7 @@ class GraphDesk:
         self.recent: deque[int] = deque(maxlen=RECENT)
         self._graphs: dict[int, _Recorded] = {}
         self._last_number = 0
-        self._node_count = 0
+        self._part_count = 0
         self._payload_bytes = 0
 
     def create(self, frame: Frame) -> bytes:
@@ -148,15 +149,16 @@ class GraphDesk:
         if size_bytes > MAX_GRAPH_BYTES:
             raise BodyError(f"a GRAPH_CREATE of {size_bytes} bytes; at most {MAX_GRAPH_BYTES} are allowed")
         body = parse_body(GraphCreate, frame.payload)
-        self._check_room(len(body.nodes), size_bytes)
+        part_count = len(body.nodes) + len(body.buffers) + len(body.parameters) + len(body.places)
+        self._check_room(part_count, size_bytes)
         built, parameters = self._checked(body)
         self.may_have_grown = True
         graph = self._context.graph(built.steps, self._ledger.check_graph, self._check_lease)
         self._last_number += 1
         number = self._last_number
-        self._graphs[number] = recorded = _Recorded(graph, built, parameters, len(body.nodes), size_bytes)
+        self._graphs[number] = recorded = _Recorded(graph, built, parameters, part_count, size_bytes)
         self._ledger.add_graph(graph.device_bytes)
-        self._node_count += recorded.node_count
+        self._part_count += recorded.part_count
         self._payload_bytes += size_bytes
 
         def void(what: str) -> None:
@@ -192,24 +194,23 @@ class GraphDesk:
             raise _no_graph(number)
         if recorded.void is None:
             self._let_go(number, recorded)
-        self._node_count -= recorded.node_count
+        self._part_count -= recorded.part_count
         self._payload_bytes -= recorded.payload_bytes
         self._count()
         return empty(frame)
 
     # --- making one ---
 
-    def _check_room(self, node_count: int, size_bytes: int) -> None:
-        if not node_count:
-            raise BodyError("a graph has at least one node")
+    def _check_room(self, part_count: int, size_bytes: int) -> None:
         if (
             len(self._graphs) >= MAX_GRAPHS
-            or self._node_count + node_count > MAX_SESSION_NODES
+            or self._part_count + part_count > MAX_SESSION_PARTS
             or self._payload_bytes + size_bytes > MAX_SESSION_GRAPH_BYTES
         ):
             message = (
-                f"the session has {len(self._graphs)} graphs of {self._node_count} nodes in {self._payload_bytes} "
-                f"bytes; at most {MAX_GRAPHS}, {MAX_SESSION_NODES} and {MAX_SESSION_GRAPH_BYTES} are allowed"
+                f"the session has {len(self._graphs)} graphs of {self._part_count} nodes, buffers, parameters and "
+                f"places in {self._payload_bytes} bytes; at most {MAX_GRAPHS}, {MAX_SESSION_PARTS} and "
+                f"{MAX_SESSION_GRAPH_BYTES} are allowed"
             )
             raise Refused(Failure(Status.ALLOC_FAILED, message, hint="Close graphs that are no longer needed."))
 
@@ -218,6 +219,8 @@ class GraphDesk:
         kept_bytes = self._ledger.kept_bytes
         try:
             built = _Built()
+            if not body.nodes:
+                raise BodyError("a graph has at least one node")
             for number, node in enumerate(body.nodes):
                 if number % NODES_PER_LOOK == 0:
                     self._check_lease()

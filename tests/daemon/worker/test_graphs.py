@@ -182,7 +182,7 @@ def test_a_graph_is_void_once_what_it_names_is_gone(rig: Rig, names: str) -> Non
     assert not desk._graphs
     assert not ledger.allocation_uses._users
     assert not ledger.module_uses._users
-    assert (desk._node_count, desk._payload_bytes) == (0, 0)
+    assert (desk._part_count, desk._payload_bytes) == (0, 0)
 
 
 def test_a_fault_names_its_replay_and_nothing_behind_it_is_done(rig: Rig) -> None:
@@ -223,7 +223,7 @@ def test_at_most_a_segment_begins_after_the_end(rig: Rig, word: Status, monkeypa
 
 
 def test_graphs_are_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most, room in (("MAX_GRAPHS", 2, 2), ("MAX_SESSION_NODES", 7, 3), ("MAX_SESSION_GRAPH_BYTES", 500, 2)):
+    for name, most, room in (("MAX_GRAPHS", 2, 2), ("MAX_SESSION_PARTS", 7, 3), ("MAX_SESSION_GRAPH_BYTES", 500, 2)):
         with monkeypatch.context() as patch:
             patch.setattr(graphs, name, most)
             body = GraphCreate((rig.launch("bias", 1), rig.launch("bias", 2)), (), (), ())
