@@ -35,6 +35,7 @@ from gpulease.client.errors import (
     SyncFailed,
     Unsupported,
 )
+from gpulease.client.graphs import Graph
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
@@ -55,6 +56,7 @@ __all__ = [
     "GpuLeaseError",
     "GpuSession",
     "GpuSessionFailed",
+    "Graph",
     "InvalidHandle",
     "InvalidRequest",
     "KeepAlive",

@@ -15,6 +15,7 @@ from typing import Final
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.drivers.interface import Context, Dim3
 from gpulease.daemon.drivers.registry import driver_named
+from gpulease.daemon.replaying import graph_figures
 
 COPY_BYTES: Final = 16 << 20
 LARGE_COPY_BYTES: Final = 256 << 20
@@ -55,6 +56,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int) -> dict[s
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
+    figures |= graph_figures(context, kernel, (THREADS, 1, 1), params, samples)
     figures |= _copies(context, samples)
     pinned = memoryview(mmap.mmap(-1, LARGE_COPY_BYTES if driver_name == "cuda" else COPY_BYTES))
     context.pin(pinned)

@@ -81,6 +81,8 @@ class Attached:
         dropped: Handles whose last reference went, to be freed by the next operation.
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
+        recorder: What records instead of it, None while nothing does.
+        lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, spin_ns: int) -> None:
@@ -100,6 +102,8 @@ class Attached:
         self._freed: deque[tuple[int, Opcode, int]] = deque()
         self._send: Callable[[bytes], int]
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
+        self.recorder: object = None
+        self.lent: list[object] = []
         self.arena: Arena | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
@@ -160,6 +164,7 @@ class Attached:
             self.end = failure
         self.channel.close()
         self.arena = None
+        self.lent.clear()
 
     # --- how they are done ---
 

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 from gpulease.client.core import copies
 from gpulease.client.core.exchange import send
+from gpulease.client.core.graphs import Graphed
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure
-from gpulease.client.core.streams import Streamed
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, StreamHandle
@@ -25,7 +25,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 _SIZE: Final = fixed_struct(MemAlloc, "size_bytes")
 
 
-class SessionState(Streamed):
+class SessionState(Graphed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -124,6 +124,8 @@ class SessionState(Streamed):
             return self._go_on("sync", self.releasing(self._sync.rest(self)))
         if self.held:
             self.held.clear()
+        if self.lent:
+            self.lent.clear()
         return None
 
     def launch(

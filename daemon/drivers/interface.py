@@ -7,9 +7,12 @@ checked by the session before a call gets here.
 Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gpulease.daemon.drivers.steps import AdmitGraph, Graph, Step
 
 Dim3 = tuple[int, int, int]
 
@@ -224,6 +227,9 @@ class Context(Protocol):
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
+
+    def graph(self, steps: "Sequence[Step]", admit: "AdmitGraph", poll: Poll = keep_waiting) -> "Graph":
+        """Make a launch graph of at least one step, once `admit` was told what it will take. Raises LaunchRejected."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for what all streams hold, destroyed ones too."""

@@ -109,19 +109,19 @@ class ArenaDesk:
 
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises."""
-        for address, piece in self.pieces(frame):
+        for address, piece in self.pieces(memoryview(frame.payload)):
             self._context.write_pinned(address, piece, self._check_lease)
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes:
         """ARENA_READ; see `write`."""
-        for address, piece in self.pieces(frame):
+        for address, piece in self.pieces(memoryview(frame.payload)):
             self._context.read_pinned(address, piece, self._check_lease)
         return empty(frame)
 
-    def pieces(self, frame: Frame) -> Iterator[tuple[int, memoryview]]:
-        """What an ARENA_WRITE or ARENA_READ copies: device addresses, and pinned bytes; see `write`."""
-        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
+    def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The device addresses and the pinned memory of a copy; raises as `write` does, if need be at the first."""
+        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
             raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
         address = self._ledger.locate(handle, offset, length)

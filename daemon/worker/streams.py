@@ -136,7 +136,7 @@ class StreamDesk:
         """ARENA_WRITE: begun only, if it is quiet and not in the default stream."""
         if not frame.flags or self.place.selected == DEFAULT:
             return self._arena.write(frame)
-        for address, piece in self._arena.pieces(frame):
+        for address, piece in self._arena.pieces(memoryview(frame.payload)):
             self._context.begin_write(address, piece, self._check_lease)
         return b""
 
@@ -144,7 +144,7 @@ class StreamDesk:
         """ARENA_READ likewise."""
         if not frame.flags or self.place.selected == DEFAULT:
             return self._arena.read(frame)
-        for address, piece in self._arena.pieces(frame):
+        for address, piece in self._arena.pieces(memoryview(frame.payload)):
             self._context.begin_read(address, piece, self._check_lease)
         return b""
 
