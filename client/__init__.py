@@ -35,6 +35,7 @@ from gpulease.client.errors import (
     SyncFailed,
     Unsupported,
 )
+from gpulease.client.graphs import Graph
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
@@ -57,6 +58,7 @@ __all__ = [
     "GpuSession",
     "GpuSessionFailed",
     "GpuWaiting",
+    "Graph",
     "InvalidHandle",
     "InvalidRequest",
     "KeepAlive",

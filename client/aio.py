@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire
@@ -28,7 +29,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.protocol.sharing import Wanted
 
-__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncKeepAlive", "AsyncStream"]
+__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncGraph", "AsyncKeepAlive", "AsyncStream"]
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ class AsyncGpuSession(SessionView):
     @property
     def default_stream(self) -> "AsyncStream":
         """What goes where no stream is named; see GpuSession.default_stream."""
-        return AsyncStream(self._state, 0)
+        return self._state.default_stream(AsyncStream)
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: "AsyncStream | None" = None) -> None:
         """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
@@ -160,6 +161,13 @@ class AsyncGpuSession(SessionView):
             if isinstance(number, int):
                 self._lock.release()
         return number if isinstance(number, int) else await undisturbed(self._finish(number))
+
+    def record(self) -> AsyncRecorder:
+        """Record a launch graph: `async with session.record() as graph:`, then `await graph.launch()`.
+
+        See GpuSession.record. While a session records, other tasks can't use it.
+        """
+        return AsyncRecorder(self)
 
     async def sync(self) -> None:
         """Wait until all streams have ended what they hold; see GpuSession.sync."""

@@ -17,6 +17,7 @@ from gpulease.client.core.session import SessionState
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.graphs import Recorder
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.streams import Stream
@@ -113,7 +114,7 @@ class GpuSession(SessionView):
     @property
     def default_stream(self) -> Stream:
         """What goes where no stream is named: a stream like the others, but that copies in it are always done."""
-        return Stream(self._state, 0)
+        return self._state.default_stream(Stream)
 
     def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: Stream | None = None) -> None:
         """Copy any buffer's bytes (bytes, memoryview, numpy array) to byte `offset`. Raises InvalidHandle.
@@ -181,6 +182,21 @@ class GpuSession(SessionView):
         with self._lock:
             number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
             return number if isinstance(number, int) else drive(number)
+
+    def record(self) -> Recorder:
+        """Record a launch graph: `with session.record() as graph:`, then `graph.launch()` as often as wanted.
+
+        In the block `launch`, `mem_write` and `mem_read` are checked and written down, not done. A copy names the
+        memory of an array of `empty`, whose bytes are read or written at each launch of the graph; `mem_write` of bytes
+        that can't change, such as `bytes`, records them. Anything else raises InvalidRequest, and so does `stream`:
+        all of a graph runs in the stream that its launch names. Leaving the block by an
+        error discards what was recorded; leaving it otherwise makes the graph, and raises what is wrong with it.
+
+        Between a launch of the graph and the next `sync`, of the session or of the launch's stream, its arrays are the
+        graph's. Arguments pushed with `KernelArgs.push_parameter` can be given anew at each launch. While a session
+        records, other threads can't use it.
+        """
+        return Recorder(self)
 
     def sync(self) -> None:
         """Wait until all streams have ended what they hold. Raises SyncFailed or LaunchFailed, naming the kernel."""

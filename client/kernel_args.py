@@ -1,7 +1,8 @@
 """The arguments of a kernel, packed as the wire wants them: little-endian, without gaps."""
 
 import struct
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, get_args
 
 from gpulease.client.errors import InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer
@@ -12,8 +13,38 @@ _PACK_I32: Final = struct.Struct("<i").pack
 _PACK_I64: Final = struct.Struct("<q").pack
 _PACK_F32: Final = struct.Struct("<f").pack
 _PACK_F64: Final = struct.Struct("<d").pack
+_POINTER: Final = struct.Struct("<Q")
 _FOUR: Final = (4,)
 _EIGHT: Final = (8,)
+
+
+Kind = Literal["buffer", "u32", "u64", "i32", "i64", "f32", "f64", "raw"]
+"""What `KernelArgs.push_parameter` takes: each stands for the method of that name."""
+
+ParameterName = str
+
+STREAM: Final = "stream"
+"""No parameter's name: `graph.launch` takes what it runs in by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundParameter:
+    """A parameter of a launch graph with a value.
+
+    Attributes:
+        kind: As it was pushed.
+        value: Its bytes as a graph's launch carries them: of a buffer its handle and the offset.
+        argument_bytes: Of the argument it stands for.
+        buffer: The buffer, if it is one.
+    """
+
+    kind: Kind
+    value: bytes
+    argument_bytes: int
+    buffer: Buffer | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value.hex()}"
 
 
 class KernelArgs:
@@ -25,15 +56,17 @@ class KernelArgs:
         data: The packed bytes.
         sizes: Each argument's size in bytes.
         buffers: The buffers among them.
+        parameters: (name, which argument, its value) of those that a launch graph's launches can give anew.
     """
 
-    __slots__ = ("buffers", "data", "sizes")
+    __slots__ = ("buffers", "data", "parameters", "sizes")
 
     def __init__(self) -> None:
         # Immutable values, so that a launch uses them as they are.
         self.data = b""
         self.sizes: tuple[int, ...] = ()
         self.buffers: tuple[Buffer, ...] = ()
+        self.parameters: tuple[tuple[ParameterName, int, BoundParameter], ...] = ()
 
     def push_u32(self, value: int) -> Self:
         """An unsigned integer of 4 bytes."""
@@ -114,6 +147,24 @@ class KernelArgs:
         self.sizes += (len(raw),)
         return self
 
+    def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
+        """An argument that each launch of a graph can give another value: `graph.launch(name=value)`.
+
+        In a launch that is not recorded it is an argument like the others.
+
+        Args:
+            name: What it is called there, but not "stream"; several arguments may be one parameter.
+            kind: What to push: "buffer", "u32", "u64", "i32", "i64", "f32", "f64" or "raw".
+            value: What it is where nothing else is said. Of a buffer: the buffer, or the buffer and an offset in it.
+        """
+        if not isinstance(name, str) or not name.isidentifier() or name == STREAM:
+            raise InvalidRequest(f"argument {len(self.sizes)}: {name!r} is no name for a parameter")
+        bound = pack_parameter(f"argument {len(self.sizes)}", kind, value)
+        index = len(self.sizes)
+        _push(self, kind, value)
+        self.parameters += ((name, index, bound),)
+        return self
+
     def __len__(self) -> int:
         return len(self.sizes)
 
@@ -122,3 +173,27 @@ class KernelArgs:
 
     def _misfit(self, value: Any, wanted: str) -> InvalidRequest:
         return InvalidRequest(f"argument {len(self.sizes)}: {value!r} is not {wanted}")
+
+
+def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
+    """A parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a buffer that is freed."""
+    if kind not in get_args(Kind):
+        raise InvalidRequest(f"{what}: {kind!r} is no kind of parameter; the kinds are {', '.join(get_args(Kind))}")
+    args = KernelArgs()
+    try:
+        _push(args, kind, value)
+    except (InvalidRequest, InvalidHandle) as error:
+        raise type(error)(f"{what}: {str(error).removeprefix('argument 0: ')}") from None
+    if not args.buffers:
+        return BoundParameter(kind, args.data, len(args.data))
+    (buffer,) = args.buffers
+    (pointer,) = _POINTER.unpack(args.data)
+    place = _PACK_U64(buffer.handle) + _PACK_U64(pointer - buffer.handle)
+    return BoundParameter(kind, place, len(args.data), buffer)
+
+
+def _push(args: KernelArgs, kind: Kind, value: Any) -> None:
+    if kind == "buffer" and isinstance(value, tuple) and len(value) == 2:
+        args.push_buffer(*value)
+    else:
+        getattr(args, f"push_{kind}")(value)

@@ -18,6 +18,7 @@ from typing import Final
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.drivers.interface import Context, Dim3
 from gpulease.daemon.drivers.registry import driver_named
+from gpulease.daemon.replaying import graph_figures
 
 COPIES: Final = 15
 """Of each large size and direction; the median counts."""
@@ -59,6 +60,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }
+    figures |= graph_figures(context, kernel, (THREADS, 1, 1), params, samples)
     figures |= _small_copies(context, samples)
     pinned = memoryview(mmap.mmap(-1, max(copy_sizes)))
     context.pin(pinned)

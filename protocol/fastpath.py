@@ -12,7 +12,17 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import BodyError, LocalProtocolError
 from gpulease.protocol.framing import HEADER_BYTES, build_frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_DATA_BYTES, MAX_KERNEL_NAME_BYTES
-from gpulease.protocol.messages import ArenaCopy, Body, Handle, Launch, MemAlloc, MemRead, MemWrite, StreamWait
+from gpulease.protocol.messages import (
+    ArenaCopy,
+    Body,
+    GraphLaunch,
+    Handle,
+    Launch,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+    StreamWait,
+)
 from gpulease.protocol.opcodes import Flag, Opcode
 
 REQUEST_ID_OFFSET: Final = 16
@@ -37,6 +47,7 @@ MEM_ALLOC: Final = fixed_struct(MemAlloc, "size_bytes")
 MEM_READ: Final = fixed_struct(MemRead, "handle", "offset", "length")
 ARENA_COPY: Final = fixed_struct(ArenaCopy, "handle", "offset", "arena_offset", "length")
 STREAM_WAIT: Final = fixed_struct(StreamWait, "stream", "other")
+_GRAPH: Final = fixed_struct(GraphLaunch, "graph")
 _MEM_WRITE: Final = fixed_struct(MemWrite, "handle", "offset")
 _LAUNCH_MODULE: Final = fixed_struct(Launch, "module")
 _LAUNCH_GEOMETRY: Final = fixed_struct(
@@ -131,6 +142,31 @@ def split_launch(payload: memoryview) -> tuple[bytes, bytes]:
     if args_bytes > MAX_ARGUMENT_BYTES or end + 2 > len(payload):
         raise BodyError(f"Launch is malformed: {args_bytes} argument bytes do not fit")
     return b"".join((payload[:begin], payload[end:])), bytes(payload[begin:end])
+
+
+def graph_launch_payload(graph: int, args: bytes) -> bytes:
+    """A GRAPH_LAUNCH payload. Raises LocalProtocolError."""
+    if len(args) > MAX_ARGUMENT_BYTES:
+        raise LocalProtocolError(f"{len(args)} bytes of parameters; at most {MAX_ARGUMENT_BYTES} are allowed")
+    try:
+        return b"".join((_GRAPH.pack(graph), _U32.pack(len(args)), args))
+    except struct.error as error:
+        raise LocalProtocolError(f"GraphLaunch can't be encoded: {error}") from None
+
+
+def parse_graph_launch(payload: memoryview) -> tuple[int, bytes]:
+    """(graph, its parameters' values) of a GRAPH_LAUNCH payload. Raises BodyError."""
+    args_at = _GRAPH.size + _U32.size
+    if len(payload) < args_at:
+        raise BodyError("GraphLaunch is malformed: it ends too early")
+    (graph,) = _GRAPH.unpack_from(payload)
+    (length,) = _U32.unpack_from(payload, _GRAPH.size)
+    if length > MAX_ARGUMENT_BYTES or len(payload) != args_at + length:
+        raise BodyError(
+            f"GraphLaunch is malformed: {length} bytes of parameters announced, {len(payload) - args_at} there; "
+            f"at most {MAX_ARGUMENT_BYTES} are allowed"
+        )
+    return graph, bytes(payload[args_at:])
 
 
 def parse_mem_write(payload: memoryview) -> tuple[int, int, memoryview]:

@@ -38,6 +38,28 @@ MAX_ARGUMENT_BYTES: Final = 32764
 MAX_ARGUMENTS: Final = 4096
 """Most arguments of a launch. Stops a sizes list that is longer than the bytes it describes."""
 
+MAX_GRAPH_NODES: Final = 4096
+"""Most nodes of a launch graph. Each is checked as it is recorded, and takes memory of host and card until the graph
+goes; a graph of a million would keep a worker from its other requests for minutes."""
+
+MAX_GRAPH_NODE_BYTES: Final = 64 << 10
+"""Longest body of a node. The largest launch fits; larger data belongs into the arena, which a graph copies from."""
+
+MAX_GRAPH_BYTES: Final = 4 << 20
+"""Longest payload of a GRAPH_CREATE: the worker keeps what is in it until the graph goes."""
+
+MAX_GRAPH_HANDLES: Final = 4096
+"""Most buffers a graph says that its launches use. Stops a list longer than all it could be of."""
+
+MAX_GRAPH_PARAMETERS: Final = 256
+"""Most parameters of a graph, each looked at in every GRAPH_LAUNCH."""
+
+MAX_GRAPH_PLACES: Final = 4096
+"""Most arguments that a graph's parameters stand for, all together: one GRAPH_LAUNCH may set them all anew."""
+
+MAX_PARAMETER_NAME_BYTES: Final = 256
+"""Longest name of a parameter, for messages."""
+
 MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 

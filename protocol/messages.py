@@ -198,7 +198,7 @@ class MemAlloc:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A device pointer (MEM_ALLOC's reply, MEM_FREE), a module (MODULE_UNLOAD) or a stream (STREAM_...)."""
+    """A device pointer (of MEM_ALLOC, MEM_FREE), module (MODULE_UNLOAD), stream (STREAM_...) or graph (GRAPH_...)."""
 
     handle: int = wire(U64)
 
@@ -287,6 +287,50 @@ class Launch:
     arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
 
 
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One operation of a graph, with the body it has as a request: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+
+    op: int = wire(U16)
+    body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParameter:
+    """Something each GRAPH_LAUNCH says anew: a `ParameterKind`, and how many bytes of a launch's arguments it is."""
+
+    name: str = wire(text(limits.MAX_PARAMETER_NAME_BYTES))
+    kind: int = wire(U8)
+    size_bytes: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlace:
+    """An argument that is a parameter's: numbers of the parameter and the node, and where the node's `args` have it."""
+
+    parameter: int = wire(U16)
+    node: int = wire(U16)
+    at: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCreate:
+    """A sequence to be done again and again. `buffers` are the allocations its launches have pointers to."""
+
+    nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
+    buffers: tuple[int, ...] = wire(list_of(U64, limits.MAX_GRAPH_HANDLES))
+    parameters: tuple[GraphParameter, ...] = wire(list_of(Record(GraphParameter), limits.MAX_GRAPH_PARAMETERS))
+    places: tuple[GraphPlace, ...] = wire(list_of(Record(GraphPlace), limits.MAX_GRAPH_PLACES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLaunch:
+    """Do a graph's nodes in order. `args` has its parameters' values; a buffer's is handle and offset, 8 bytes each."""
+
+    graph: int = wire(U64)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+
+
 Body = (
     Empty
     | ErrorBody
@@ -316,6 +360,8 @@ Body = (
     | ModuleLoad
     | ModuleLoaded
     | Launch
+    | GraphCreate
+    | GraphLaunch
 )
 
 BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
@@ -346,6 +392,9 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.STREAM_SELECT: (Handle, Empty),
     Opcode.STREAM_WAIT: (StreamWait, Empty),
     Opcode.STREAM_SYNC: (Handle, Empty),
+    Opcode.GRAPH_CREATE: (GraphCreate, Handle),
+    Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
+    Opcode.GRAPH_DESTROY: (Handle, Empty),
 }
 """(request, reply) of each operation. GOODBYE is never asked for: the daemon sends it as an error reply to request 0,
 to say why it is about to close the connection."""

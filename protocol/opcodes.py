@@ -46,6 +46,9 @@ class Opcode(IntEnum):
     STREAM_SELECT = 0x060D
     STREAM_WAIT = 0x060E
     STREAM_SYNC = 0x060F
+    GRAPH_CREATE = 0x0610
+    GRAPH_LAUNCH = 0x0611
+    GRAPH_DESTROY = 0x0612
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -112,6 +115,13 @@ class RevokeOutcome(IntEnum):
     TORN_DOWN = 0
     FENCED = 1
     NOT_FOUND = 2
+
+
+class ParameterKind(IntEnum):
+    """What a launch graph's parameter is; one byte. Others are refused."""
+
+    VALUE = 0
+    BUFFER = 1
 
 
 class InventoryFlag(IntFlag):

@@ -12,6 +12,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
+from gpulease.client.bench.graphs import graph_figures
 from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path
 from gpulease.client.bench.overlap import overlap
@@ -36,6 +37,12 @@ _ROWS: Final = (
     ("launch_sync_p50_us", "launch + sync, p50", "us"),
     ("launch_sync_p99_us", "launch + sync, p99", "us"),
     ("sync_p50_us", "sync, p50", "us"),
+    ("calls_20_us", "20 launches, pipelined", "us"),
+    ("graph_20_us", "a graph of 20 launches, pipelined", "us"),
+    ("graph_20_call_us", "a graph of 20 launches, the call alone, p50", "us"),
+    ("calls_20_sync_p50_us", "20 launches + sync, p50", "us"),
+    ("graph_20_sync_p50_us", "a graph of 20 launches + sync, p50", "us"),
+    ("graph_20_rebound_p50_us", "with another value in each launch + sync, p50", "us"),
     ("alloc_free_p50_us", "alloc + free 1 MiB, p50", "us"),
     ("write_16m_gb_s", "mem_write 16 MiB of any array", "GB/s"),
     ("read_16m_gb_s", "mem_read 16 MiB to any array", "GB/s"),
@@ -161,8 +168,9 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
     for _ in range(rounds):
         direct.append(_direct(driver, launches))
         for figures, shared in ((leased, True), (by_socket, False)):
-            copies = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
-            figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | copies)
+            more = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
+            more |= graph_figures(address, transform_ptx(), 500, shared_memory=shared)
+            figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | more)
     return _medians(leased), _medians(by_socket), _medians(direct)
 
 

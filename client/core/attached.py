@@ -90,6 +90,8 @@ class Attached:
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
         quiet_bytes: How large a write is not waited for.
+        recorder: What records instead of it, None while nothing does.
+        lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
@@ -111,6 +113,8 @@ class Attached:
         self._freed: deque[tuple[int, Opcode, int]] = deque()
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
         self._alloc = Prompter(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
+        self.recorder: object = None
+        self.lent: list[object] = []
         self.arena: Arena | None = None
         self.staging: Staging | None = None
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
@@ -179,6 +183,7 @@ class Attached:
         if self.staging is not None:
             self.staging.close()
             self.staging = None
+        self.lent.clear()
 
     # --- how they are done ---
 

@@ -6,10 +6,9 @@ from typing import Any, Final
 
 from gpulease.client.core import copies
 from gpulease.client.core.exchange import send
+from gpulease.client.core.graphs import Graphed
 from gpulease.client.core.launching import KernelArguments, launch_frame
-from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure
-from gpulease.client.core.streams import Streamed
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, StreamHandle
@@ -24,7 +23,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 """Of a MODULE_LOAD's payload, what is not the image: its length."""
 
 
-class SessionState(Streamed):
+class SessionState(Graphed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -194,6 +193,8 @@ class SessionState(Streamed):
             return self._go_on("sync", self.releasing(self._sync.rest(self)))
         if self.held:
             self.held.clear()
+        if self.lent:
+            self.lent.clear()
         return None
 
     def launch(
@@ -259,21 +260,4 @@ class SessionState(Streamed):
         if over is not None:
             raise error_of(over, "launch")
         number, frame = launch_frame(self, module, kernel, grid, block, args, arg_sizes, shared_bytes)
-        if stream is not None or self.selected:
-            return self._launch_in(stream, number, frame)
-        if self.dropped:
-            frame += self.frees()
-        return number if self.put(frame) else self._finish_launch(number, frame)
-
-    def _launch_in(self, stream: StreamHandle | None, number: int, frame: bytes) -> int | Procedure[int]:
-        rest = self.put_in(stream, frame)
-        return self._finish_launch(number, rest) if rest else number
-
-    def _finish_launch(self, number: int, frame: bytes) -> Procedure[int]:
-        """Send what could not be taken over at once; under the session's lock."""
-        try:
-            yield from send(self.channel, (frame,), self.limit)
-            return number
-        except LinkEnded as ended:
-            failure = ended.failure
-        raise (yield from self._find_out(failure, "launch"))
+        return self.hand_over(stream, number, frame, "launch")

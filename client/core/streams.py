@@ -34,6 +34,14 @@ DEFAULT: Final = 0
 _UNKNOWN: Final = -1
 
 
+def not_recorded(doing: str) -> InvalidRequest:
+    """Why something else than a launch or a copy is refused while a session records."""
+    return InvalidRequest(
+        f"{doing}: the session is recording a launch graph, which has launches and copies only",
+        "Do it before or behind the `with` block",
+    )
+
+
 class Streamed(Attached):
     """An attached connection that knows of streams.
 
@@ -61,6 +69,10 @@ class Streamed(Attached):
         reply = yield from self._operation("stream", self.ask(Opcode.STREAM_CREATE))
         return kind(self, reply.handle)
 
+    def default_stream(self, kind: type[S]) -> S:
+        """The stream that is always there, as a face's kind."""
+        return kind(self, DEFAULT)
+
     def stream_destroy(self, stream: StreamHandle) -> Procedure[None]:
         """Let go of a stream; what it holds goes on, and so do its arrays until the session is waited for."""
         if stream.handle == DEFAULT:
@@ -69,17 +81,20 @@ class Streamed(Attached):
 
     def stream_wait(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
         """Order what is put in a stream from now on behind what another holds."""
+        self._check_recording("wait_for")
         pair = STREAM_WAIT.pack(self._number(stream, "wait_for"), self._number(other, "wait_for"))
         yield from self._operation("wait_for", send(self.channel, (self._quiet(Opcode.STREAM_WAIT, pair),), self.limit))
 
     def stream_sync(self, stream: StreamHandle) -> Procedure[None]:
         """Wait until all that a stream holds has ended."""
+        self._check_recording("sync")
         number = self._number(stream, "sync")
         asking = self.ask(Opcode.STREAM_SYNC, HANDLE.pack(number))
         yield from self._operation("sync", self.releasing(asking, number))
 
     def stream_sync_promptly(self, stream: StreamHandle) -> Procedure[None] | None:
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
+        self._check_recording("sync")
         number = self._number(stream, "sync")
         session = cast("SessionState", self)
         is_done = self._stream_sync.ask(session, HANDLE.pack(number))
@@ -95,6 +110,7 @@ class Streamed(Attached):
         result = yield from procedure
         if number is None:
             self.held.clear()
+            self.lent.clear()
         else:
             self.held.pop(number, None)
         return result
@@ -129,9 +145,25 @@ class Streamed(Attached):
         if not self.put(frame):
             yield from send(self.channel, (frame,), self.limit)
 
-    def put_in(self, stream: StreamHandle | None, frame: bytes) -> bytes:
-        """Hand over a quiet request for a stream at once: what is to be sent the long way instead, if it did not go."""
-        number = self._number(stream, "launch")
+    def hand_over(
+        self, stream: StreamHandle | None, number: int, frame: bytes, doing: str
+    ) -> int | Generator[Step, Any, int]:
+        """Hand over a quiet request for a stream at once: its number, or what has still to be driven to have it."""
+        if stream is not None or self.selected:
+            rest = self._put_in(stream, frame, doing)
+        else:
+            if self.dropped:
+                frame += self.frees()
+            rest = b"" if self.put(frame) else frame
+        return self._go_on(doing, self._send_rest(number, rest)) if rest else number
+
+    def _send_rest(self, number: int, frame: bytes) -> Generator[Step, Any, int]:
+        yield from send(self.channel, (frame,), self.limit)
+        return number
+
+    def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:
+        """What is to be sent the long way, if it did not go at once."""
+        number = self._number(stream, doing)
         if self.selected != number:
             frame = self._select(number) + frame
             self.selected = _UNKNOWN
@@ -141,6 +173,11 @@ class Streamed(Attached):
             return frame
         self.selected = number
         return b""
+
+    def _check_recording(self, doing: str) -> None:
+        # A stream knows the session itself, not what stands in for it.
+        if self.recorder is not None:
+            raise not_recorded(doing)
 
     def _number(self, stream: StreamHandle | None, doing: str) -> int:
         if stream is None:

@@ -7,9 +7,12 @@ checked by the session before a call gets here.
 Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gpulease.daemon.drivers.steps import AdmitGraph, Graph, Step
 
 Dim3 = tuple[int, int, int]
 
@@ -278,6 +281,9 @@ class Context(Protocol):
 
     def native(self) -> NativeLaunch | None:
         """How native code does the same, if it can; not behind `watch`."""
+
+    def graph(self, steps: "Sequence[Step]", admit: "AdmitGraph", poll: Poll = keep_waiting) -> "Graph":
+        """Make a launch graph of at least one step, once `admit` was told what it will take. Raises LaunchRejected."""
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         """Wait for what all streams hold, destroyed ones too."""

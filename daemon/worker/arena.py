@@ -123,10 +123,15 @@ class ArenaDesk:
         return empty(frame)
 
     def _copy(self, frame: Frame, copy: Callable[[int, memoryview, Callable[[], None]], object]) -> None:
-        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, memoryview(frame.payload))
+        for address, piece in self.pieces(memoryview(frame.payload)):
+            copy(address, piece, self._check_lease)
+
+    def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The device addresses and the pinned memory of a copy; raises as `write` does, if need be at the first."""
+        handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
             raise BodyError("the session has no arena: ask for one in ATTACH", Status.UNSUPPORTED)
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):
-            copy(address, piece, self._check_lease)
+            yield address, piece
             address += len(piece)

@@ -51,6 +51,33 @@ def _no_room_needed(most_bytes: int) -> None:
     """The `make_room` of a driver that keeps nothing."""
 
 
+class Uses:
+    """Who must be told when something goes.
+
+    Nobody uses most of what a session has: a look at an empty map is all it costs then.
+    """
+
+    def __init__(self) -> None:
+        self._users: dict[int, dict[int, Callable[[str], None]]] = {}
+
+    def add(self, thing: int, user: int, tell: Callable[[str], None]) -> None:
+        """Have `tell` called, with what it was, once `thing` goes."""
+        self._users.setdefault(thing, {})[user] = tell
+
+    def remove(self, thing: int, user: int) -> None:
+        """That user is gone; again is harmless."""
+        users = self._users.get(thing)
+        if users is not None:
+            users.pop(user, None)
+            if not users:
+                del self._users[thing]
+
+    def gone(self, thing: int, what: str) -> None:
+        """It went."""
+        for tell in self._users.pop(thing, {}).values():
+            tell(what)
+
+
 class Ledger:
     """The session's allocations and modules.
 
@@ -58,6 +85,8 @@ class Ledger:
         used_bytes: What was allocated, as asked for.
         rounding_bytes: What the card takes of it besides; its keeper is the driver.
         make_room: Called before the card takes more, with how much may stay that is only kept for later.
+        allocation_uses: Who must be told when an allocation is freed.
+        module_uses: The same of modules.
     """
 
     def __init__(self, slice_bytes: int, allowance_bytes: int = 0, page_bytes: int = 1) -> None:
@@ -72,6 +101,10 @@ class Ledger:
         self._most_shared_bytes = 0
         self._kept_bytes = 0
         self._streams_bytes = 0
+        self._graph_bytes = 0
+        self._most_graph_bytes = 0
+        self.allocation_uses = Uses()
+        self.module_uses = Uses()
         self._allocations: dict[int, int] = {}
         self._modules: dict[int, LoadedModule] = {}
         self._image_bytes = 0
@@ -91,7 +124,9 @@ class Ledger:
     def _besides_bytes(self) -> int:
         # Pages that modules share are charged at their most: one small module keeps a whole page from going back.
         modules_bytes = self._own_bytes + self._most_shared_bytes
-        return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes
+        # So is what graphs take: the driver keeps it for the next ones.
+        graphs_bytes = -(-self._most_graph_bytes // self._page_bytes) * self._page_bytes
+        return self.rounding_bytes + modules_bytes + self._kept_bytes + self._streams_bytes + graphs_bytes
 
     def check_alloc(self, size_bytes: int) -> None:
         """Raises Refused unless the slice has room for `size_bytes` more."""
@@ -140,6 +175,7 @@ class Ledger:
     def remove_allocation(self, handle: int) -> None:
         """The driver freed it."""
         self.used_bytes -= self._allocations.pop(handle)
+        self.allocation_uses.gone(handle, f"the allocation {handle:#x}, which is freed")
 
     def check_load(self, image_bytes: int) -> None:
         """Raises Refused if one module more is one too many."""
@@ -167,6 +203,28 @@ class Ledger:
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
         self.make_room(self.room_bytes - more_bytes)
+
+    def check_graph(self, device_bytes: int) -> None:
+        """Raises Refused unless there is room for a graph that takes so much of the card."""
+        more_bytes = self._graph_bytes + device_bytes - self._most_graph_bytes
+        if more_bytes > max(0, self.room_bytes):
+            raise Refused(
+                Failure(
+                    Status.ALLOC_FAILED,
+                    f"the graph takes {more_bytes} bytes of the card; the slice has room for {max(0, self.room_bytes)}",
+                    hint="Close other graphs, free something, or acquire a lease with more min_vram.",
+                )
+            )
+        self.make_room(self.room_bytes - max(0, more_bytes))
+
+    def add_graph(self, device_bytes: int) -> None:
+        """The driver made it."""
+        self._graph_bytes += device_bytes
+        self._most_graph_bytes = max(self._most_graph_bytes, self._graph_bytes)
+
+    def remove_graph(self, device_bytes: int) -> None:
+        """It is gone; what it took is there for the next one."""
+        self._graph_bytes -= device_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -228,6 +286,7 @@ class Ledger:
     def remove_module(self, number: int) -> None:
         """It was unloaded."""
         loaded = self._modules.pop(number)
+        self.module_uses.gone(number, f"module {number}, which is unloaded")
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
         self._shared_bytes -= loaded.module.shared_bytes

@@ -23,6 +23,8 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
     Opcode.MODULE_LOAD: Status.LOAD_FAILED,
     Opcode.LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.GRAPH_CREATE: Status.LAUNCH_FAILED,
+    Opcode.GRAPH_LAUNCH: Status.LAUNCH_FAILED,
     Opcode.SYNC: Status.SYNC_FAILED,
     Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
     Opcode.STREAM_SYNC: Status.SYNC_FAILED,

@@ -15,6 +15,7 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected, NativeLaunch
 from gpulease.daemon.worker.arena import ArenaDesk
+from gpulease.daemon.worker.graphs import GraphDesk
 from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.memory import MemoryDesk
@@ -91,6 +92,9 @@ class Session:
         self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
         self.arena = ArenaDesk(ledger, context, self._check_lease)
         self.streams = streams = StreamDesk(context, ledger, self._count, self._check_lease)
+        self._graphs = graphs = GraphDesk(
+            ledger, context, self._planner, self.arena, page.counters, self._count, self._check_lease
+        )
         self._sync_pattern = SyncPattern(lease_id)
         self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
         if native is not None and not self.watch.is_on:
@@ -112,6 +116,9 @@ class Session:
             Opcode.STREAM_SELECT: streams.select,
             Opcode.STREAM_WAIT: streams.wait,
             Opcode.STREAM_SYNC: streams.sync,
+            Opcode.GRAPH_CREATE: graphs.create,
+            Opcode.GRAPH_LAUNCH: graphs.launch,
+            Opcode.GRAPH_DESTROY: graphs.destroy,
         }
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
@@ -168,8 +175,11 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        has_grown = self._may_have_grown or self._modules.may_have_grown or self.streams.may_have_grown
-        self._may_have_grown = self._modules.may_have_grown = self.streams.may_have_grown = False
+        desks = (self._modules, self.streams, self._graphs)
+        has_grown = self._may_have_grown or any(desk.may_have_grown for desk in desks)
+        self._may_have_grown = False
+        for desk in desks:
+            desk.may_have_grown = False
         return has_grown
 
     def refusal(self) -> Failure | None:
@@ -257,7 +267,7 @@ class Session:
             str(fault),
             hint=fault.hint or "Fix the kernel or its arguments; what was queued behind it was skipped.",
             failed_request_id=fault.tag or None,
-            failed_op=Opcode.LAUNCH,
+            failed_op=Opcode.GRAPH_LAUNCH if fault.tag in self._graphs.recent else Opcode.LAUNCH,
             kernel=fault.kernel,
             address=fault.address,
         )

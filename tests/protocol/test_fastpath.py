@@ -53,6 +53,41 @@ def joined(shape: bytes, args: bytes) -> bytes:
 
 
 @settings(max_examples=80, deadline=None)
+@given(body=strategies.records(m.GraphLaunch))
+def test_graph_launches_equal_the_codec(body: m.GraphLaunch) -> None:
+    payload = fastpath.graph_launch_payload(body.graph, body.args)
+    assert payload == build_body(body)
+    assert m.GraphLaunch(*fastpath.parse_graph_launch(memoryview(payload))) == body
+
+
+@settings(max_examples=80, deadline=None)
+@given(payload=st.binary(max_size=24) | strategies.records(m.GraphLaunch).map(build_body).map(lambda data: data[:-1]))
+def test_parse_graph_launch_refuses_what_the_codec_refuses(payload: bytes) -> None:
+    try:
+        expected = parse_body(m.GraphLaunch, payload)
+    except BodyError:
+        with pytest.raises(BodyError, match="GraphLaunch is malformed"):
+            fastpath.parse_graph_launch(memoryview(payload))
+    else:
+        assert m.GraphLaunch(*fastpath.parse_graph_launch(memoryview(payload))) == expected
+
+
+@pytest.mark.parametrize("length", [MAX_ARGUMENT_BYTES, MAX_ARGUMENT_BYTES + 1])
+def test_graph_launches_at_the_limit(length: int) -> None:
+    body = m.GraphLaunch(1, bytes(length))
+    payload = bytes(7) + b"\1" + length.to_bytes(4, "big") + body.args
+    if length <= MAX_ARGUMENT_BYTES:
+        assert fastpath.graph_launch_payload(1, body.args) == payload
+        assert fastpath.parse_graph_launch(memoryview(payload)) == (1, body.args)
+        return
+    with pytest.raises(BodyError, match="at most"):
+        fastpath.parse_graph_launch(memoryview(payload))
+    for number, args in ((1, body.args), (1 << 64, b"")):
+        with pytest.raises(LocalProtocolError):
+            fastpath.graph_launch_payload(number, args)
+
+
+@settings(max_examples=80, deadline=None)
 @given(launch=strategies.records(m.Launch))
 def test_a_split_launch_joins_to_itself(launch: m.Launch) -> None:
     payload = build_body(launch)

@@ -5,8 +5,9 @@ from typing import Any
 
 from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol import messages as m
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag, ParameterKind
 from gpulease.protocol.primitives import LeaseParameter
 from gpulease.protocol.sharing import Given, Wanted
 
@@ -222,6 +223,34 @@ def streams() -> Script:
     return script
 
 
+def launch_graph() -> Script:
+    script = Script("A graph of two launches, the second's number a parameter; void once the buffer it names is freed.")
+    script.hello("control")
+    script.grant()
+    script.attach()
+    script.load()
+    script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
+    script.call("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, X), m.Empty(), LEASE)
+    nodes = (launch("scale", "00000040"), launch("bias", "00002041"))
+    graph = m.GraphCreate(
+        tuple(m.GraphNode(Opcode.LAUNCH, build_body(node)) for node in nodes),
+        (POINTER,),
+        (m.GraphParameter("more", ParameterKind.VALUE, 4),),
+        (m.GraphPlace(0, 1, 12),),
+    )
+    script.call("session", Opcode.GRAPH_CREATE, graph, m.Handle(1), LEASE)
+    ten = m.GraphLaunch(1, bytes.fromhex("00002041"))
+    script.ask("session", Opcode.GRAPH_LAUNCH, ten, session_id=LEASE, quiet=True)
+    script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 16), m.Data(Y), LEASE)
+    script.call("session", Opcode.MEM_FREE, m.Handle(POINTER), m.Empty(), LEASE)
+    void = Failure(Status.INVALID_HANDLE, "graph 1 uses the allocation 0x7f8c20000000, which is freed")
+    script.refuse("session", script.ask("session", Opcode.GRAPH_LAUNCH, ten, session_id=LEASE), void)
+    script.call("session", Opcode.GRAPH_DESTROY, m.Handle(1), m.Empty(), LEASE)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
 def session_failures() -> Script:
     script = Script("Every failure a session operation has of its own; the session goes on after each but the last.")
     script.hello("control")
@@ -353,6 +382,7 @@ SCRIPTS = (
     deferred_failure,
     arena_copies,
     streams,
+    launch_graph,
     session_failures,
     expiry,
     renew_and_free,

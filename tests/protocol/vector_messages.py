@@ -4,6 +4,7 @@ from typing import Any
 
 from gpulease.protocol import Exclusivity, Opcode, Status, limits
 from gpulease.protocol import messages as m
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
@@ -13,6 +14,7 @@ from gpulease.protocol.opcodes import (
     ErrorTlv,
     Flag,
     InventoryFlag,
+    ParameterKind,
     RevokeOutcome,
     Waiting,
 )
@@ -141,13 +143,40 @@ SESSION: Cases = {
         ),
     ),
 }
+GRAPHS: Cases = {
+    "GraphCreate": (
+        m.GraphCreate((), (), (), ()),
+        m.GraphCreate(
+            (
+                m.GraphNode(Opcode.ARENA_WRITE, build_body(m.ArenaCopy(POINTER, 0, 4096, 16))),
+                m.GraphNode(
+                    Opcode.LAUNCH, build_body(m.Launch(2, "scale", 4, 1, 1, 256, 1, 1, 0, SCALE_ARGS, (8, 4, 4)))
+                ),
+            ),
+            (POINTER,),
+            (m.GraphParameter("x", ParameterKind.BUFFER, 8), m.GraphParameter("factor", ParameterKind.VALUE, 4)),
+            (m.GraphPlace(0, 1, 0), m.GraphPlace(1, 1, 12)),
+        ),
+        m.GraphCreate(
+            (m.GraphNode(0xFFFF, b"\xa5" * limits.MAX_GRAPH_NODE_BYTES),) * 60,
+            (U64,) * limits.MAX_GRAPH_HANDLES,
+            (m.GraphParameter("p" * limits.MAX_PARAMETER_NAME_BYTES, 255, U32),) * limits.MAX_GRAPH_PARAMETERS,
+            (m.GraphPlace(0xFFFF, 0xFFFF, U32),) * limits.MAX_GRAPH_PLACES,
+        ),
+    ),
+    "GraphLaunch": (
+        m.GraphLaunch(0, b""),
+        m.GraphLaunch(1, POINTER.to_bytes(8, "little") + bytes(8) + bytes.fromhex("00000040")),
+        m.GraphLaunch(U64, b"\x01" * limits.MAX_ARGUMENT_BYTES),
+    ),
+}
 SIZES = ("smallest", "typical", "largest")
 
 
 def documents() -> dict[str, dict[str, Any]]:
     """The files of `messages/`, by name."""
     bodies: dict[str, list[tuple[str, m.Body]]] = {
-        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION).items()
+        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION | GRAPHS).items()
     }
     bodies["Empty"] = [("only", m.Empty())]
     bodies["ErrorBody"] = list(ERRORS.items())

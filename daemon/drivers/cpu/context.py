@@ -2,11 +2,12 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.faults import describe
+from gpulease.daemon.drivers.cpu.graph import CpuGraph
 from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule, load, release
 from gpulease.daemon.drivers.cpu.limits import (
     MAX_ASSERTION_TEXT,
@@ -34,6 +35,7 @@ from gpulease.daemon.drivers.interface import (
     admit_all,
     keep_waiting,
 )
+from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
 
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
@@ -184,12 +186,8 @@ class CpuContext:
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """See the interface; waits only while the queue is full."""
-        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
-        if len(params) != kernel.parameter_bytes:
-            raise LaunchRejected(
-                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
-            )
-        self._stream.submit(head + params, is_shared=is_shared)
+        record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
+        self._stream.submit(record, is_shared=is_shared)
 
     def be_patient(self, *, spins: bool, yields: bool) -> None:
         """See the interface."""
@@ -210,6 +208,17 @@ class CpuContext:
         except LaunchRejected:
             return None
         return head + is_shared.to_bytes(8, "little")
+
+    def record(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
+    ) -> tuple[bytes, bool]:
+        """A launch, checked, as the queue takes it, and whether its blocks are shared out. Raises LaunchRejected."""
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
+        if len(params) != kernel.parameter_bytes:
+            raise LaunchRejected(
+                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
+            )
+        return head + params, is_shared
 
     def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
         """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
@@ -241,6 +250,14 @@ class CpuContext:
             kernel.pace,
         )
         return head, spread is not IN_ORDER
+
+    def submit(self, record: bytes, is_shared: bool) -> None:
+        """Queue what `record` gave."""
+        self._stream.submit(record, is_shared=is_shared)
+
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
+        """See the interface; takes nothing of the slice."""
+        return CpuGraph(self, steps)
 
     def watch(self, poll: Poll) -> None:
         """See the interface."""

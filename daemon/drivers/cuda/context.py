@@ -7,12 +7,14 @@ same error, and only the end of the process makes the card usable again. The dri
 import ctypes
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
+from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
@@ -32,6 +34,7 @@ from gpulease.daemon.drivers.interface import (
     admit_all,
     keep_waiting,
 )
+from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
 
 SPIN_S: Final = 200e-6
 """How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""
@@ -88,6 +91,7 @@ class CudaContext:
         self._spin_s = SPIN_S
         self._yields = False
         self._last_kernel = ""
+        self._retired: list[PinnedBytes] = []
 
     @classmethod
     def open(cls) -> "CudaContext":
@@ -348,6 +352,40 @@ class CudaContext:
     def _launched(self, kernel: Any) -> None:
         self._last_kernel = kernel.name
 
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CudaGraph:
+        """CUDA graphs of a segment each."""
+        admit(device_bytes_of(steps))
+        if self._retired:
+            self.sync(poll)
+            while self._retired:
+                self._retired.pop().release()
+        return CudaGraph(self, steps)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each kernel's end must be seen."""
+        return self._markers is not None
+
+    @property
+    def stream(self) -> Any:
+        """Where launches go, as the driver's API takes it."""
+        return api.CUstream(self._stream.handle)
+
+    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
+        """A graph of these was queued."""
+        self._launcher.state.launches += 1
+        self._launcher.state.tag = tag
+        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
+
+    def retire(self, memory: PinnedBytes) -> None:
+        """Keep what copies that are queued may still read until the next graph is made."""
+        self._retired.append(memory)
+
+    def failure(self, error: Any) -> DriverError:
+        """What a call of the driver's API failed with."""
+        _, text = api.cuGetErrorString(error)
+        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
+
     def sync(self, poll: Poll = keep_waiting) -> None:
         """One stream after the other; which ends first makes no difference."""
         if self._is_alone:
@@ -397,9 +435,10 @@ class CudaContext:
             launches = self._launcher.state.launches
             which = "no launch was waiting for its end"
             if launches == 1:
-                which = f"kernel {self._last_kernel}"
+                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
             elif launches:
-                which = f"one of {launches} launches since the last sync, the last of them {self._last_kernel}"
+                last = self._last_kernel or "a graph's"
+                which = f"one of {launches} launches since the last sync, the last of them {last}"
             self._fault = KernelFault(
                 f"{reason} ({which}); the context is lost",
                 tag=self._launcher.state.tag if launches == 1 else 0,

@@ -205,3 +205,36 @@ def test_streams_take_of_the_allowance_and_then_of_the_slice_and_give_nothing_ba
     with refused(Status.ALLOC_FAILED, "takes 1 bytes of the card; the slice has room for 0"):
         ledger.keep_streams(131)
     assert ledger.charged_bytes == SLICE
+
+
+def test_what_graphs_took_stays_taken_and_serves_the_next() -> None:
+    ledger = Ledger(SLICE, allowance_bytes=100, page_bytes=10)
+    ledger.check_graph(SLICE + 100)
+    ledger.add_graph(60)
+    ledger.add_graph(65)
+    assert ledger.charged_bytes == 30, "in whole pages"
+    ledger.remove_graph(60)
+    assert ledger.charged_bytes == 30
+    ledger.check_graph(60)
+    ledger.check_graph(60 + ledger.room_bytes)
+    with refused(Status.ALLOC_FAILED, "the slice has room for 970"):
+        ledger.check_graph(61 + ledger.room_bytes)
+
+
+def test_users_are_told_once_what_went() -> None:
+    ledger, told = Ledger(SLICE), list[str]()
+    for address in (0x10, 0x20):
+        ledger.add_allocation(address, 1)
+    number = ledger.add_module(NoKernels(), 1)
+    ledger.allocation_uses.add(0x10, 1, told.append)
+    ledger.allocation_uses.add(0x10, 2, told.append)
+    ledger.allocation_uses.add(0x20, 1, told.append)
+    ledger.module_uses.add(number, 1, told.append)
+    ledger.allocation_uses.remove(0x10, 2)
+    ledger.allocation_uses.remove(0x30, 2)
+    ledger.remove_allocation(0x10)
+    assert told == ["the allocation 0x10, which is freed"]
+    ledger.add_allocation(0x10, 1)
+    ledger.remove_allocation(0x10)
+    ledger.remove_module(number)
+    assert told[1:] == [f"module {number}, which is unloaded"]

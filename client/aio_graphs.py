@@ -1,0 +1,68 @@
+"""Launch graphs of the asyncio face: `async with session.record() as graph:`, then `await graph.launch()`."""
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gpulease.client.awaiting import drive, undisturbed
+from gpulease.client.core.graphs import GraphHandle
+from gpulease.client.core.recording import Recording
+from gpulease.client.core.session import SessionState
+from gpulease.client.core.steps import Procedure
+
+if TYPE_CHECKING:
+    from gpulease.client.aio import AsyncGpuSession, AsyncStream
+
+
+class AsyncGraph(GraphHandle):
+    """A sequence of launches and copies, recorded once, that one request does again; see Graph."""
+
+    __slots__ = ()
+
+    async def launch(self, /, *, stream: "AsyncStream | None" = None, **values: Any) -> int:
+        """Start all of it, in its order, behind what was started before; do not wait. See Graph.launch."""
+        state = self.session("launch of a graph")
+        await state.lock.acquire()
+        number: int | Procedure[int] = 0
+        try:
+            number = state.launch_graph(self, values, stream)
+        finally:
+            if isinstance(number, int):
+                state.lock.release()
+        return number if isinstance(number, int) else await undisturbed(_finish(state, number))
+
+    async def close(self) -> None:
+        """Free it now rather than when its last reference goes; see Graph.close."""
+        await undisturbed(drive(self.session("close").close_graph(self)))
+
+
+class AsyncRecorder:
+    """The block in which a session records; see AsyncGpuSession.record."""
+
+    def __init__(self, session: "AsyncGpuSession") -> None:
+        self._session = session
+        self._graph: AsyncGraph
+        self._recording: Recording
+
+    async def __aenter__(self) -> AsyncGraph:
+        session = self._session
+        async with session._lock:
+            session._state = self._recording = Recording(session._state, asyncio.current_task)
+        self._graph = AsyncGraph()
+        return self._graph
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        state = self._session._state = self._recording.stop()
+        self._graph.discarded()
+        if kind is None:
+            await undisturbed(drive(state.make_graph(self._graph, self._recording.recorded())))
+
+
+async def _finish(state: SessionState, rest: Procedure[int]) -> int:
+    # It took over the lock from `launch`, so that nothing gets between.
+    try:
+        return await drive(rest)
+    finally:
+        state.lock.release()
