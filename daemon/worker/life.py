@@ -103,8 +103,8 @@ def _serve(
     except DriverError as error:
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
-    _tell(channel, {"op": "ready"})
     set_name(f"gpul-{spec.lease_id:032x}")
+    _tell(channel, {"op": "ready"})
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())

@@ -124,6 +124,7 @@ class _Rehearsal:
                 send_message(broker, attach, (connection.fileno(),))
                 send_message(broker, {"op": "end"})
             Server(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
+        self._session.arena.close()
 
     def _frame(self, op: Opcode, body: bytes, flags: int = 0) -> bytes:
         self._request_id += 1
