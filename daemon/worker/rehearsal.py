@@ -1,9 +1,9 @@
 """A session without a tenant, played in a worker that was made ahead: what is slow the first time is done before.
 
-The first compilation in a process takes the driver of an H100 65 to 126 ms, and the first run of any code in a process
-just forked copies the pages it writes to. So each kind of operation is done, by the code that does it for tenants:
-first by the session alone, then by a server that is handed a connection, with a ring and an arena. It is all released
-in the end: a lease finds nothing of it but the speed.
+The first compilation in a process has taken the driver of an H100 28 to 126 ms, by what of its compiler the host still
+had in memory, and the first run of any code in a process just forked copies the pages it writes to. So each kind of
+operation is done, by the code that does it for tenants: first by the session alone, then by a server that is handed a
+connection, with a ring and an arena. It is all released in the end: a lease finds nothing of it but the speed.
 """
 
 import gc

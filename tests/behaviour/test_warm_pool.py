@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import AllocFailed, CapacityExceeded, GpuLease, GpuSession, GpuSessionFailed, LeaseExpired
 from gpulease.client.blocking import ask
+from gpulease.client.cli.__main__ import main
 from gpulease.daemon.worker.life import WARM_NAME
 from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
@@ -57,6 +60,8 @@ def test_leases_take_contexts_and_the_pool_fills_up_again(pool: Daemon) -> None:
     card = pool.inventory().details[0]
     assert (card["warm_wanted"], card["warm_bytes"], card["held_bytes"]) == (2, 2 * CONTEXT_BYTES, 0)
     assert card["available_bytes"] == GIB - CONTEXT_BYTES
+    shown = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: pool.address}).stdout
+    assert "2 of 2, 200 MiB" in shown
     used: list[int] = []
     for _ in range(3):
         pids = wait_until_full(pool)

@@ -81,8 +81,8 @@ def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon, cards: Cards) -
 def test_a_killed_one_is_replaced_and_leases_are_fast(
     pool: Daemon, cards: Cards, record_property: Callable[[str, object], None]
 ) -> None:
-    used = cards.used_bytes()
     pids = wait_until_full(pool)
+    used = cards.used_bytes()
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not os.path.exists(f"/proc/{pids[0]}"), "it is reaped")
     assert pids[0] not in wait_until_full(pool)
