@@ -122,8 +122,8 @@ class CardAccount:
         self.leases_by_tenant: Counter[str] = Counter()
 
     @property
-    def capacity(self) -> int:
-        """The card's, in bytes."""
+    def capacity_bytes(self) -> int:
+        """The card's."""
         return self.card.capacity_bytes
 
     @property

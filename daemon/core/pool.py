@@ -147,15 +147,19 @@ class Pool:
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Kill what is in the way of placed leases: those that are being made first, then the newest."""
-        in_the_way = sorted(account.yielding(), key=lambda context: (context.state is WarmState.READY, context.warm_id))
-        while in_the_way and account.promised_bytes + account.stuck_bytes + account.yielding_bytes > account.capacity:
-            ready_from = sum(context.state is WarmState.WARMING for context in in_the_way)
-            self._drop(in_the_way.pop(0 if ready_from else -1), "a lease needs its room", now_ns, out)
+        in_the_way = sorted(
+            account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
+        )
+        for context in in_the_way:
+            kept_bytes = account.stuck_bytes + account.yielding_bytes
+            if account.promised_bytes + kept_bytes <= account.capacity_bytes:
+                return
+            self._drop(context, "a lease needs its room", now_ns, out)
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Start those that wait for room, first come first."""
         for lease in tuple(account.awaiting.values()):
-            if account.used_bytes + lease.awaited_bytes > account.capacity:
+            if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
             account.await_bytes(lease, 0)
             wait_s = self._book.limits.adopt_timeout_s if lease.warm_id else self._book.limits.spawn_timeout_s
@@ -176,7 +180,7 @@ class Pool:
         if (
             len(kept) >= account.warm_wanted
             or is_busy
-            or needed_bytes > account.capacity
+            or needed_bytes > account.capacity_bytes
             or not self._may_keep(account)
         ):
             return
@@ -269,7 +273,7 @@ class Pool:
         told = f"{context.reason}; {reason}" if context.reason else reason
         out.append(WarmEnded(context.warm_id, context.card_uuid, told, is_fenced=True))
         self._make_room(account, now_ns, out)
-        while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity:
+        while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))
             self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
 
