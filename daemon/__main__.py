@@ -24,11 +24,19 @@ EXIT_UNAVAILABLE: Final = 69
 @click.option(
     "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
 )
+@click.option(
+    "--warm-contexts", type=int, metavar="NUMBER", help="Contexts that each card has ready; the default is 0."
+)
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
 @click.version_option(VERSION, prog_name="gpuleased")
 def main(
-    listen: tuple[str, ...], driver: str | None, vram: tuple[str, ...], config: Path | None, verbose: bool
+    listen: tuple[str, ...],
+    driver: str | None,
+    vram: tuple[str, ...],
+    warm_contexts: int | None,
+    config: Path | None,
+    verbose: bool,
 ) -> None:
     """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
     logging.basicConfig(
@@ -37,6 +45,7 @@ def main(
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
+    overrides["warm_contexts"] = warm_contexts
     sys.exit(_run(config, overrides))
 
 

@@ -15,6 +15,9 @@ DRIVERS: Final = ("auto", "cuda", "cpu")
 MAX_EMBEDDED_CARDS: Final = 64
 """More pretended cards than any host has real ones is a typing mistake."""
 
+MAX_WARM_CONTEXTS: Final = 64
+"""More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE)
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -32,6 +35,7 @@ class Config:
         driver: "auto", "cuda" or "cpu".
         vram_bytes: For cpu: one pretended card of each size. For cuda: at most one, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
+        warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
         limits: The lease table's bounds.
@@ -41,6 +45,7 @@ class Config:
     driver: str = "auto"
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
+    warm_contexts: int = 0
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
     limits: CoreLimits = field(default_factory=CoreLimits)
@@ -60,7 +65,7 @@ def parse_size(text: str) -> int:
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
     settings: dict[str, Any] = {} if path is None else _from_file(path)
-    settings |= {key: value for key, value in overrides.items() if value}
+    settings |= {key: value for key, value in overrides.items() if value not in (None, [])}
     values = {_field(key): _convert(key, value) for key, value in settings.items()}
     config = replace(Config(), **values)
     if "max_connections_per_tenant" not in values:
@@ -157,3 +162,5 @@ def _check(config: Config) -> None:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
     if not 1 <= config.max_connections_per_tenant <= config.max_connections:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
+    if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
+        raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")

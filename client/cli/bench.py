@@ -12,7 +12,7 @@ import click
 
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.kernels import kernel_figures
-from gpulease.client.bench.leased import acquisition, arena_copies, hot_path
+from gpulease.client.bench.leased import acquisition, arena_copies, hot_path, warm_acquisition
 from gpulease.client.blocking import ask
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
@@ -26,6 +26,9 @@ DIRECT_TIMEOUT_S: Final = 300
 
 GATE_FLIPS: Final = 400
 """For a 99th percentile that means something; each takes milliseconds."""
+
+WARM_CONTEXTS: Final = 2
+"""Of the private daemon that warm leases are measured on: one to take, and one that the next is made beside."""
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
@@ -45,6 +48,12 @@ _ROWS: Final = (
 _LEASE_ROWS: Final = (
     ("acquire_p50_ms", "acquire to first answer, p50"),
     ("acquire_p99_ms", "acquire to first answer, p99"),
+    ("first_kernel_p50_ms", "acquire to the end of a kernel never seen, p50"),
+    ("first_kernel_p99_ms", "acquire to the end of a kernel never seen, p99"),
+    ("warm_acquire_p50_ms", "the same with a warm context: to first answer, p50"),
+    ("warm_acquire_p99_ms", "the same with a warm context: to first answer, p99"),
+    ("warm_first_kernel_p50_ms", "the same with a warm context: to the kernel's end, p50"),
+    ("warm_first_kernel_p99_ms", "the same with a warm context: to the kernel's end, p99"),
     ("free_p50_ms", "free to memory proved free, p50"),
     ("free_p99_ms", "free to memory proved free, p99"),
     ("expiry_told_p50_ms", "deadline to the tenant's error, endless kernel, p50"),
@@ -99,14 +108,18 @@ _POSITIVE: Final = click.IntRange(min=1)
 def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
     with contextlib.ExitStack() as stack:
-        address = running_address() or stack.enter_context(private_daemon(driver))
+        running = running_address()
+        address = running or stack.enter_context(private_daemon(driver))
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
-        lease_figures = acquisition(address, leases) | expiry(address, leases) | revocation(address, leases)
+        lease_figures = _acquisition(address, card, leases) | expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
         kernels = kernel_figures(address)
+    if running is None:
+        with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
+            lease_figures |= warm_acquisition(address, leases)
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
@@ -123,6 +136,8 @@ def bench(driver: str, rounds: int, launches: int, leases: int, as_json: bool) -
             name: {figure: round(value, 4) for figure, value in figures.items()} for name, figures in kernels.items()
         },
     }
+    if "acquire_p50_ms" in lease_figures:
+        report["acquire_to_bare"] = round(lease_figures["acquire_p50_ms"] / bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
@@ -138,6 +153,11 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
             copies = arena_copies(address, driver, shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | copies)
     return _medians(leased), _medians(by_socket), _medians(direct)
+
+
+def _acquisition(address: str, card: dict[str, Any], leases: int) -> Figures:
+    """Of a daemon with a pool, the warm figures alone: there, it is chance what a lease gets in between."""
+    return warm_acquisition(address, leases) if card["warm_wanted"] else acquisition(address, leases)
 
 
 def _direct(driver: str, launches: int) -> Figures:
@@ -194,7 +214,9 @@ def _tables(report: dict[str, object]) -> str:
     ):
         figures = report[name]
         if isinstance(figures, dict):
-            parts.append(table([head, ""], [[text, f"{figures[key]:.2f}"] for key, text in texts]))
+            parts.append(table([head, ""], [[text, f"{figures[key]:.2f}"] for key, text in texts if key in figures]))
+    if "acquire_to_bare" in report:
+        parts.append(f"acquire to first answer / fork to a context that answers, p50: {report['acquire_to_bare']}")
     if isinstance(report["kernels"], dict):
         parts.append(_kernel_table(report["kernels"]))
     return "\n\n".join(parts)

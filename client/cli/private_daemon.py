@@ -40,12 +40,14 @@ def running_address() -> str | None:
 
 
 @contextlib.contextmanager
-def private_daemon(driver: str, vram: tuple[str, ...] = ()) -> Iterator[str]:
+def private_daemon(driver: str, vram: tuple[str, ...] = (), *, warm_contexts: int = 0) -> Iterator[str]:
     """The address of a daemon of this process's own; it ends with the block. Raises CannotStart."""
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
         path = str(Path(folder) / "daemon.sock")
         log_path = Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
+        if warm_contexts:
+            command += ["--warm-contexts", str(warm_contexts)]
         for size in vram:
             command += ["--vram", size]
         with log_path.open("wb") as log:

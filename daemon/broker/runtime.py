@@ -18,6 +18,7 @@ from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
     ArmHoldTimer,
+    ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
@@ -32,8 +33,10 @@ from gpulease.daemon.core import (
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    PoolTimerFired,
     ProveReclaimed,
     RefuseWork,
+    RenameWorker,
     Renewed,
     RevokeDone,
     SetDeadline,
@@ -41,6 +44,9 @@ from gpulease.daemon.core import (
     TimerFired,
     TimerKind,
     WaitTimerFired,
+    WarmEnded,
+    WarmState,
+    WarmUp,
 )
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity
@@ -72,17 +78,20 @@ class Runtime:
         self._timers: dict[tuple[int, TimerKind], asyncio.TimerHandle] = {}
         self._wait_timers: dict[int, asyncio.TimerHandle] = {}
         self._hold_timer: asyncio.TimerHandle | None = None
-        self._lease_ended = asyncio.Event()
+        self._pool_timer: asyncio.TimerHandle | None = None
+        self._one_ended = asyncio.Event()
 
     async def drained(self) -> None:
-        """Wait until no lease is left but fenced ones."""
-        while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()):
-            self._lease_ended.clear()
-            await self._lease_ended.wait()
+        """Wait until no lease and no warm context is left but fenced ones."""
+        while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()) or any(
+            context.state is not WarmState.FENCED for context in self.table.warming()
+        ):
+            self._one_ended.clear()
+            await self._one_ended.wait()
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
-        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer):
+        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer, self._pool_timer):
             if handle is not None:
                 handle.cancel()
         await self._watchman.stop()
@@ -130,6 +139,11 @@ class Runtime:
         match effect:
             case SpawnWorker():
                 self._spawn(effect)
+            case WarmUp(warm_id, card_uuid):
+                self._watchman.start()
+                self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
+            case RenameWorker(from_id, to_id):
+                self.workers.rename(from_id, to_id)
             case SetDeadline(lease_id, generation, deadline_ns):
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):
@@ -144,6 +158,10 @@ class Runtime:
                 self._wait_timers[request] = self._at(due_ns, WaitTimerFired(request))
             case ArmHoldTimer(due_ns):
                 self._arm_hold(due_ns)
+            case ArmPoolTimer(due_ns):
+                self._arm_pool(due_ns)
+            case WarmEnded():
+                self._end_warm(effect)
             case LeaseEnded(lease):
                 self._end(lease)
             case _:
@@ -175,18 +193,33 @@ class Runtime:
             self._hold_timer.cancel()
         self._hold_timer = self._at(due_ns, HoldTimerFired())
 
+    def _arm_pool(self, due_ns: int) -> None:
+        if self._pool_timer is not None:
+            self._pool_timer.cancel()
+        self._pool_timer = self._at(due_ns, PoolTimerFired())
+
     def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
         delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
         return asyncio.get_running_loop().call_later(delay_s, self.post, event)
 
     def _end(self, lease: LeaseSnapshot) -> None:
-        for kind in TimerKind:
-            if (handle := self._timers.pop((lease.lease_id, kind), None)) is not None:
-                handle.cancel()
-        self._reclaimer.give_up(lease.lease_id)
-        self._lease_ended.set()
+        self._let_go(lease.lease_id)
         cause = lease.cause.value if lease.cause is not None else "unknown"
         _log.info("lease %032x %s: %s %s", lease.lease_id, lease.state.value, cause, lease.reason)
+
+    def _end_warm(self, ended: WarmEnded) -> None:
+        self._let_go(ended.warm_id)
+        level = logging.WARNING if ended.is_fenced else logging.INFO
+        state = "fenced" if ended.is_fenced else "gone"
+        _log.log(level, "a warm context on card %s is %s: %s", ended.card_uuid, state, ended.reason)
+
+    def _let_go(self, number: int) -> None:
+        """Nothing is to be done any more about a lease or warm context."""
+        for kind in TimerKind:
+            if (handle := self._timers.pop((number, kind), None)) is not None:
+                handle.cancel()
+        self._reclaimer.give_up(number)
+        self._one_ended.set()
 
     def _answer(self, outcome: Outcome) -> None:
         if (handle := self._wait_timers.pop(outcome.request, None)) is not None:

@@ -15,7 +15,7 @@ from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config
-from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.core import Card, LeaseTable, PoolTimerFired, ShutdownRequested
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.protocol.address import Address
 from gpulease.protocol.failures import Failure
@@ -36,16 +36,17 @@ class Service:
 
     def __init__(self, config: Config, source: CardSource, cards: list[Card], workers: Workers) -> None:
         self.addresses: list[Address] = []
-        self.runtime = Runtime(LeaseTable(cards, config.limits), source, workers)
+        self.runtime = Runtime(LeaseTable(cards, config.limits, config.warm_contexts), source, workers)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
 
     async def start(self) -> None:
-        """Listen. Raises CannotListen."""
+        """Listen, and begin to make warm contexts. Raises CannotListen."""
         for address in self._config.listen:
             self.addresses.append(await self._listeners.listen(address))
+        self.runtime.post(PoolTimerFired())
 
     async def stop(self) -> None:
         """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""

@@ -4,10 +4,11 @@ from gpulease.daemon.core import denials, placement
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.denials import Denial
-from gpulease.daemon.core.effects import ArmHoldTimer, ArmTimer, ArmWaitTimer, Denied, Effect, SpawnWorker
-from gpulease.daemon.core.events import AcquireRequested, TimerKind
+from gpulease.daemon.core.effects import ArmHoldTimer, ArmWaitTimer, Denied, Effect
+from gpulease.daemon.core.events import AcquireRequested
 from gpulease.daemon.core.leases import Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
+from gpulease.daemon.core.pool import Pool
 from gpulease.daemon.core.waiting import Waiter
 
 MAX_LEASE_ID = (1 << 128) - 1
@@ -30,8 +31,9 @@ def check_ttl(ttl_ms: int, limits: CoreLimits) -> Denial | None:
 class Admission:
     """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, pool: Pool) -> None:
         self._book = book
+        self._pool = pool
         self._limits = book.limits
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
@@ -115,12 +117,10 @@ class Admission:
             created_ns=now_ns,
             spawn_due_ns=now_ns + self._limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._limits.max_story_entries,
+            max_kernel_ms=event.max_kernel_ms,
         )
         self._book.open(lease)
-        out.append(
-            SpawnWorker(lease.lease_id, lease.card_uuid, lease.size_bytes, lease.generation, event.max_kernel_ms)
-        )
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+        self._pool.place(lease, now_ns, out)
 
     def _enqueue(
         self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]

@@ -161,6 +161,9 @@ class Lease:
     Attributes:
         request: The acquire that waits for the worker; meaningless once it was answered.
         charge_bytes: The size and the context's overhead, as held on the card.
+        max_kernel_ms: How long one kernel may run, 0 for no bound.
+        warm_id: The warm context it took, 0 if none.
+        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
         grace_due_ns: When the worker is killed, None if no grace was given.
         reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
         is_kill_sent: The worker was ordered dead; it is never ordered twice.
@@ -180,6 +183,9 @@ class Lease:
     created_ns: int
     spawn_due_ns: int
     max_story_entries: int
+    max_kernel_ms: int = 0
+    warm_id: int = 0
+    awaited_bytes: int = 0
     generation: int = 1
     state: LeaseState = LeaseState.PENDING
     cause: Cause | None = None

@@ -46,6 +46,8 @@ class CoreLimits:
     max_story_entries: int = 64
     # A driver that hangs in cuInit would keep its bytes and its requester for ever.
     spawn_timeout_s: int = 60
+    # A context made ahead that hangs must not hold up the lease that takes it for longer; it gets a new one then.
+    adopt_timeout_s: int = 2
     # A process that can't be reaped, or bytes that do not come back, must become visible as a fence.
     reclaim_timeout_s: int = 30
     # A kernel that never ends must not outlive its lease by more than this.

@@ -9,9 +9,9 @@ class WorkerSpec:
     """One worker to be.
 
     Attributes:
-        lease_id: The lease, and the session's id.
+        lease_id: The lease, and the session's id; a number of the pool's for one made ahead.
         card_uuid: The only card it may see.
-        size_bytes: Its slice.
+        size_bytes: Its slice; 0 for one made ahead, which is told of its lease later.
         allowance_bytes: What it may take of the card besides, on the node's account.
         max_kernel_ms: How long one kernel may run, 0 for no bound.
         is_shared: Whether several connections may be attached at a time.
@@ -24,8 +24,13 @@ class WorkerSpec:
     allowance_bytes: int = 0
     max_kernel_ms: int = 0
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether it has no lease yet: every lease has a slice."""
+        return self.size_bytes == 0
+
     def to_message(self) -> dict[str, Any]:
-        """As it travels to the zygote."""
+        """As it travels to the zygote, or to a worker that was made ahead."""
         return {
             "op": "spawn",
             "lease": f"{self.lease_id:032x}",

@@ -42,7 +42,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
         'listen = ["unix:/tmp/a.sock", "tcp:[::1]:7"]\ndriver = "cpu"\nvram = ["1GiB", "2GiB"]\nsocket_mode = "0600"\n'
-        "max_connections = 9\nmax_connections_per_tenant = 8\n[limits]\nmax_leases = 3\n"
+        "max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\n[limits]\nmax_leases = 3\n"
     )
     config = load_config(path, {})
     assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
@@ -50,6 +50,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert config.socket_mode == 0o600
     assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)
     assert config.limits.max_leases == 3
+    assert config.warm_contexts == 3
+    assert load_config(path, {"warm_contexts": 0, "vram": []}).warm_contexts == 0
 
 
 def test_one_text_instead_of_a_list(tmp_path: Path) -> None:
@@ -80,6 +82,8 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"listen": 5}, "setting listen: it must be a string or a list of strings"),
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
+        ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
+        ({"warm_contexts": -1}, "warm_contexts is -1"),
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"socket_mode": "rwx"}, "setting socket_mode"),
     ],

@@ -50,11 +50,11 @@ class CudaContext:
 
     page_bytes = PAGE_BYTES
 
-    def __init__(self, context: Any, local: LocalMemory) -> None:
+    def __init__(self, context: Any, local: LocalMemory, stream: Any = None) -> None:
         self._context = context
         self._local = local
         self._pages = Pages()
-        self._stream = cuda.Stream()
+        self._stream = stream or cuda.Stream()
         self._allocations: dict[int, Any] = {}
         self._fault: KernelFault | None = None
         self._markers: Markers | None = None
@@ -79,6 +79,10 @@ class CudaContext:
             return cls(context, local)
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
+
+    def begin_again(self) -> "CudaContext":
+        """The same context and stream with new books; all that was allocated and loaded must have been released."""
+        return CudaContext(self._context, self._local, self._stream)
 
     @property
     def rounding_bytes(self) -> int:
