@@ -87,7 +87,7 @@ class LogRecorder(Recorder):
         """Where records go."""
         self._writer = writer
 
-    def on_durable(self) -> None:
+    def on_change(self) -> None:
         """For the writer's thread."""
         if self._is_required:
             with contextlib.suppress(RuntimeError):  # The loop has ended: nobody waits.
@@ -172,11 +172,13 @@ class LogRecorder(Recorder):
     def _release(self) -> None:
         if self._writer is None:
             return
-        durable = [lease_id for lease_id, held in self._held.items() if self._writer.is_durable(held.ticket)]
-        for lease_id in durable:
-            held = self._held.pop(lease_id)
-            held.timer.cancel()
-            held.on_outcome(held.granted)
+        for lease_id, held in list(self._held.items()):
+            if self._writer.is_durable(held.ticket):
+                del self._held[lease_id]
+                held.timer.cancel()
+                held.on_outcome(held.granted)
+            elif self._writer.problem():
+                self._give_up(lease_id)
 
     def _give_up(self, lease_id: int) -> None:
         held = self._held.pop(lease_id, None)

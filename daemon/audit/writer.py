@@ -47,12 +47,12 @@ class Writer:
     Args:
         open_log: Opens the log; called again after every failure. Raises OSError or FolderInUse.
         about: What the daemon's `start` record tells.
-        on_durable: Called in the thread whenever records became durable.
+        on_change: Called in the thread whenever records became durable, and when they can't be written any more.
     """
 
-    def __init__(self, open_log: Callable[[], AuditLog], about: dict[str, Any], on_durable: Callable[[], None]) -> None:
+    def __init__(self, open_log: Callable[[], AuditLog], about: dict[str, Any], on_change: Callable[[], None]) -> None:
         self._open_log = open_log
-        self._on_durable = on_durable
+        self._on_change = on_change
         self._begin = draft_of(Kind.START, {"format": FORMAT} | about)
         self._inbox = Inbox()
         self._log: AuditLog | None = None
@@ -137,23 +137,28 @@ class Writer:
         now_ns = self._busy_since_ns = time.monotonic_ns()
         try:
             log = self._log or self._open()
+            before = log.link
             drafts = [*([] if self._opening is None else [self._opening]), *self._pending]
             try:
                 log.append(drafts, now_ns // NS_PER_US)
             finally:
                 self._attempted = log.attempted
-            self._succeed(log, now_ns)
+            self._succeed(log, before, now_ns)
         finally:
             self._busy_since_ns = 0
 
-    def _succeed(self, log: AuditLog, now_ns: int) -> None:
+    def _succeed(self, log: AuditLog, before: Link, now_ns: int) -> None:
         self._durable += len(self._pending)
-        self._pending, self._opening, self._attempted = [], None, []
         self._is_begun = True
+        if self._opening is not None:
+            _log.info("the audit log goes on behind record %d, %s", before.seq, before.hash)
+            if log.found:
+                _log.warning("the audit log was not as it was left: %s", log.found)
         if self._failure:
-            _log.warning("the audit log is written again, from record %d on", log.link.seq)
+            _log.warning("the audit log is written again")
             self._failure = ""
-        self._on_durable()
+        self._pending, self._opening, self._attempted = [], None, []
+        self._on_change()
         if self._inbox.dropped > self._told_dropped:
             _log.warning("%d records found no room and are not in the audit log", self._inbox.dropped)
             self._told_dropped = self._inbox.dropped
@@ -169,6 +174,7 @@ class Writer:
             _log.error("the audit log can't be written: %s", error)
         said = error.strerror if isinstance(error, OSError) else str(error)
         self._failure = said or type(error).__name__
+        self._on_change()
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -207,9 +213,6 @@ class Writer:
             self._durable += there
         self._attempted = []
         self._opening = self._opening_draft(log)
-        _log.info("the audit log goes on behind record %d, %s", log.link.seq, log.link.hash)
-        if log.found:
-            _log.warning("the audit log was not as it was left: %s", log.found)
         return log
 
     def _opening_draft(self, log: AuditLog) -> Draft:

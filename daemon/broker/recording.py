@@ -53,7 +53,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
     }
     recorder = LogRecorder(config.audit_required)
-    writer = Writer(lambda: AuditLog(settings, boot), about, recorder.on_durable)
+    writer = Writer(lambda: AuditLog(settings, boot), about, recorder.on_change)
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
     except (OSError, FolderInUse) as error:
