@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -169,14 +170,11 @@ def test_a_grant_waits_for_its_record(start_daemon: Callable[..., Daemon], folde
     use(daemon)
     hang.touch()
     began = time.monotonic()
-    timer = os.fork()
-    if timer == 0:
-        time.sleep(0.5)
-        hang.unlink()
-        os._exit(0)
+    timer = threading.Timer(0.5, hang.unlink)
+    timer.start()
     use(daemon)
     assert time.monotonic() - began > 0.5
-    os.waitpid(timer, 0)
+    timer.join()
 
 
 @pytest.mark.parametrize("required", [True, False])
