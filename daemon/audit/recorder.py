@@ -186,5 +186,8 @@ class LogRecorder(Recorder):
             return
         held.timer.cancel()
         denial = not_recorded(self._problem() or f"it took more than {MAX_WAIT_S:g} s")
+        lease = held.granted.lease
+        told = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease_id)}
+        self._record((Kind.DENY, told | {"reason": denial.reason.value, "message": denial.message}))
         self._post(RevokeRequested(0, lease_id, denial.message))
         held.on_outcome(Denied(held.granted.request, denial))

@@ -76,7 +76,7 @@ class Writer:
         Raises FolderInUse, or OSError if it can't be written although it must.
         """
         try:
-            self._write()
+            self._work()
         except OSError as error:
             self._fail(error)
             if must_work:
@@ -119,10 +119,7 @@ class Writer:
             if len(self._pending) < MAX_GROUP:
                 self._pending += self._inbox.take(MAX_GROUP, 0 if self._failure else BEAT_S)
             try:
-                if self._pending or self._log is None:
-                    self._write()
-                else:
-                    self._beat(time.monotonic_ns())
+                self._work()
             except (OSError, FolderInUse) as error:
                 self._fail(error)
             except Exception as error:
@@ -133,19 +130,25 @@ class Writer:
                 self._close()
                 return
 
-    def _write(self) -> None:
+    def _work(self) -> None:
         now_ns = self._busy_since_ns = time.monotonic_ns()
         try:
-            log = self._log or self._open()
-            before = log.link
-            drafts = [*([] if self._opening is None else [self._opening]), *self._pending]
-            try:
-                log.append(drafts, now_ns // NS_PER_US)
-            finally:
-                self._attempted = log.attempted
-            self._succeed(log, before, now_ns)
+            if self._pending or self._log is None:
+                self._write(self._log or self._open(), now_ns)
+            else:
+                self._log.beat(now_ns // NS_PER_US)
+                self._sync_head(self._log, now_ns)
         finally:
             self._busy_since_ns = 0
+
+    def _write(self, log: AuditLog, now_ns: int) -> None:
+        before = log.link
+        drafts = [*([] if self._opening is None else [self._opening]), *self._pending]
+        try:
+            log.append(drafts, now_ns // NS_PER_US)
+        finally:
+            self._attempted = log.attempted
+        self._succeed(log, before, now_ns)
 
     def _succeed(self, log: AuditLog, before: Link, now_ns: int) -> None:
         self._durable += len(self._pending)
@@ -178,11 +181,6 @@ class Writer:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def _beat(self, now_ns: int) -> None:
-        if self._log is not None:
-            self._log.beat(now_ns // NS_PER_US)
-            self._sync_head(self._log, now_ns)
 
     def _sync_head(self, log: AuditLog, now_ns: int) -> None:
         if now_ns - self._head_synced_ns >= BEAT_S * NS_PER_S:

@@ -109,7 +109,7 @@ def test_what_found_no_room_is_counted(start_daemon: Callable[..., Daemon], fold
     hang.touch()
     use(daemon)
     # The thread waits for the disk with the first record.
-    use(daemon, 6)
+    use(daemon, 10)
     hang.unlink()
     wait_until(lambda: "gap" in kinds(folder), "the gap is told")
     use(daemon)
@@ -120,7 +120,7 @@ def test_what_found_no_room_is_counted(start_daemon: Callable[..., Daemon], fold
         for kind, count in record["data"].get("dropped", {}).items():
             dropped[kind] += count
     assert sum(dropped.values()) > 3
-    assert all(kinds(folder).count(kind) + count == 8 for kind, count in dropped.items())
+    assert all(kinds(folder).count(kind) + count == 12 for kind, count in dropped.items())
     assert "found no room" in daemon.log()
 
 
@@ -141,19 +141,21 @@ def test_a_slow_disk_under_a_log_that_is_required(
             daemon.builder().acquire()
         assert time.monotonic() - began > 0.5
         # Nothing of the broker waits for the disk, and nothing of it holds anything back but grants.
-        began = time.monotonic()
         daemon.leases()
         neighbour.check()
         lease.renew(60)
         with pytest.raises(Busy):
             daemon.builder().acquire()
-        assert time.monotonic() - began < 0.5
         wait_until(lambda: len(daemon.leases()) == 1, "what was not told is torn down", seen=daemon.leases)
         hang.unlink()
         wait_until(lambda: can_be_had(daemon), "leases are granted again")
     stop(daemon)
     check_whole(folder)
-    assert kinds(folder).count("resume") == 0
+    # The second was refused before it was granted; the log says what became of both.
+    told = [record["data"] for record in records(folder)]
+    assert sum("a write has lasted" in data.get("reason", "") for data in told) == 2
+    assert sum(data.get("reason") == "refused" for data in told) >= 1
+    assert "resume" not in kinds(folder)
 
 
 def can_be_had(daemon: Daemon) -> bool:

@@ -3,8 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hypothesis import HealthCheck, settings
+
 from gpulease.daemon.audit.records import Draft, Kind, Link, seal
 from gpulease.daemon.audit.verification import Verdict, Verifier
+
+ANY_SPEED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""On a host that is busy with other tests an example takes as long as it takes."""
 
 BOOT = "0123456789abcdef" * 2
 OTHER_BOOT = "fedcba9876543210" * 2

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.audit.canonical import MAX_DEPTH, MAX_INTEGER, NotCanonical, canonical_bytes, value_of
 
+from .chains import ANY_SPEED
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 scalars = st.none() | st.booleans() | st.integers(-MAX_INTEGER, MAX_INTEGER) | texts
 keys = st.text("abcXYZ019_", min_size=1, max_size=5)
@@ -29,6 +31,7 @@ def plainly(value: Any) -> str:
     return "null" if value is None else str(value) if not isinstance(value, bool) else str(value).lower()
 
 
+@ANY_SPEED
 @given(values)
 def test_it_is_what_the_standard_says(value: Any) -> None:
     data = canonical_bytes(value)
@@ -70,6 +73,7 @@ def test_what_has_no_canonical_form(value: Any) -> None:
         canonical_bytes(value)
 
 
+@ANY_SPEED
 @given(st.binary(max_size=60))
 def test_no_bytes_do_harm(data: bytes) -> None:
     try:

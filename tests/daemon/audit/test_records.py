@@ -24,10 +24,11 @@ from gpulease.daemon.audit.records import (
     seal,
 )
 
-from .chains import BOOT, a_life, draft, sealed
+from .chains import ANY_SPEED, BOOT, a_life, draft, sealed
 from .test_canonical import keys, values
 
 
+@ANY_SPEED
 @given(
     st.sampled_from(Kind), st.dictionaries(keys, values, max_size=4), st.integers(0, 2**51), st.integers(0, 2**53 - 1)
 )
@@ -98,6 +99,7 @@ def test_the_unchanged_one_is_a_record() -> None:
     assert read_record(changed()).kind == Kind.START
 
 
+@ANY_SPEED
 @given(st.integers(0, 2**53 - 1), st.integers(0, 2**53 - 1))
 def test_a_head_has_one_size(seq: int, alive_us: int) -> None:
     head = Head(Link(seq, "cd" * 32), BOOT, alive_us)
@@ -106,6 +108,7 @@ def test_a_head_has_one_size(seq: int, alive_us: int) -> None:
     assert read_head(data) == head
 
 
+@ANY_SPEED
 @given(st.binary(max_size=300) | st.just(b"{}".ljust(HEAD_BYTES - 1) + b"\n") | st.just(b"[1]".ljust(255) + b"\n"))
 def test_what_is_no_head(data: bytes) -> None:
     with pytest.raises(NotAHead):

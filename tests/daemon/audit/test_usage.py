@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.audit.records import Draft, Head, Kind, Link, read_record
 from gpulease.daemon.audit.usage import UsageSum, Used
 
-from .chains import BOOT, OTHER_BOOT, a_life, draft, sealed
+from .chains import ANY_SPEED, BOOT, OTHER_BOOT, a_life, draft, sealed
 from .test_canonical import keys, values
 
 S = 1_000_000
@@ -112,6 +112,7 @@ odd = st.dictionaries(
 )
 
 
+@ANY_SPEED
 @given(st.lists(st.tuples(st.sampled_from(Kind), odd, st.integers(0, 1000), st.sampled_from([BOOT, OTHER_BOOT]))))
 def test_no_records_do_harm(told: list[tuple[Kind, dict[str, Any], int, str]]) -> None:
     found = UsageSum()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.audit.records import MAX_RECORD_BYTES, Kind, Link
 from gpulease.daemon.audit.verification import MAX_FINDINGS, Finding, Verifier
 
-from .chains import FILE, a_life, draft, sealed, text_of, verdict_of
+from .chains import ANY_SPEED, FILE, a_life, draft, sealed, text_of, verdict_of
 
 LINES, END = sealed(a_life())
 TEXT = text_of(LINES)
@@ -28,6 +28,7 @@ def test_a_whole_log() -> None:
     assert (verdict.records, verdict.end, verdict.notes) == (7, END, [])
 
 
+@ANY_SPEED
 @given(st.data())
 def test_any_changed_byte_shows_in_its_line_or_the_next(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(TEXT) - 1))
@@ -38,6 +39,7 @@ def test_any_changed_byte_shows_in_its_line_or_the_next(data: st.DataObject) -> 
     assert found.offset_bytes in (STARTS[line], STARTS[min(line + 1, 6)])
 
 
+@ANY_SPEED
 @given(st.integers(0, len(TEXT) - 1))
 def test_any_cut_shows(size: int) -> None:
     verdict = verdict_of({FILE: TEXT[:size]}, END)
@@ -46,6 +48,7 @@ def test_any_cut_shows(size: int) -> None:
     assert any(found.problem == cut for found in verdict.findings)
 
 
+@ANY_SPEED
 @given(st.permutations(range(7)))
 def test_any_other_order_shows(order: list[int]) -> None:
     assume(order != sorted(order))
@@ -105,6 +108,7 @@ def torn(piece: bytes, **told: Any) -> tuple[bytes, Link]:
     return TEXT + piece + b"\n" + line + b"\n", end
 
 
+@ANY_SPEED
 @given(st.binary(min_size=1, max_size=50))
 def test_a_torn_line_that_is_told_of(piece: bytes) -> None:
     data, end = torn(piece)
@@ -168,6 +172,7 @@ def test_another_format() -> None:
 # --- hostile bytes ---
 
 
+@ANY_SPEED
 @given(st.lists(st.binary(max_size=80) | st.sampled_from([line + b"\n" for line in LINES]), max_size=12))
 def test_no_lines_do_harm(lines: list[bytes]) -> None:
     verifier = Verifier(END)
