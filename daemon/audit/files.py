@@ -35,6 +35,9 @@ HEAD_NAME: Final = "head.json"
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
 
+REWRITE_BYTES: Final = 1 << 20
+"""Held in memory at a time."""
+
 _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
 
@@ -143,6 +146,17 @@ class AuditLog:
     def beat(self, alive_us: int) -> None:
         """Write the head: where the log ends, and that its daemon lives. Raises OSError."""
         os.pwrite(self._head_fd, head_bytes(Head(self.link, self._boot, alive_us)), 0)
+
+    def rewrite(self) -> None:
+        """Write the newest file's bytes once more, each where it is. Raises OSError.
+
+        After a sync that failed, the kernel may call clean what never got to the disk (fsync(2), EIO): dirty once more,
+        it is in the next sync.
+        """
+        with self._path.open("r+b", buffering=0) as file:
+            offset = 0
+            while chunk := os.pread(file.fileno(), REWRITE_BYTES, offset):
+                offset += os.pwrite(file.fileno(), chunk, offset)
 
     def sync_head(self) -> None:
         """Make the head durable. A head that is older than its log says nothing wrong. Raises OSError."""

@@ -61,6 +61,7 @@ class Writer:
         self._pending: list[Draft] = []
         self._attempted: list[Link] = []
         self._durable = 0
+        self._unsynced = 0
         self._failure = ""
         self._failed_us = 0
         self._told_dropped = 0
@@ -151,7 +152,6 @@ class Writer:
         self._succeed(log, before, now_ns)
 
     def _succeed(self, log: AuditLog, before: Link, now_ns: int) -> None:
-        self._durable += len(self._pending)
         self._is_begun = True
         if self._opening is not None:
             _log.info("the audit log goes on behind record %d, %s", before.seq, before.hash)
@@ -160,7 +160,8 @@ class Writer:
         if self._failure:
             _log.warning("the audit log is written again")
             self._failure = ""
-        self._pending, self._opening, self._attempted = [], None, []
+        self._durable += self._unsynced + len(self._pending)
+        self._pending, self._opening, self._attempted, self._unsynced = [], None, [], 0
         self._on_change()
         if self._inbox.dropped > self._told_dropped:
             _log.warning("%d records found no room and are not in the audit log", self._inbox.dropped)
@@ -202,13 +203,14 @@ class Writer:
     def _open(self) -> AuditLog:
         log = self._log = self._open_log()
         if log.link in self._attempted:
-            # A write that failed had reached the disk in part: what is there is not written again.
+            # What failed had been written in part, or all of it: what is there is not appended again, only synced.
             there = self._attempted.index(log.link) + 1
             if self._opening is not None:
                 self._is_begun = True
                 there -= 1
             del self._pending[:there]
-            self._durable += there
+            self._unsynced += there
+            log.rewrite()
         self._attempted = []
         self._opening = self._opening_draft(log)
         return log

@@ -1,5 +1,6 @@
 """The thread between the broker and the disk; a full disk is a limit on file sizes that a child sets itself."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -104,6 +105,32 @@ def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatc
     wait_until(lambda: writer.is_durable(ticket), "it goes on")
     assert writer.stop({})
     assert [record.kind for record in records_of(tmp_path / "log")] == ["start", "resume", "grant", "stop"]
+
+
+def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.audit.writer.RETRY_S", 0.01)
+    writer = Writer(opener(tmp_path / "log"), {}, lambda: None)
+    writer.start(must_work=True)
+    file = tmp_path / "log" / "audit-0000000000000001.jsonl"
+    failures: list[int] = []
+
+    def fail(fd: int) -> None:
+        failures.append(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpulease.daemon.audit.files.os.fdatasync", fail)
+        ticket = writer.put(Kind.GRANT, {"number": 1})
+        wait_until(lambda: len(failures) > 3, "it tries again")
+        assert b'"number":1' in file.read_bytes()
+        assert not writer.is_durable(ticket)
+        assert writer.problem() == "Input/output error"
+    wait_until(lambda: writer.is_durable(ticket), "the disk works")
+    assert writer.stop({})
+    told = [record.kind for record in records_of(tmp_path / "log")]
+    # Every try that was written stays, each record of what happened once.
+    assert [kind for kind in told if kind != "resume"] == ["start", "grant", "stop"]
+    assert writer.figures() == {"waiting": 0, "durable": 2, "dropped": 0}
 
 
 FULL_DISK = """
