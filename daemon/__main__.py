@@ -52,6 +52,7 @@ def main(
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         from gpulease.daemon.broker.listening import CannotListen
+        from gpulease.daemon.broker.recording import CannotRecord
         from gpulease.daemon.broker.zygote import ZygoteBroken
         from gpulease.daemon.cards.source import CardsUnavailable
         from gpulease.daemon.config import ConfigError, load_config
@@ -65,7 +66,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         return _fail(str(error), "", EXIT_CONFIG)
     except (CardsUnavailable, ZygoteBroken) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
-    except CannotListen as error:
+    except (CannotListen, CannotRecord) as error:
         return _fail(str(error), "", EXIT_UNAVAILABLE)
     return 0
 

@@ -12,6 +12,12 @@ from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
+MIN_AUDIT_FILE_BYTES: Final = 64 << 10
+"""A smaller file would hold a few records: a size mistyped by a unit."""
+
+MAX_AUDIT_FILE_BYTES: Final = 1 << 30
+"""Of which the last one is looked through when the daemon starts."""
+
 MAX_EMBEDDED_CARDS: Final = 64
 """More pretended cards than any host has real ones is a typing mistake."""
 
@@ -19,6 +25,8 @@ MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE)
+_FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
+"""Settings that people write in another unit than the daemon keeps them."""
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -38,6 +46,11 @@ class Config:
         warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
+        audit: The folder of the audit log; None to keep none.
+        audit_head: Where the log's head is written, for a place apart from it; None for the log's folder.
+        audit_required: Whether no lease is granted unless its record is on the disk.
+        audit_file_bytes: The size at which the log goes on in another file.
+        audit_keep_files: How many of the log's files are kept; 0 for all.
         limits: The lease table's bounds.
     """
 
@@ -48,6 +61,11 @@ class Config:
     warm_contexts: int = 0
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
+    audit: Path | None = None
+    audit_head: Path | None = None
+    audit_required: bool = False
+    audit_file_bytes: int = 64 << 20
+    audit_keep_files: int = 0
     limits: CoreLimits = field(default_factory=CoreLimits)
 
 
@@ -87,9 +105,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _field(key: str) -> str:
-    name = "vram_bytes" if key == "vram" else key
-    if name not in {item.name for item in fields(Config)}:
-        known = ", ".join("vram" if item.name == "vram_bytes" else item.name for item in fields(Config))
+    name = _FIELDS.get(key, key)
+    if name not in {item.name for item in fields(Config)} or key in _FIELDS.values():
+        keys = {name: key for key, name in _FIELDS.items()}
+        known = ", ".join(keys.get(item.name, item.name) for item in fields(Config))
         raise ConfigError(f"unknown setting {key!r}; known are: {known}")
     return name
 
@@ -106,6 +125,12 @@ def _convert(key: str, value: Any) -> Any:
             return _limits(value)
         if key == "driver":
             return str(value)
+        if key in ("audit", "audit_head"):
+            return _path(value)
+        if key == "audit_required":
+            return _truth(value)
+        if key == "audit_file_size":
+            return parse_size(str(value))
         return _whole(key, value)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"setting {key}: {error}") from None
@@ -144,6 +169,18 @@ def _mode(value: Any) -> int:
     return mode
 
 
+def _path(value: Any) -> Path:
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        raise ValueError(f"{value!r} is not an absolute path")
+    return Path(value)
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def _texts(value: Any) -> list[str]:
     if not isinstance(value, str | list):
         raise ValueError("it must be a string or a list of strings")
@@ -164,3 +201,16 @@ def _check(config: Config) -> None:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
     if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
         raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")
+    _check_audit(config)
+
+
+def _check_audit(config: Config) -> None:
+    if config.audit is None and (config.audit_required or config.audit_head is not None):
+        raise ConfigError("audit_required and audit_head need audit, the folder of the audit log")
+    if not MIN_AUDIT_FILE_BYTES <= config.audit_file_bytes <= MAX_AUDIT_FILE_BYTES:
+        raise ConfigError(
+            f"audit_file_size is {config.audit_file_bytes} bytes;"
+            f" it must be between {MIN_AUDIT_FILE_BYTES} and {MAX_AUDIT_FILE_BYTES}"
+        )
+    if config.audit_keep_files < 0 or config.audit_keep_files == 1:
+        raise ConfigError("audit_keep_files must be 0, for all, or at least 2")

@@ -242,9 +242,11 @@ class ControlConnection(asyncio.BufferedProtocol):
         except Refusal as refusal:
             self._refuse_attach(request, refusal.failure)
             return
-        if not self._hand_over(request):
-            failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
-            self._refuse_attach(request, failure)
+        if self._hand_over(request):
+            self._runtime.recorder.attached(request.session_id, self.peer.tenant)
+            return
+        failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
+        self._refuse_attach(request, failure)
 
     def _hand_over(self, request: Request) -> bool:
         if self._transport is None:
@@ -265,5 +267,6 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _refuse_attach(self, request: Request, failure: Failure) -> None:
         if self._transport is None:
             return
+        self._runtime.recorder.refused(request.op.name, self.peer.tenant, request.session_id, failure.message)
         self.answer(request, failure)
         self._take_events()

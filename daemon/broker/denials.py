@@ -18,6 +18,7 @@ _STATUS: Final = {
     DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
     DenialReason.FREED: Status.LEASE_FREED,
     DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
+    DenialReason.NOT_RECORDED: Status.BUSY,
 }
 
 _REVOCATION_WORD: Final = {

@@ -86,6 +86,8 @@ class Desk:
         try:
             self._operations[request.op](request, request.body)
         except Refusal as refusal:
+            lease_id = getattr(request.body, "lease_id", 0)
+            self._runtime.recorder.refused(request.op.name, self._peer.tenant, lease_id, refusal.failure.message)
             self._answerer.answer(request, refusal.failure)
 
     def leave(self) -> None:
@@ -115,6 +117,8 @@ class Desk:
                     hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
                 )
             )
+        if (denial := self._runtime.recorder.denial()) is not None:
+            raise Refusal(failure_of(denial))
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
 
@@ -197,6 +201,7 @@ class Desk:
                 self._answer_denied(request, outcome)
 
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(RevokeRequested(number, body.lease_id, body.reason))
 
     def _fence_clear(self, request: Request, body: messages.FenceClear) -> None:
@@ -209,6 +214,7 @@ class Desk:
                 self._answer_denied(request, outcome)
 
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(FenceClearRequested(number, body.device))
 
     # --- reports ---

@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gpulease.daemon.broker.audit import Auditor
+from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.watchman import Watchman
+from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
@@ -62,14 +63,16 @@ _log = logging.getLogger("gpulease.leases")
 class Runtime:
     """Carries out what the lease table wants done."""
 
-    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers) -> None:
+    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, recorder: Recorder) -> None:
         self.table = table
         self.workers = workers
+        self.recorder = recorder
+        recorder.observe(table.get, self.post)
         workers.deliver_to(self.post)
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
-        self._auditor = Auditor(table, source, workers, self.post)
-        workers.look_with(self._auditor.look)
+        self._weigher = Weigher(table, source, workers, self.post)
+        workers.look_with(self._weigher.look)
         self._watchman = Watchman(workers, self.post)
         self._events: deque[Event] = deque()
         self._is_busy = False
@@ -95,7 +98,7 @@ class Runtime:
             if handle is not None:
                 handle.cancel()
         await self._watchman.stop()
-        await self._auditor.stop()
+        await self._weigher.stop()
         await self._reclaimer.stop()
 
     # --- requests ---
@@ -120,7 +123,11 @@ class Runtime:
         self._is_busy = True
         try:
             while self._events:
-                for effect in self.table.handle(self._events.popleft(), time.monotonic_ns()):
+                event, now_ns = self._events.popleft(), time.monotonic_ns()
+                effects = self.table.handle(event, now_ns)
+                # Before any of it is carried out: nobody is told what is not on its way to the audit log.
+                self.recorder.saw(event, effects, now_ns)
+                for effect in effects:
                     self._try(effect)
         finally:
             self._is_busy = False
@@ -170,7 +177,7 @@ class Runtime:
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
         self._watchman.start()
-        self._auditor.start()
+        self._weigher.start()
         is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
         spec = WorkerSpec(
             effect.lease_id,
@@ -225,5 +232,9 @@ class Runtime:
         if (handle := self._wait_timers.pop(outcome.request, None)) is not None:
             handle.cancel()
         on_outcome = self._waiting.pop(outcome.request, None)
-        if on_outcome is not None:
+        if on_outcome is None:
+            return
+        if isinstance(outcome, Granted):
+            self.recorder.answer(outcome, on_outcome)
+        else:
             on_outcome(outcome)

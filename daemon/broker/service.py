@@ -6,10 +6,12 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Final
 
+from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
+from gpulease.daemon.broker.recording import recording
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
@@ -34,9 +36,12 @@ class Service:
         addresses: Where it listens, with the ports the kernel chose.
     """
 
-    def __init__(self, config: Config, source: CardSource, cards: list[Card], workers: Workers) -> None:
+    def __init__(
+        self, config: Config, source: CardSource, cards: list[Card], workers: Workers, recorder: Recorder
+    ) -> None:
         self.addresses: list[Address] = []
-        self.runtime = Runtime(LeaseTable(cards, config.limits, config.warm_contexts), source, workers)
+        table = LeaseTable(cards, config.limits, config.warm_contexts)
+        self.runtime = Runtime(table, source, workers, recorder)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
@@ -70,7 +75,7 @@ class Service:
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken or CannotListen, each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord or CannotListen, each with a sentence for the operator.
     """
     adopt_orphans()
     raise_descriptor_limit()
@@ -83,7 +88,10 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
         try:
             await workers.start()
             cards = await _measured(source, facts, workers)
-            async with _serving(Service(config, source, cards, workers)) as service:
+            async with (
+                recording(config, source.driver, cards) as recorder,
+                _serving(Service(config, source, cards, workers, recorder)) as service,
+            ):
                 yield service
         finally:
             await workers.stop()

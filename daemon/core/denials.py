@@ -26,6 +26,7 @@ class DenialReason(Enum):
     SESSION_FAILED = "session_failed"
     FREED = "freed"
     SHUTTING_DOWN = "shutting_down"
+    NOT_RECORDED = "not_recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,15 @@ def shutting_down() -> Denial:
         DenialReason.SHUTTING_DOWN,
         "No lease can be granted because the daemon is shutting down.",
         "Try again once it is back, or on another node.",
+    )
+
+
+def not_recorded(problem: str) -> Denial:
+    """The operator demands that every grant is in the audit log, and it can't be written; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"No lease can be granted because the audit log can't be written: {problem}.",
+        "Try again later; an operator must look after the log.",
     )
 
 
