@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
@@ -34,6 +35,9 @@ class Config:
         socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
+        require_token: What tenants need a token of an operator's for: "alloc", "renew", and "attach", which takes any.
+        token_key_file: Where the keys that sign tokens are kept; None: in this process alone, so that a restart ends
+            every token.
         limits: The lease table's bounds.
     """
 
@@ -43,6 +47,8 @@ class Config:
     socket_mode: int = 0o660
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
+    require_token: frozenset[Demand] = frozenset()
+    token_key_file: Path | None = None
     limits: CoreLimits = field(default_factory=CoreLimits)
 
 
@@ -99,6 +105,10 @@ def _convert(key: str, value: Any) -> Any:
             return _mode(value)
         if key == "limits":
             return _limits(value)
+        if key == "require_token":
+            return frozenset(_demand(text) for text in _texts(value))
+        if key == "token_key_file":
+            return _path(value)
         if key == "driver":
             return str(value)
         return _whole(key, value)
@@ -137,6 +147,19 @@ def _mode(value: Any) -> int:
     if not 0 <= mode <= 0o777:
         raise ValueError(f'{value!r} is not a file mode: write it as "0660" or 0o660')
     return mode
+
+
+def _demand(text: str) -> Demand:
+    if text not in {demand.value for demand in Demand}:
+        raise ValueError(f"{text!r} is none of {', '.join(demand.value for demand in Demand)}")
+    return Demand(text)
+
+
+def _path(value: Any) -> Path:
+    path = Path(value)
+    if not path.is_absolute():
+        raise ValueError(f"{value!r} is not an absolute path")
+    return path
 
 
 def _texts(value: Any) -> list[str]:

@@ -51,6 +51,9 @@ check has to read."""
 AUDIENCE_BYTES: Final = 32
 """Length of an audience: the name of one holder on one node, a SHA-256."""
 
+PUBLIC_KEY_BYTES: Final = 32
+"""Length of a key that verifies tokens, Ed25519 (RFC 8032)."""
+
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 

@@ -12,9 +12,11 @@ from typing import Final, cast
 
 from gpulease.daemon.broker.deadlines import Deadlines, Wait
 from gpulease.daemon.broker.peers import Peer, identify
-from gpulease.daemon.broker.requests import Desk, Refusal
+from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.requests import Desk
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.version import AGENT
+from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol.connection import (
     Connection,
     EndOfStream,
@@ -238,22 +240,24 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         self._deadlines.stop(Wait.ATTACH)
         try:
-            desk.check_attach(request.session_id)
+            guest = desk.check_attach(request)
         except Refusal as refusal:
             self._refuse_attach(request, refusal.failure)
             return
-        if not self._hand_over(request):
+        if self._hand_over(request, guest):
+            desk.attached()
+        else:
             failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
             self._refuse_attach(request, failure)
 
-    def _hand_over(self, request: Request) -> bool:
+    def _hand_over(self, request: Request, guest: Guest | None) -> bool:
         if self._transport is None:
             return False
         fd = os.dup(self._transport.get_extra_info("socket").fileno())
         try:
             rest = self._connection.take_rest()
             wanted = Wanted.from_options(request.body.options) if isinstance(request.body, Attach) else Wanted()
-            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted):
+            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted, guest):
                 self._connection.receive_data(rest)
                 return False
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from gpulease.daemon.broker.audit import Auditor
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.watchman import Watchman
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
@@ -56,8 +57,9 @@ _log = logging.getLogger("gpulease.leases")
 class Runtime:
     """Carries out what the lease table wants done."""
 
-    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers) -> None:
+    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, tokens: TokenOffice) -> None:
         self.table = table
+        self.tokens = tokens
         self.workers = workers
         workers.deliver_to(self.post)
         self._source = source

@@ -11,6 +11,7 @@ from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
@@ -36,7 +37,9 @@ class Service:
 
     def __init__(self, config: Config, source: CardSource, cards: list[Card], workers: Workers) -> None:
         self.addresses: list[Address] = []
-        self.runtime = Runtime(LeaseTable(cards, config.limits), source, workers)
+        table = LeaseTable(cards, config.limits)
+        tokens = TokenOffice(table, config.require_token, config.token_key_file)
+        self.runtime = Runtime(table, source, workers, tokens)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
@@ -69,7 +72,7 @@ class Service:
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken or CannotListen, each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, TokensUnavailable or CannotListen, each with a sentence for the operator.
     """
     adopt_orphans()
     raise_descriptor_limit()

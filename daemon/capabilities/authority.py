@@ -99,8 +99,9 @@ class CapabilityAuthority:
         )
         if self._ring.age_ns(now_ns) > KEY_LIFE_S * NS_PER_S:
             self.rotate()
-        issued_ms = now_ns // NS_PER_MS
-        return Grant(tokens.mint(self._ring.signing, claims, issued_ms, int(self._unix_s())), claims)
+        key = self._ring.signing
+        token = tokens.mint(key, claims, now_ns // NS_PER_MS, int(self._unix_s() * 1000))
+        return Grant(token, claims, bytes(tokens.public_key(key).to_bytes()))
 
     def validate(self, token: bytes, audience: bytes, permission: Permission) -> Claims:
         """What a token says, if it is `audience`'s to use, now, and permits one of the permissions in `permission`.

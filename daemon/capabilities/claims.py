@@ -117,10 +117,15 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A token and what it says."""
+    """A token and what it says.
+
+    Attributes:
+        public_key: Of the key that signed it: what a holder needs to narrow it.
+    """
 
     token: bytes
     claims: Claims
+    public_key: bytes
 
 
 def audience_of(node_id: bytes, tenant: str) -> bytes:

@@ -40,7 +40,7 @@ MAX_ITERATIONS: Final = 8
 """Rounds of one evaluation: there are no rules, so one is enough."""
 
 _SOURCE: Final = (
-    "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_s}, {expires_ms}, {nonce});"
+    "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_ms}, {expires_ms}, {nonce});"
 )
 _CLAIMS: Final = "claims($a, $b, $c, $d, $e, $f, $g, $h) <- grant($a, $b, $c, $d, $e, $f, $g, $h)"
 _PERMITTED: Final = "permitted($p) <- permit($p)"
@@ -55,7 +55,7 @@ class Opened:
     biscuit: Biscuit
 
 
-def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_s: int) -> bytes:
+def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
     """A token that says this, signed."""
     source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
     builder = BiscuitBuilder(
@@ -66,7 +66,7 @@ def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_s: int) -> bytes:
             "generation": claims.generation,
             "audience": claims.audience,
             "issued_ms": issued_ms,
-            "issued_unix_s": issued_unix_s,
+            "issued_unix_ms": issued_unix_ms,
             "expires_ms": claims.expires_ms,
             "nonce": claims.nonce,
         },

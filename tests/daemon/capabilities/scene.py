@@ -5,14 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.daemon.capabilities import (
-    CapabilityAuthority,
-    CapabilityDenied,
-    CapabilityRequest,
-    Check,
-    KeyRing,
-    LeaseFacts,
-)
+from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
+from gpulease.daemon.capabilities.claims import CapabilityDenied, CapabilityRequest, Check
+from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.protocol.capabilities import Permission
 
 S = 1_000_000_000

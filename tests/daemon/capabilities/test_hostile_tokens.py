@@ -8,7 +8,7 @@ from biscuit_auth import Biscuit, BlockBuilder, KeyPair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.capabilities import CapabilityDenied, Check
+from gpulease.daemon.capabilities.claims import CapabilityDenied, Check
 from gpulease.daemon.capabilities.tokens import MAX_BLOCKS, public_key
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, narrowing_source
 from gpulease.protocol.limits import MAX_TOKEN_BYTES
