@@ -7,7 +7,7 @@ that attaches to a session leaves the broker altogether: its socket goes to the 
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, cast
 
 from gpulease.daemon.broker.deadlines import Deadlines, Wait
@@ -67,6 +67,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     Args:
         admit: Counts the connection in, or says why it is one too many.
         release: Counts it out again; called exactly once.
+        tenant_of_uid: Names of tenants by their local users' numbers.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class ControlConnection(asyncio.BufferedProtocol):
         driver: str,
         admit: Callable[["ControlConnection"], Failure | None],
         release: Callable[["ControlConnection"], None],
+        tenant_of_uid: Mapping[int, str],
     ) -> None:
         self.peer = Peer("", is_operator=False, is_known=False)
         self._runtime = runtime
         self._driver = driver
         self._admit = admit
         self._release = release
+        self._tenant_of_uid = tenant_of_uid
         self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._desk: Desk | None = None
@@ -94,7 +97,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         # Stream servers hand out stream transports; uvloop's do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self.peer = identify(transport.get_extra_info("socket"))
+        self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
         self._desk = Desk(self._runtime, self, self._driver)
         refusal = self._admit(self)
         if refusal is not None:

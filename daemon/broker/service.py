@@ -65,7 +65,8 @@ class Service:
                 await self._doorkeeper.emptied()
 
     def _new_connection(self) -> ControlConnection:
-        return ControlConnection(self.runtime, self._driver, self._doorkeeper.admit, self._doorkeeper.release)
+        door = self._doorkeeper
+        return ControlConnection(self.runtime, self._driver, door.admit, door.release, self._config.tenant_of_uid)
 
 
 @contextlib.asynccontextmanager

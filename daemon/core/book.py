@@ -18,6 +18,7 @@ class Book:
     Attributes:
         pending: The lease each open, placed acquire waits for.
         live_by_tenant: How many live leases each tenant has; tenants without any are absent.
+        bytes_by_tenant: Of what size they are together; likewise.
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
@@ -30,6 +31,7 @@ class Book:
         self.live: dict[int, Lease] = {}
         self.pending: dict[int, int] = {}
         self.live_by_tenant: Counter[str] = Counter()
+        self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         self.line = WaitingLine(limits)
@@ -54,6 +56,7 @@ class Book:
         self.live[lease.lease_id] = lease
         self.pending[lease.request] = lease.lease_id
         self.live_by_tenant[lease.tenant] += 1
+        self.bytes_by_tenant[lease.tenant] += lease.size_bytes
         self.account_by_uuid[lease.card_uuid].take(lease)
 
     def fence(self, lease: Lease, now_ns: int) -> None:
@@ -76,8 +79,10 @@ class Book:
         account.give_back(lease)
         del self.live[lease.lease_id]
         self.live_by_tenant[lease.tenant] -= 1
+        self.bytes_by_tenant[lease.tenant] -= lease.size_bytes
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
+            del self.bytes_by_tenant[lease.tenant]
         self.ended[lease.lease_id] = lease.snapshot()
         if len(self.ended) > self.limits.max_tombstones:
             self.ended.popitem(last=False)
