@@ -174,7 +174,10 @@ class Attached:
     @property
     def is_at_rest(self) -> bool:
         """Whether it is alive, with nothing to be freed and nothing under way."""
-        return self.end is None and self.lease.over is None and not self.dropped and self.channel.link.is_at_rest
+        link = self.channel.link
+        return (
+            self.end is None and self.lease.over is None and not self.dropped and link.end is None and link.is_at_rest
+        )
 
     def _go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
         """What is left of an operation that has begun, still under the session's lock."""
@@ -191,6 +194,9 @@ class Attached:
             raise error_of(over, doing)
         try:
             self.channel.link.forget()
+            if self.channel.link.end is not None:
+                # The daemon's goodbye came right behind the last reply.
+                raise LinkEnded(self.channel.link.end)
             if self.dropped:
                 yield from send(self.channel, (self.frees(),), self.limit)
             return (yield from procedure)

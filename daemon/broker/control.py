@@ -50,7 +50,7 @@ MAX_HAND_OVER_POLL_S: Final = 0.1
 """Longest pause between two such looks, each twice the one before: peers that do not read must cost nothing."""
 
 EVENTS_PER_TURN: Final = 16
-"""Requests of one connection served before the others get a turn: a buffer full of small ones takes 100 ms."""
+"""Requests of one connection served in one turn at most: a buffer full of small ones takes 100 ms."""
 
 LINGER_S: Final = 5.0
 """For a peer to read what it was told last, before the connection is cut."""
@@ -89,6 +89,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._desk: Desk | None = None
         self._deadlines = Deadlines()
         self._is_reader_slow = False
+        self._is_in_line = False
 
     # --- transport ---
 
@@ -113,7 +114,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes came."""
         self._connection.reader.buffer_updated(nbytes)
-        self._take_events()
+        self._ask_for_a_turn()
 
     def eof_received(self) -> bool:
         """The peer will send nothing more; what it asked for is given up."""
@@ -177,6 +178,19 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     # --- events ---
 
+    def _ask_for_a_turn(self) -> None:
+        if self._is_in_line:
+            return
+        self._is_in_line = True
+        self._runtime.turns.ask(self.peer.tenant, self._take_turn)
+        if self._is_in_line and self._transport is not None:
+            # What it sends meanwhile is the kernel's to keep.
+            self._transport.pause_reading()
+
+    def _take_turn(self) -> None:
+        self._is_in_line = False
+        self._take_events()
+
     def _take_events(self) -> None:
         for _ in range(EVENTS_PER_TURN):
             if self._connection.state is State.ATTACHING:
@@ -187,9 +201,9 @@ class ControlConnection(asyncio.BufferedProtocol):
                 self._watch_for_stall()
                 return
             self._take_event(event)
-        if self._transport is not None:
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._take_events)
+            if self._runtime.turns.is_over:
+                break
+        self._ask_for_a_turn()
 
     def _take_event(self, event: Event) -> None:
         match event:

@@ -14,6 +14,7 @@ from gpulease.daemon.broker.audit import Auditor
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.turns import Turns
 from gpulease.daemon.broker.watchman import Watchman
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
@@ -60,6 +61,7 @@ class Runtime:
     def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, tokens: TokenOffice) -> None:
         self.table = table
         self.tokens = tokens
+        self.turns = Turns()
         self.workers = workers
         workers.deliver_to(self.post)
         self._source = source
