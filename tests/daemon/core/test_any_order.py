@@ -53,8 +53,9 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerReady,
 )
-from gpulease.daemon.core.tenants import TenantLimits, TenantRules
 from gpulease.protocol.opcodes import Exclusivity
+
+from .tenant_books import RULES, TenantBooks
 
 MS = 1_000_000
 CARDS = (
@@ -72,15 +73,7 @@ LIMITS = CoreLimits(
     max_wait_s=6,
     max_tombstones=5,
     max_story_entries=8,
-    tenants=TenantRules(
-        by_name={
-            "ann": TenantLimits(max_vram_bytes=600, max_ttl_s=6),
-            "bob": TenantLimits(devices=("0", "mig-c"), max_leases=4),
-            "cid": TenantLimits(acquires_per_minute=300, acquire_burst=4),
-        }
-    ),
-    spawn_timeout_s=2,
-    reclaim_timeout_s=3,
+    tenants=RULES,
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
@@ -101,7 +94,7 @@ class Shell:
         self.jobs: list[SpawnWorker | KillWorker | ProveReclaimed] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
-        self.sizes: dict[int, tuple[str, int]] = {}
+        self.tenants = TenantBooks(LIMITS)
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
@@ -144,8 +137,7 @@ class Shell:
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
             assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
             assert effect.lease.deadline_ns is not None
-            ttl_s = LIMITS.tenants.of(effect.lease.tenant).max_ttl_s or LIMITS.max_ttl_s
-            assert effect.lease.deadline_ns <= self.now_ns + ttl_s * 1000 * MS
+            assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
             generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
             assert (effect.generation, effect.deadline_ns) >= (generation + 1, deadline_ns)
@@ -181,20 +173,12 @@ class Shell:
             assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
         assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
         self.unproved[effect.lease_id] = (card.uuid, charge)
-        self.check_tenant(effect, card)
+        lease = self.table.get(effect.lease_id)
+        assert lease is not None
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
         self.alive.add(effect.lease_id)
         self.spawned[effect.lease_id] = effect
         self.jobs.append(effect)
-
-    def check_tenant(self, effect: SpawnWorker, card: Card) -> None:
-        lease = self.table.get(effect.lease_id)
-        assert lease is not None
-        self.sizes[effect.lease_id] = lease.tenant, effect.size_bytes
-        own = LIMITS.tenants.of(lease.tenant)
-        sizes = [self.sizes[lease_id][1] for lease_id in self.unproved if self.sizes[lease_id][0] == lease.tenant]
-        assert sum(sizes) <= (own.max_vram_bytes or sum(sizes)), "a tenant has more bytes than it may have"
-        assert len(sizes) <= (own.max_leases or LIMITS.max_leases_per_tenant), "a tenant has more leases than it may"
-        assert own.devices is None or any(map(card.answers_to, own.devices)), "a tenant is on a card it may not use"
 
     def do_job(self, job: SpawnWorker | KillWorker | ProveReclaimed, luck: int) -> None:
         if isinstance(job, KillWorker):
