@@ -14,7 +14,8 @@
 `gpulease.client.aio` has the same with coroutines; `gpulease.client.errors` draws the errors as a tree.
 """
 
-from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession
+from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, my_audience
+from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import (
     AllocFailed,
     Busy,
@@ -39,6 +40,7 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
+from gpulease.protocol.capabilities import Permission
 
 __all__ = [
     "AllocFailed",
@@ -54,6 +56,7 @@ __all__ = [
     "GpuLeaseError",
     "GpuSession",
     "GpuSessionFailed",
+    "Grant",
     "InvalidHandle",
     "InvalidRequest",
     "KeepAlive",
@@ -64,8 +67,10 @@ __all__ = [
     "LoadFailed",
     "Module",
     "NotFound",
+    "Permission",
     "Revoked",
     "SyncFailed",
     "Unsupported",
     "keep_alive",
+    "my_audience",
 ]

@@ -53,6 +53,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         from gpulease.daemon.broker.listening import CannotListen
         from gpulease.daemon.broker.recording import CannotRecord
+        from gpulease.daemon.broker.tokens import TokensUnavailable
         from gpulease.daemon.broker.zygote import ZygoteBroken
         from gpulease.daemon.cards.source import CardsUnavailable
         from gpulease.daemon.config import ConfigError, load_config
@@ -62,7 +63,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         config = load_config(path, overrides)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(config))
-    except ConfigError as error:
+    except (ConfigError, TokensUnavailable) as error:
         return _fail(str(error), "", EXIT_CONFIG)
     except (CardsUnavailable, ZygoteBroken) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)

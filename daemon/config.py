@@ -2,13 +2,26 @@
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
+
+MAX_UID: Final = 2**32 - 2
+"""The largest number of a user (credentials(7)); the one above says "none"."""
+
+RESERVED_TENANTS: Final = ("tcp", "default", "gpuleased")
+"""Names with a meaning of their own: all peers over TCP, every tenant that has no rules of its own, and the daemon
+itself in the audit log."""
+
+_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -51,7 +64,11 @@ class Config:
         audit_required: Whether no lease is granted unless its record is on the disk.
         audit_file_bytes: The size at which the log goes on in another file.
         audit_keep_files: How many of the log's files are kept; 0 for all.
-        limits: The lease table's bounds.
+        require_token: What tenants need a token of an operator's for: "alloc", "renew", and "attach", which takes any.
+        token_key_file: Where the keys that sign tokens are kept; None: in this process alone, so that a restart ends
+            every token.
+        tenant_of_uid: Whose leases a local user's are; users that are not named are tenants of their own, `uid:N`.
+        limits: The lease table's bounds, those of single tenants among them.
     """
 
     listen: tuple[Address, ...] = field(default_factory=lambda: (parse_address(DEFAULT_ADDRESS),))
@@ -66,6 +83,9 @@ class Config:
     audit_required: bool = False
     audit_file_bytes: int = 64 << 20
     audit_keep_files: int = 0
+    require_token: frozenset[Demand] = frozenset()
+    token_key_file: Path | None = None
+    tenant_of_uid: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     limits: CoreLimits = field(default_factory=CoreLimits)
 
 
@@ -84,8 +104,11 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
     settings: dict[str, Any] = {} if path is None else _from_file(path)
     settings |= {key: value for key, value in overrides.items() if value not in (None, [])}
+    tenants = settings.pop("tenants", None)
     values = {_field(key): _convert(key, value) for key, value in settings.items()}
     config = replace(Config(), **values)
+    if tenants is not None:
+        config = replace(config, limits=replace(config.limits, tenants=_convert("tenants", tenants)))
     if "max_connections_per_tenant" not in values:
         fitting = min(config.max_connections, config.max_connections_per_tenant)
         config = replace(config, max_connections_per_tenant=fitting)
@@ -108,7 +131,7 @@ def _field(key: str) -> str:
     name = _FIELDS.get(key, key)
     if name not in {item.name for item in fields(Config)} or key in _FIELDS.values():
         keys = {name: key for key, name in _FIELDS.items()}
-        known = ", ".join(keys.get(item.name, item.name) for item in fields(Config))
+        known = ", ".join(keys.get(item.name, item.name) for item in fields(Config)) + ", tenants"
         raise ConfigError(f"unknown setting {key!r}; known are: {known}")
     return name
 
@@ -121,18 +144,24 @@ def _convert(key: str, value: Any) -> Any:
             return tuple(parse_size(text) for text in _texts(value))
         if key == "socket_mode":
             return _mode(value)
+        if key == "tenants":
+            return parse_rules(value, parse_size)
         if key == "limits":
             return _limits(value)
+        if key == "tenant_of_uid":
+            return _tenant_of_uid(value)
+        if key == "require_token":
+            return frozenset(_demand(text) for text in _texts(value))
         if key == "driver":
             return str(value)
-        if key in ("audit", "audit_head"):
+        if key in ("audit", "audit_head", "token_key_file"):
             return _path(value)
         if key == "audit_required":
             return _truth(value)
         if key == "audit_file_size":
             return parse_size(str(value))
         return _whole(key, value)
-    except (ValueError, TypeError) as error:
+    except (ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"setting {key}: {error}") from None
 
 
@@ -140,7 +169,7 @@ def _limits(table: Any) -> CoreLimits:
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
     settings = dict(table)
-    _check_names(settings, [item.name for item in fields(CoreLimits)])
+    _check_names(settings, [item.name for item in fields(CoreLimits) if item.name != "tenants"])
     graces = settings.pop("grace_ms", {})
     _check_names(graces, [cause.value for cause in Cause])
     graces = {Cause(cause): _whole(f"grace_ms.{cause}", ms) for cause, ms in graces.items()}
@@ -179,6 +208,23 @@ def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
+
+
+def _demand(text: str) -> Demand:
+    if text not in {demand.value for demand in Demand}:
+        raise ValueError(f"{text!r} is none of {', '.join(demand.value for demand in Demand)}")
+    return Demand(text)
+
+
+def _tenant_of_uid(table: Any) -> Mapping[int, str]:
+    if not isinstance(table, dict):
+        raise ValueError("it must be a table")
+    for uid, tenant in table.items():
+        if not uid.isdecimal() or int(uid) > MAX_UID:
+            raise ValueError(f"{uid!r} is not a user's number")
+        if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant) or tenant in RESERVED_TENANTS:
+            raise ValueError(f"{tenant!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
+    return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
 
 
 def _texts(value: Any) -> list[str]:

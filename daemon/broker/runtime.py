@@ -13,6 +13,8 @@ from collections.abc import Callable
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.turns import Turns
 from gpulease.daemon.broker.watchman import Watchman
 from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
@@ -63,8 +65,12 @@ _log = logging.getLogger("gpulease.leases")
 class Runtime:
     """Carries out what the lease table wants done."""
 
-    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, recorder: Recorder) -> None:
+    def __init__(
+        self, table: LeaseTable, source: CardSource, workers: Workers, tokens: TokenOffice, recorder: Recorder
+    ) -> None:
         self.table = table
+        self.tokens = tokens
+        self.turns = Turns()
         self.workers = workers
         self.recorder = recorder
         recorder.observe(table.get, self.post)

@@ -13,6 +13,7 @@ from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
 from gpulease.daemon.broker.recording import recording
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
@@ -41,7 +42,8 @@ class Service:
     ) -> None:
         self.addresses: list[Address] = []
         table = LeaseTable(cards, config.limits, config.warm_contexts)
-        self.runtime = Runtime(table, source, workers, recorder)
+        tokens = TokenOffice(table, config.require_token, config.token_key_file)
+        self.runtime = Runtime(table, source, workers, tokens, recorder)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
@@ -68,14 +70,16 @@ class Service:
                 await self._doorkeeper.emptied()
 
     def _new_connection(self) -> ControlConnection:
-        return ControlConnection(self.runtime, self._driver, self._doorkeeper.admit, self._doorkeeper.release)
+        door = self._doorkeeper
+        return ControlConnection(self.runtime, self._driver, door.admit, door.release, self._config.tenant_of_uid)
 
 
 @contextlib.asynccontextmanager
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken, CannotRecord or CannotListen, each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable or CannotListen, each with a sentence for the
+    operator.
     """
     adopt_orphans()
     raise_descriptor_limit()

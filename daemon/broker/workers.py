@@ -18,6 +18,7 @@ from typing import Any, Final
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
@@ -181,13 +182,16 @@ class Workers:
         worker.is_killed = True
         self._kill(worker)
 
-    def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted) -> bool:
-        """Hand a tenant's socket to its worker; False if the worker can't take it now."""
+    def attach(
+        self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
+    ) -> bool:
+        """Hand a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
         if worker is None or worker.hand_overs >= MAX_HAND_OVERS:
             return False
         message = {"op": "attach", "request_id": request_id, "rest": rest}
         message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
+        message["guest"] = None if guest is None else guest.to_message()
         try:
             send_message(worker.channel, message, (sock_fd,))
         except (ChannelClosed, BlockingIOError):

@@ -19,6 +19,7 @@ class Book:
     Attributes:
         pending: The lease each open, placed acquire waits for.
         live_by_tenant: How many live leases each tenant has; tenants without any are absent.
+        bytes_by_tenant: Of what size they are together; likewise.
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
         warm: The contexts of the pool, by number.
@@ -32,6 +33,7 @@ class Book:
         self.live: dict[int, Lease] = {}
         self.pending: dict[int, int] = {}
         self.live_by_tenant: Counter[str] = Counter()
+        self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         self.warm: dict[int, WarmContext] = {}
@@ -57,6 +59,7 @@ class Book:
         self.live[lease.lease_id] = lease
         self.pending[lease.request] = lease.lease_id
         self.live_by_tenant[lease.tenant] += 1
+        self.bytes_by_tenant[lease.tenant] += lease.size_bytes
         self.account_by_uuid[lease.card_uuid].take(lease)
 
     def leave_pending(self, lease: Lease) -> None:
@@ -94,8 +97,10 @@ class Book:
         account.give_back(lease)
         del self.live[lease.lease_id]
         self.live_by_tenant[lease.tenant] -= 1
+        self.bytes_by_tenant[lease.tenant] -= lease.size_bytes
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
+            del self.bytes_by_tenant[lease.tenant]
         self.ended[lease.lease_id] = lease.snapshot()
         if len(self.ended) > self.limits.max_tombstones:
             self.ended.popitem(last=False)

@@ -147,8 +147,9 @@ def _validate_counts(book: Book) -> None:
     _require(len(book.warm) == on_cards, f"{len(book.warm)} warm contexts, {on_cards} on cards.")
     _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
     _require(len(book.live) <= limits.max_leases, f"There are {len(book.live)} leases.")
-    most = max(by_tenant.values(), default=0)
-    _require(most <= limits.max_leases_per_tenant, f"One tenant has {most} leases.")
+    for tenant, count in by_tenant.items():
+        _require(count <= limits.max_leases_of(tenant), f"Tenant {tenant!r} has {count} leases.")
+    _validate_bytes(book)
     pending = sum(lease.state is LeaseState.PENDING for lease in book.live.values())
     _require(len(book.pending) == pending, f"{len(book.pending)} acquires wait for {pending} pending leases.")
     _require(len(book.ended) <= limits.max_tombstones, f"{len(book.ended)} ended leases are remembered.")
@@ -156,6 +157,22 @@ def _validate_counts(book: Book) -> None:
         _require(lease_id not in book.live, f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
         _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
+
+
+def _validate_bytes(book: Book) -> None:
+    by_tenant: Counter[str] = Counter()
+    for lease in book.live.values():
+        by_tenant[lease.tenant] += lease.size_bytes
+        devices = book.limits.tenants.of(lease.tenant).devices
+        card = book.account_by_uuid[lease.card_uuid].card
+        may_use = devices is None or any(card.answers_to(device) for device in devices)
+        _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
+    _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
+    for waiter in book.line:
+        by_tenant[waiter.acquire.tenant] += waiter.acquire.size_bytes
+    for tenant, size_bytes in by_tenant.items():
+        bound = book.limits.tenants.of(tenant).max_vram_bytes
+        _require(bound is None or size_bytes <= bound, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
 def _validate_line(book: Book) -> None:

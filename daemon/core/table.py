@@ -165,7 +165,9 @@ class LeaseTable:
             return
         lease = self._book.live.get(event.lease_id)
         self._expire_if_due(lease, now_ns, out)
-        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(event.ttl_ms, self._limits)
+        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
+            event.ttl_ms, self._limits, event.tenant if lease is None else lease.tenant
+        )
         if denial is not None or lease is None or lease.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
+from gpulease.daemon.worker.guests import Guest
+from gpulease.daemon.worker.reasons import refusal_of
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
 from gpulease.protocol.codec import build_body
@@ -49,8 +51,9 @@ sleeps while requests gather, and takes many at once."""
 class _Connection:
     """One attached socket and what has arrived on it."""
 
-    def __init__(self, sock: socket.socket, rest: bytes) -> None:
+    def __init__(self, sock: socket.socket, rest: bytes, guest: Guest | None) -> None:
         self.sock = sock
+        self.guest = guest
         self.fd = sock.fileno()
         self.wire: SocketWire | RingWire = SocketWire(sock)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
@@ -99,7 +102,15 @@ class Server:
         for connection in waiting:
             if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
+        self._drop_late_guests()
         return self._session.watch.look_after_ms() or LOOK_MS
+
+    def _drop_late_guests(self) -> None:
+        """A connection whose token is over takes no other's place."""
+        for connection in list(self._connections.values()):
+            if connection.guest is not None and not self._session.is_held_by(connection.guest):
+                over = refusal_of(Status.DENIED)
+                self._drop(connection, FramingError(over.message, over.status), over)
 
     # --- the broker ---
 
@@ -118,8 +129,10 @@ class Server:
                     "rest": bytes(rest),
                     "ring": bool(ring),
                     "arena": int(arena_bytes),
+                    "guest": terms,
                 } if len(fds) == 1:
-                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, Wanted(ring, arena_bytes))
+                    wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
+                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, wanted, guest)
                     report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
@@ -128,13 +141,14 @@ class Server:
                 case _:
                     close_all(fds)
 
-    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted) -> None:
+    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
-        connection = _Connection(sock, rest)
+        connection = _Connection(sock, rest, guest)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
             earlier.wire.rise(True)
             self._serve(earlier)
+        self._drop_late_guests()
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
@@ -178,8 +192,11 @@ class Server:
             connection.wire = ring
 
     def _arena_for(self, connection: _Connection, wanted: Wanted) -> Arena | None:
-        """The session's arena, unless another connection has it: two clients would use the same bytes."""
-        is_taken = any(other.has_arena for other in self._connections.values())
+        """The session's arena, unless another connection has it: two clients would use the same bytes.
+
+        Nor is it a guest's: who had it before still maps it, and may be another tenant.
+        """
+        is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
             return None
         try:
@@ -228,9 +245,20 @@ class Server:
                 Status.BUSY,
             )
 
+    def _serve_guest(self, connection: _Connection, guest: Guest) -> None:
+        """Serve what came on a connection that is bound to a token, each request behind a look at the token."""
+        with self._session.serving(guest):
+            while (frame := connection.reader.next_frame()) is not None:
+                reply = guest.refuse(frame) or self._session.handle(frame)
+                if reply is not None:
+                    self._send(connection, reply)
+                    connection.spins_left = SPINS_PER_REPLY
+
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session = connection.reader, self._session
-        while reader.start != reader.end:
+        if connection.guest is not None:
+            self._serve_guest(connection, connection.guest)
+        while reader.start != reader.end and connection.guest is None:
             session.take_launches(reader)
             reply: bytes | memoryview | None = session.take_sync(reader)
             if reply is None:

@@ -44,6 +44,8 @@ from gpulease.daemon.core import (
 )
 from gpulease.protocol.opcodes import Exclusivity
 
+from .tenant_books import RULES, TenantBooks
+
 MS = 1_000_000
 CARDS = (
     Card("GPU-a", 0, "Big", 1000, 50),
@@ -63,6 +65,7 @@ LIMITS = CoreLimits(
     spawn_timeout_s=2,
     adopt_timeout_s=1,
     reclaim_timeout_s=3,
+    tenants=RULES,
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
@@ -82,6 +85,7 @@ class Shell:
         self.jobs: list[AnyJob] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
+        self.tenants = TenantBooks(LIMITS)
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
@@ -130,7 +134,7 @@ class Shell:
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
             assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
             assert effect.lease.deadline_ns is not None
-            assert effect.lease.deadline_ns <= self.now_ns + LIMITS.max_ttl_s * 1000 * MS
+            assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
             generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
             assert (effect.generation, effect.deadline_ns) >= (generation + 1, deadline_ns)
@@ -168,6 +172,9 @@ class Shell:
         for lease_id in on_card:
             assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
         assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
+        lease = self.table.get(effect.lease_id)
+        assert lease is not None
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
         if not has_worker:
             self.alive.add(effect.lease_id)
         self.spawned[effect.lease_id] = effect
