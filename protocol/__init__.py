@@ -22,7 +22,7 @@ from gpulease.protocol.errors import (
     RemoteProtocolError,
 )
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Exclusivity, Opcode, RevokeOutcome, Status
+from gpulease.protocol.opcodes import Exclusivity, Opcode, RevokeOutcome, Status, Waiting
 from gpulease.protocol.states import State
 
 __all__ = [
@@ -46,4 +46,5 @@ __all__ = [
     "State",
     "Status",
     "StreamBroken",
+    "Waiting",
 ]

@@ -12,6 +12,9 @@ EXCLUSIVITY_TAG: Final = 0x0903
 MAX_KERNEL_TAG: Final = 0x0904
 """The lease parameter TLV that carries how long one kernel may run, in milliseconds, as a u32."""
 
+WAITING_TAG: Final = 0x0905
+"""The lease parameter TLV that carries how session and worker wait for each other, one byte."""
+
 
 class Opcode(IntEnum):
     """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
@@ -88,6 +91,17 @@ class Exclusivity(IntEnum):
     SESSION_EXCLUSIVE = 1
     DEVICE_EXCLUSIVE = 2
     PARTITION_EXCLUSIVE = 3
+
+
+class Waiting(IntEnum):
+    """How a session's two ends wait for each other, and the worker for the card; one byte, others are refused.
+
+    The soonest answer costs a core while there is traffic; no core is taken from anybody where both sides sleep.
+    """
+
+    SPIN = 0
+    YIELD = 1
+    BLOCK = 2
 
 
 class RevokeOutcome(IntEnum):

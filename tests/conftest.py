@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from gpulease.client import GpuSession
 from helpers.daemon import Daemon
 from helpers.forms_met import FormsMet, is_whole
+from helpers.kernels import Neighbour
 from helpers.leaks import Holdings, check_for_leaks
 
 with suppress(ImportError):
@@ -62,6 +64,16 @@ def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
     files = len(shared_daemon.open_files())
     yield shared_daemon
     shared_daemon.check_idle(files)
+
+
+@pytest.fixture
+def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
+    """Another tenant's session, whose results must be right all the while."""
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        neighbour.check()
+        yield neighbour
+        neighbour.check()
 
 
 @pytest.fixture

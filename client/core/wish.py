@@ -2,14 +2,15 @@
 
 import math
 import os
+from enum import IntEnum
 from typing import Any, Final, Self
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.protocol import Exclusivity
+from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, parse_address
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, WAITING_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
 DEFAULT_LEASE_S: Final = 60.0
@@ -64,12 +65,15 @@ class Wish:
 
     def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
         """Who else may use the card meanwhile."""
-        try:
-            chosen = Exclusivity(exclusivity)
-        except ValueError:
-            names = ", ".join(f"{item.name} ({item.value})" for item in Exclusivity)
-            raise InvalidRequest(f"exclusivity: {exclusivity!r} is none of {names}") from None
-        self._parameters[EXCLUSIVITY_TAG] = bytes([chosen])
+        self._parameters[EXCLUSIVITY_TAG] = bytes([_member(Exclusivity, exclusivity, "exclusivity")])
+        return self
+
+    def waiting(self, waiting: Waiting | int) -> Self:
+        """How session and worker wait: SPIN for the soonest answer, YIELD on a busy host, BLOCK to sleep at once.
+
+        If this is not called, they spin for a bounded time where the host has cores for both of them.
+        """
+        self._parameters[WAITING_TAG] = bytes([_member(Waiting, waiting, "waiting")])
         return self
 
     def max_kernel_secs(self, seconds: float) -> Self:
@@ -98,6 +102,14 @@ class Wish:
         return LeaseAlloc(
             GPU_RESOURCE_TYPE, self._min_vram_bytes, self._ttl_ms, self._wait_ms, self._device, parameters
         )
+
+
+def _member(kind: type[IntEnum], given: int, what: str) -> int:
+    try:
+        return kind(given)
+    except ValueError:
+        names = ", ".join(f"{item.name} ({item.value})" for item in kind)
+        raise InvalidRequest(f"{what}: {given!r} is none of {names}") from None
 
 
 def whole(value: Any, what: str, *, least: int, most: int) -> int:

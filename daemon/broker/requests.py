@@ -33,7 +33,16 @@ from gpulease.protocol import messages
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, AttachOption, Permission
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, Exclusivity, Opcode, Status
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    GPU_RESOURCE_TYPE,
+    MAX_KERNEL_TAG,
+    WAITING_TAG,
+    Exclusivity,
+    Opcode,
+    Status,
+    Waiting,
+)
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 
@@ -136,6 +145,7 @@ class Desk:
             raise Refusal(failure_of(denial))
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
+        waiting = waiting_of(body.parameters)
 
         def on_outcome(outcome: Outcome) -> None:
             self._open_acquires.discard(number)
@@ -154,6 +164,7 @@ class Desk:
                 selector=body.device,
                 wait_ms=body.wait_ms,
                 max_kernel_ms=max_kernel_ms,
+                waiting=waiting,
             )
         )
 
@@ -194,6 +205,7 @@ class Desk:
         self._tokens.check_demand(Demand.RENEW, body.lease_id, Permission.LEASE_RENEW)
         tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_RENEW)
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
     def _lease_free(self, request: Request, body: messages.LeaseRef) -> None:
@@ -205,6 +217,7 @@ class Desk:
 
         tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_FREE)
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def _lease_revoke(self, request: Request, body: messages.LeaseRevoke) -> None:
@@ -322,3 +335,18 @@ def max_kernel_ms_of(parameters: tuple[LeaseParameter, ...]) -> int:
             Failure(Status.INVALID_REQUEST, "a kernel's longest time is a u32 of milliseconds, at least 1, given once")
         )
     return int.from_bytes(values[0], "big")
+
+
+def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:
+    """How the session's ends wait, None if the tenant leaves it to the daemon. Raises Refusal if it makes no sense."""
+    values = [parameter.value for parameter in parameters if parameter.tag == WAITING_TAG]
+    if not values:
+        return None
+    if len(values) > 1 or len(values[0]) != 1:
+        raise Refusal(Failure(Status.INVALID_REQUEST, "the way of waiting is one byte, given once"))
+    try:
+        return Waiting(values[0][0])
+    except ValueError:
+        known = ", ".join(f"{item.value} ({item.name.lower()})" for item in Waiting)
+        failure = Failure(Status.UNSUPPORTED, f"way of waiting {values[0][0]} is not known here", hint=f"Use {known}.")
+        raise Refusal(failure) from None

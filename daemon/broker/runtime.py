@@ -192,6 +192,7 @@ class Runtime:
             is_shared,
             self._source.allowance_bytes,
             effect.max_kernel_ms,
+            effect.waiting,
         )
         self.workers.spawn(spec)
 

@@ -131,6 +131,7 @@ class Admission:
             spawn_due_ns=now_ns + self._limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._limits.max_story_entries,
             max_kernel_ms=event.max_kernel_ms,
+            waiting=event.waiting,
         )
         self._book.open(lease)
         self._pool.place(lease, now_ns, out)

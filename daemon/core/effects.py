@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, LeaseSnapshot, StoryEntry
-from gpulease.protocol.opcodes import RevokeOutcome
+from gpulease.protocol.opcodes import RevokeOutcome, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class SpawnWorker:
     size_bytes: int
     generation: int
     max_kernel_ms: int = 0
+    waiting: Waiting | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gpulease.daemon.core.leases import Cause
-from gpulease.protocol.opcodes import Exclusivity
+from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 
 class TimerKind(Enum):
@@ -32,6 +32,7 @@ class AcquireRequested:
         selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: How long to wait in line if there is no room; 0 not to wait.
         max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
+        waiting: How the session's ends wait, None for as the shell sees fit; kept by the shell.
     """
 
     request: int
@@ -43,6 +44,7 @@ class AcquireRequested:
     selector: str | None = None
     wait_ms: int = 0
     max_kernel_ms: int = 0
+    waiting: Waiting | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,9 +164,17 @@ class Pool:
             account.await_bytes(lease, 0)
             wait_s = self._book.limits.adopt_timeout_s if lease.warm_id else self._book.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
-            number = lease.lease_id
-            out.append(SpawnWorker(number, lease.card_uuid, lease.size_bytes, lease.generation, lease.max_kernel_ms))
-            out.append(ArmTimer(number, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            out.append(
+                SpawnWorker(
+                    lease.lease_id,
+                    lease.card_uuid,
+                    lease.size_bytes,
+                    lease.generation,
+                    lease.max_kernel_ms,
+                    lease.waiting,
+                )
+            )
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
 
     # --- Refilling. -----------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from gpulease.protocol.opcodes import Waiting
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -14,6 +16,7 @@ class WorkerSpec:
         size_bytes: Its slice; 0 for one made ahead, which is told of its lease later.
         allowance_bytes: What it may take of the card besides, on the node's account.
         max_kernel_ms: How long one kernel may run, 0 for no bound.
+        waiting: How its session's ends wait, None for as this host allows.
         is_shared: Whether several connections may be attached at a time.
     """
 
@@ -23,6 +26,7 @@ class WorkerSpec:
     is_shared: bool
     allowance_bytes: int = 0
     max_kernel_ms: int = 0
+    waiting: Waiting | None = None
 
     @property
     def is_warm(self) -> bool:
@@ -39,6 +43,7 @@ class WorkerSpec:
             "shared": self.is_shared,
             "allowance": self.allowance_bytes,
             "max_kernel_ms": self.max_kernel_ms,
+            "waiting": self.waiting,
         }
 
     @classmethod
@@ -51,4 +56,5 @@ class WorkerSpec:
             message["shared"],
             message["allowance"],
             message["max_kernel_ms"],
+            None if message["waiting"] is None else Waiting(message["waiting"]),
         )

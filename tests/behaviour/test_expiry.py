@@ -34,16 +34,6 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    """Another tenant's session, used all the while."""
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
-        neighbour = Neighbour(session)
-        neighbour.check()
-        yield neighbour
-        neighbour.check()
-
-
-@pytest.fixture
 def ends_on_time(
     daemon: Daemon, neighbour: Neighbour, record_property: Callable[[str, object], None]
 ) -> Callable[[int], None]:

@@ -8,16 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client import Buffer, GpuSession, GpuSessionFailed, KernelArgs, Module
+from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
 from helpers.daemon import Daemon, Faults
-from helpers.kernels import FAULTS, Neighbour, start_endless
+from helpers.kernels import FAULTS, Neighbour, launch_for_ever, start_endless
 from helpers.waiting import wait_until
-
-
-def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> None:
-    args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
-    while True:
-        session.launch(module, "fill_u32", [1], [1], args)
 
 
 @pytest.mark.parametrize("then", ["idle", "sync", "launches"])

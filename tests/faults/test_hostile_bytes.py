@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpulease.client import GpuSession
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.framing import HEADER_BYTES, MAGIC, build_frame
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_IN_FLIGHT, MAX_PAYLOAD_BYTES
@@ -25,6 +24,9 @@ from gpulease.protocol.opcodes import Flag
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour
 from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
+
+# Somebody must be served all the while.
+pytestmark = pytest.mark.usefixtures("neighbour")
 
 HELLO = frame_of(Opcode.HELLO, Hello(0, "hostile", ()), 1)
 _HEADER = struct.Struct(">4sBBHhHIQ16s")
@@ -45,15 +47,6 @@ def header(
     """A header, right but for what is named."""
     ident = session_id.to_bytes(16, "big")
     return _HEADER.pack(magic, version, flags, op, status, reserved, length, request_id, ident)
-
-
-@pytest.fixture(autouse=True)
-def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    """Somebody who must be served all the while."""
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
-        neighbour = Neighbour(session)
-        yield neighbour
-        neighbour.check()
 
 
 @pytest.fixture

@@ -22,14 +22,6 @@ from helpers.waiting import wait_until
 
 
 @pytest.fixture
-def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
-        neighbour = Neighbour(session)
-        yield neighbour
-        neighbour.check()
-
-
-@pytest.fixture
 def owner(daemon: Daemon) -> Iterator[RawPeer]:
     with RawPeer(daemon.address).hello() as owner:
         yield owner

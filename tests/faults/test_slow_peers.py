@@ -52,14 +52,6 @@ def impatient(impatient_daemon: Daemon) -> Iterator[Daemon]:
     impatient_daemon.check_idle(files)
 
 
-@pytest.fixture
-def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
-        neighbour = Neighbour(session)
-        yield neighbour
-        neighbour.check()
-
-
 def send_slowly(sock: socket.socket, data: bytes) -> None:
     """One byte a segment; unlike a pause between them, that needs no time."""
     for at in range(len(data)):

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from gpulease.client import Buffer, GpuSession, GpuSessionFailed, KernelArgs, Module
+from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
 from helpers.daemon import Daemon
-from helpers.kernels import FAULTS, Neighbour, check_main_job, start_endless
+from helpers.kernels import FAULTS, Neighbour, check_main_job, launch_for_ever, start_endless
 from helpers.nvml import Cards
 from helpers.waiting import wait_until
 
@@ -15,12 +15,6 @@ pytestmark = pytest.mark.gpu
 BOUND_S = 0.5
 LATEST_S = 1.5
 """The bound, a look's delay, the end of the process, and its proof."""
-
-
-def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> None:
-    args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
-    while True:
-        session.launch(module, "fill_u32", [1], [1], args)
 
 
 @pytest.mark.parametrize("then", ["idle", "sync", "launches"])

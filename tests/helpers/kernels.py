@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,13 @@ def start_endless(session: GpuSession) -> tuple[Module, Buffer]:
     flag = session.mem_alloc(4)
     session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
     return module, flag
+
+
+def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> NoReturn:
+    """Until the session refuses."""
+    args = KernelArgs().push_buffer(buffer).push_u32(1).push_u32(7)
+    while True:
+        session.launch(module, "fill_u32", [1], [1], args)
 
 
 def start_stray_store(session: GpuSession, module: Module, buffer: Buffer, byte_offset: int = 1 << 40) -> int:

@@ -9,10 +9,12 @@ from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
     MAX_KERNEL_TAG,
+    WAITING_TAG,
     ErrorTlv,
     Flag,
     InventoryFlag,
     RevokeOutcome,
+    Waiting,
 )
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
@@ -28,6 +30,7 @@ AUDIENCE = bytes(range(limits.AUDIENCE_BYTES))
 POINTER = 0x7F8C_2000_0000
 SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
 BOUNDED = LeaseParameter(MAX_KERNEL_TAG, (2500).to_bytes(4, "big"))
+BLOCKING = LeaseParameter(WAITING_TAG, bytes([Waiting.BLOCK]))
 LONG_TEXT = "x" * limits.MAX_TEXT_BYTES
 ALL_TLVS = (Tlv(255, b""),) * limits.MAX_TLVS
 CARD_DETAILS = {"name": "Embedded", "uuid": CARD_UUID, "index": 0, "leases": 1, "fenced_bytes": 0}
@@ -84,7 +87,7 @@ CONTROL: Cases = {
     ),
     "LeaseAlloc": (
         m.LeaseAlloc(0, 0, 0, 0, None, ()),
-        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED, BOUNDED)),
+        m.LeaseAlloc(GPU_RESOURCE_TYPE, 64 << 20, 120_000, 0, None, (SHARED, BOUNDED, BLOCKING)),
         m.LeaseAlloc(0xFFFF, U64, U32, U32, LONG_TEXT, (LeaseParameter(0xFFFF, b"\xee" * 960),) * limits.MAX_TLVS),
     ),
     "LeaseGrant": (

@@ -26,6 +26,8 @@ from gpulease.protocol.address import DEFAULT_ADDRESS
         ("exclusivity", 4),
         ("exclusivity", 255),
         ("exclusivity", "shared"),
+        ("waiting", 3),
+        ("waiting", "spin"),
         ("device", ""),
         ("device", "x" * 2000),
     ],

@@ -1,8 +1,8 @@
 import pytest
 
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.requests import exclusivity_of, max_kernel_ms_of
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, Exclusivity, Status
+from gpulease.daemon.broker.requests import exclusivity_of, max_kernel_ms_of, waiting_of
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
 from gpulease.protocol.primitives import LeaseParameter
 
 
@@ -45,3 +45,25 @@ def test_what_is_no_time_for_a_kernel(values: tuple[bytes, ...]) -> None:
     with pytest.raises(Refusal) as caught:
         max_kernel_ms_of(tuple(LeaseParameter(MAX_KERNEL_TAG, value) for value in values))
     assert caught.value.failure.status is Status.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("waiting", [None, *Waiting])
+def test_how_a_session_waits(waiting: Waiting | None) -> None:
+    said = () if waiting is None else (LeaseParameter(WAITING_TAG, bytes([waiting])),)
+    assert waiting_of((*classes(b"\0"), *said)) is waiting
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ((b"",), Status.INVALID_REQUEST),
+        ((b"\0\0",), Status.INVALID_REQUEST),
+        ((b"\0", b"\0"), Status.INVALID_REQUEST),
+        ((b"\3",), Status.UNSUPPORTED),
+        ((b"\xff",), Status.UNSUPPORTED),
+    ],
+)
+def test_what_is_no_way_to_wait(values: tuple[bytes, ...], status: Status) -> None:
+    with pytest.raises(Refusal) as caught:
+        waiting_of(tuple(LeaseParameter(WAITING_TAG, value) for value in values))
+    assert caught.value.failure.status is status

@@ -6,10 +6,10 @@ With barriers each group has a frame, and rounds go as in runner.py.
 from collections.abc import Sequence
 
 from gpulease.daemon.drivers.cpu.areas import Needs
-from gpulease.daemon.drivers.cpu.native.layout import Environment, Status
-from gpulease.daemon.drivers.cpu.translate.ir import TRUE, Value, constant
+from gpulease.daemon.drivers.cpu.native.layout import Environment
+from gpulease.daemon.drivers.cpu.translate.ir import Value, constant
 from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, LAUNCH
-from gpulease.daemon.drivers.cpu.translate.runner import ENDED, RunnerWriter
+from gpulease.daemon.drivers.cpu.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.cpu.translate.waiting import Waits
 
 # What is above a fault's status: the lane.
@@ -60,17 +60,8 @@ class LaneRunnerWriter(RunnerWriter):
         ir, frame = self.ir, self._group_frame(group)
         flat = self._flat(self._thread_of(group, constant("i32", 0)))
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
-        run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
-        ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
-        ir.block(run)
-        status = self._call_group(group, block, frame, local)
-        ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
-        ir.block(waits)
-        ir.store(TRUE, waiting)
-        ir.branch(after)
-        ir.block(ended)
-        ir.store(constant("i32", ENDED), frame)
-        ir.block(after)
+        with self._unless_ended(frame, waiting) as outcome:
+            outcome.append(self._call_group(group, block, frame, local))
 
     def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
         ir, left = self.ir, self._left(group)
@@ -82,11 +73,7 @@ class LaneRunnerWriter(RunnerWriter):
         status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
         lane = ir.binary("lshr", status, _LANE_SHIFT)
         kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
-        stop, go_on = ir.fresh("stop"), ir.fresh("goon")
-        ir.branch_if(ir.compare("icmp eq", kind, Status.FAULT), stop, go_on)
-        ir.block(stop)
-        self._stop(self._thread_of(group, lane), block)
-        ir.block(go_on)
+        self._stop_if_faulted(kind, lambda: self._thread_of(group, lane), block)
         return kind
 
     def _thread_of(self, group: Sequence[Value], lane: Value) -> list[Value]:

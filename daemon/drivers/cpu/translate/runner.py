@@ -10,7 +10,8 @@ barrier or its end; when a round leaves none waiting, the block is done. That is
 barrier 0; scheduler.py has the rest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import sizeof
 
 from gpulease.daemon.drivers.cpu.areas import Needs
@@ -98,7 +99,7 @@ class RunnerWriter:
     def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
         """From start to end; threads that run alone share one local window."""
         status = self._call(thread, block, Value("ptr", "null"), self._area(Environment.local.offset))
-        self._stop_if_faulted(status, thread, block)
+        self._stop_if_faulted(status, lambda: thread, block)
 
     def _prepare_thread(self, thread: Sequence[Value]) -> None:
         self.ir.store(constant("i32", 0), self._frame(self._flat(thread)))
@@ -109,11 +110,19 @@ class RunnerWriter:
         flat = self._flat(thread)
         frame = self._frame(flat)
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
+        with self._unless_ended(frame, waiting) as outcome:
+            outcome.append(self._call(thread, block, frame, local))
+            self._stop_if_faulted(outcome[0], lambda: thread, block)
+
+    @contextmanager
+    def _unless_ended(self, frame: Value, waiting: Value) -> Iterator[list[Value]]:
+        """What is written inside resumes a frame, if it has not ended, and gives the status it comes back with."""
+        ir, outcome = self.ir, list[Value]()
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
         ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
         ir.block(run)
-        status = self._call(thread, block, frame, local)
-        self._stop_if_faulted(status, thread, block)
+        yield outcome
+        (status,) = outcome
         ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), waits, ended)
         ir.block(waits)
         ir.store(TRUE, waiting)
@@ -126,13 +135,13 @@ class RunnerWriter:
         arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, *thread, *block)))
         return self.ir.value("i32", f"call i32 @{self._thread}({arguments})")
 
-    def _stop_if_faulted(self, status: Value, thread: Sequence[Value], block: Sequence[Value]) -> None:
-        """End the launch, leaving behind which thread it was."""
+    def _stop_if_faulted(self, status: Value, thread: Callable[[], Sequence[Value]], block: Sequence[Value]) -> None:
+        """End the launch, leaving behind which thread it was, as told then."""
         ir = self.ir
         stop, go_on = ir.fresh("stop"), ir.fresh("goon")
         ir.branch_if(ir.compare("icmp eq", status, Status.FAULT), stop, go_on)
         ir.block(stop)
-        self._stop(thread, block)
+        self._stop(thread(), block)
         ir.block(go_on)
 
     def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:

@@ -92,7 +92,7 @@ class SchedulerWriter(RunnerWriter):
         thread = self._indices(frame)
         local = ir.offset(self._area(Environment.local.offset), ir.binary("mul", flat, self._local_bytes))
         status = self._call(thread, block, frame, local)
-        self._stop_if_faulted(status, thread, block)
+        self._stop_if_faulted(status, lambda: thread, block)
         ir.branch_if(ir.compare("icmp eq", status, Status.WAITS), after, ended)
         ir.block(ended)
         ir.store(constant("i32", State.ENDED), state)
