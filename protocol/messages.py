@@ -177,7 +177,7 @@ class FenceClear:
 
 @dataclass(frozen=True, slots=True)
 class FenceCleared:
-    """How many fenced leases were let go."""
+    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
 
     count: int = wire(U32)
 

@@ -109,4 +109,4 @@ def fence() -> None:
 def fence_clear(card: str | None) -> None:
     """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""
     count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
-    click.echo(f"{count} fenced {'lease was' if count == 1 else 'leases were'} let go.")
+    click.echo(f"{count} fenced {'slice was' if count == 1 else 'slices were'} let go.")

@@ -34,8 +34,8 @@ class Recorder:
     def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
         """Which lease table is told of, and where events for it go."""
 
-    def asked_by(self, request: int, operator: str) -> None:
-        """An operator is behind this request, whose event does not say so."""
+    def asked_by(self, request: int, peer: str) -> None:
+        """Who is behind this request, whose event does not say so: an operator, or whoever bears a token."""
 
     def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
         """What an event brought about; told before any of it is carried out."""
@@ -100,9 +100,9 @@ class LogRecorder(Recorder):
         self._witness = Witness(lookup)
         self._post = post
 
-    def asked_by(self, request: int, operator: str) -> None:
+    def asked_by(self, request: int, peer: str) -> None:
         """As above."""
-        self._witness.asked_by(request, operator)
+        self._witness.asked_by(request, peer)
 
     def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
         """As above. A fault here must not keep the effects from being carried out; an unrecorded grant is held."""

@@ -44,6 +44,7 @@ class Kind(StrEnum):
     END = "end"
     FENCE = "fence"
     CLEAR = "clear"
+    POOL = "pool"
     OPERATOR = "operator"
     GAP = "gap"
     RESUME = "resume"

@@ -29,6 +29,7 @@ from gpulease.daemon.core import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    WarmEnded,
 )
 
 THE_DAEMON: Final = "gpuleased"
@@ -62,14 +63,14 @@ class Witness:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self._asked: dict[int, _Asked] = {}
-        self._operators: dict[int, str] = {}
+        self._askers: dict[int, str] = {}
         self._granted_us: dict[int, int] = {}
         self._over_us: dict[int, int] = {}
         self._faulted: set[int] = set()
 
-    def asked_by(self, request: int, operator: str) -> None:
-        """Who is behind a request whose event does not tell."""
-        self._operators[request] = operator
+    def asked_by(self, request: int, peer: str) -> None:
+        """Who is behind a request whose event does not tell, or tells in whose name it is."""
+        self._askers[request] = peer
 
     def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> Iterator[Told]:
         """What one event brought about, in order, at monotonic time `now_ns`."""
@@ -89,6 +90,9 @@ class Witness:
                     yield from self._over(lease_id, now_us)
                 case LeaseEnded(lease):
                     yield self._ended(lease, now_us)
+                case WarmEnded(card_uuid=card_uuid, reason=reason, is_fenced=True):
+                    # The one thing about the pool that is anybody's: bytes that no lease can have.
+                    yield Kind.POOL, {"card": card_uuid, "what": "fenced", "reason": clean_text(reason)}
 
     # --- what was asked ---
 
@@ -100,14 +104,15 @@ class Witness:
                     wish["card"] = clean_text(selector)
                 self._asked[request] = _Asked("acquire", tenant, now_us, particulars=wish)
             case RenewRequested(request, lease_id, tenant, ttl_ms):
-                self._asked[request] = _Asked("renew", tenant, now_us, lease_id, {"ttl_ms": _bounded(ttl_ms)})
+                by = self._askers.pop(request, tenant)
+                self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": _bounded(ttl_ms)})
             case FreeRequested(request, lease_id, tenant):
-                self._asked[request] = _Asked("free", tenant, now_us, lease_id)
+                self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id)
             case RevokeRequested(request, lease_id, reason):
-                by = self._operators.pop(request, THE_DAEMON)
+                by = self._askers.pop(request, THE_DAEMON)
                 self._asked[request] = _Asked("revoke", by, now_us, lease_id, {"reason": clean_text(reason)})
             case FenceClearRequested(request, card_uuid):
-                by, card = self._operators.pop(request, THE_DAEMON), clean_text(card_uuid or "")
+                by, card = self._askers.pop(request, THE_DAEMON), clean_text(card_uuid or "")
                 self._asked[request] = _Asked("fence_clear", by, now_us, particulars={"card": card})
 
     # --- what came of it ---
@@ -129,8 +134,9 @@ class Witness:
             case RevokeDone(outcome=outcome):
                 done = {"action": "revoke", "by": asked.by, "outcome": outcome.name.lower(), "latency_us": took_us}
                 yield Kind.OPERATOR, done | asked.told()
-            case FenceCleared(count=count, lease_ids=lease_ids):
-                yield Kind.OPERATOR, {"action": "fence_clear", "by": asked.by, "count": count} | asked.told()
+            case FenceCleared(count=count, lease_ids=lease_ids, warm_ids=warm_ids):
+                done = {"action": "fence_clear", "by": asked.by, "count": count, "contexts": len(warm_ids)}
+                yield Kind.OPERATOR, done | asked.told()
                 for lease_id in lease_ids:
                     yield Kind.CLEAR, self._of(lease_id) | {"by": asked.by}
             case Denied(denial=denial):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,8 +31,9 @@ def boot_id() -> str:
 
 
 def config_digest(config: Config) -> str:
-    """The SHA-256 of all settings in canonical form: the same settings, the same digest."""
-    return hashlib.sha256(canonical_bytes(_plain(config))).hexdigest()
+    """The SHA-256 of all settings in canonical form: the same settings, the same digest, whatever their order."""
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
+    return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
 
 
 @contextlib.asynccontextmanager
@@ -66,14 +67,24 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         await recorder.stop()
 
 
-def _plain(value: Any) -> Any:
-    """Settings as canonical values: maps and records as lists of pairs, so that any text may be a key."""
-    if isinstance(value, Enum):
-        return _plain(value.value)
+def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
+    """Every single setting, behind the names that lead to it: canonical bytes do not nest as deep as settings do."""
     if is_dataclass(value):
-        return [[item.name, _plain(getattr(value, item.name))] for item in fields(value)]
-    if isinstance(value, Mapping):
-        return sorted([_plain(key), _plain(item)] for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        inside = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, Mapping):
+        inside = {str(_plain(key)): item for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        inside = {str(index): item for index, item in enumerate(value)}
+    elif isinstance(value, frozenset):
+        inside = {str(_plain(item)): True for item in value}
+    else:
+        yield [*path, _plain(value)]
+        return
+    for name, item in inside.items():
+        yield from _leaves(item, *path, name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
     return value if value is None or isinstance(value, int | str) else str(value)

@@ -5,21 +5,27 @@ import os
 import random
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession
+from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, Permission, my_audience
+from gpulease.daemon.audit.files import log_files
 from gpulease.daemon.audit.reading import find_log
 from gpulease.daemon.audit.records import Kind, Record
 from gpulease.daemon.audit.usage import UsageSum
 from gpulease.daemon.audit.writer import BEAT_S
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.messages import Attach, AttachReply, CapabilityPresent
+from gpulease.protocol.primitives import Tlv
 from helpers.audit_log import check_whole, config, gpulease_audit, kinds, records, stop, usage
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
-from helpers.raw_peer import RawPeer
+from helpers.raw_peer import RawPeer, lease_alloc
 
 US_PER_S = 1_000_000
 SIZE = 1 << 20
@@ -60,6 +66,38 @@ def test_what_a_day_leaves(start_daemon: Callable[..., Daemon], tmp_path: Path, 
     assert (used["leases"], used["open_leases"]) == (2, 0)
     assert 0.2 * US_PER_S < used["lease_us"] < (had_s + 1) * US_PER_S
     assert used["byte_us"] == used["lease_us"] * SIZE
+
+
+def test_guests_and_limits(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    settings = "warm_contexts = 1\n[tenants.tcp]\nmax_leases = 1\n"
+    daemon = start_daemon(config=config(folder, required=True) + settings, tcp=True)
+    theirs = my_audience(daemon.tcp_address)
+    with RawPeer(daemon.tcp_address).hello() as guest, RawPeer(daemon.tcp_address).hello() as again:
+        guest.acquire()
+        assert "max_leases of tenant 'tcp'" in guest.refused(Opcode.LEASE_ALLOC, lease_alloc()).message
+        lease = daemon.builder(SIZE).acquire()
+        tokens = [lease.issue(permission, theirs).token for permission in (Permission.MEM_READ, Permission.LEASE_FREE)]
+        guest.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(tokens[1]))
+        opened = Attach((Tlv(AttachOption.TOKEN, tokens[0]),))
+        assert isinstance(guest.ask(Opcode.ATTACH, opened, lease.lease_id), AttachReply)
+        assert isinstance(again.ask(Opcode.ATTACH, opened, lease.lease_id), Failure)
+        again.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(tokens[1]))
+        again.free(lease.lease_id)
+    stop(daemon)
+    check_whole(folder)
+    text = b"".join(path.read_bytes() for path in log_files(folder))
+    assert not any(form in text for token in tokens for form in (token, token.hex().encode(), b64encode(token)))
+    told = [(record["kind"], record["data"]) for record in records(folder)]
+    limit, replay = (data for kind, data in told if kind == "deny")
+    assert (limit["tenant"], limit["reason"], limit["operation"]) == ("tcp", "limit", "acquire")
+    assert (replay["tenant"], replay["lease"], replay["operation"]) == ("tcp", f"{lease.lease_id:032x}", "attach")
+    assert "replayed nonce" in replay["message"]
+    (attach,) = (data for kind, data in told if kind == "attach")
+    assert attach == {"lease": replay["lease"], "tenant": "tcp"}
+    (freed,) = (data for kind, data in told if kind == "operator")
+    assert (freed["action"], freed["by"], freed["lease"]) == ("free", "tcp", replay["lease"])
+    assert {WHO, "tcp"} == usage(folder).keys()
 
 
 def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:

@@ -54,8 +54,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
-def test_a_full_disk_under_a_log_that_is_required(start_daemon: Callable[..., Daemon], folder: Path) -> None:
-    daemon = start_daemon(config=config(folder, required=True))
+@pytest.mark.parametrize("warm_contexts", ["0", "1"])
+def test_a_full_disk_under_a_log_that_is_required(
+    start_daemon: Callable[..., Daemon], folder: Path, warm_contexts: str
+) -> None:
+    daemon = start_daemon(config=config(folder, required=True, warm_contexts=warm_contexts))
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
     use(daemon, 8)
     disk = Disk(daemon, folder)

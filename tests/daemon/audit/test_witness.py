@@ -5,6 +5,7 @@ from typing import Any
 from gpulease.daemon.audit.canonical import canonical_bytes
 from gpulease.daemon.audit.witness import THE_DAEMON, Told, Witness
 from gpulease.daemon.core import (
+    FIRST_WARM_ID,
     AcquireRequested,
     Card,
     CoreLimits,
@@ -12,6 +13,7 @@ from gpulease.daemon.core import (
     FenceClearRequested,
     FreeRequested,
     LeaseTable,
+    PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
     RenewRequested,
@@ -32,8 +34,8 @@ WHO = {"lease": LEASE, "tenant": "t", "card": "GPU-a", "size_bytes": 100}
 class Life:
     """A lease table, and all that its witness told."""
 
-    def __init__(self) -> None:
-        self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}))
+    def __init__(self, warm_contexts: int = 0) -> None:
+        self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}), warm_contexts)
         self.witness = Witness(self.table.get)
         self.now_ns = 0
 
@@ -50,7 +52,7 @@ class Life:
         return self
 
     def is_empty(self) -> bool:
-        kept: list[Any] = [getattr(self.witness, name) for name in ("_asked", "_operators", "_granted_us", "_over_us")]
+        kept: list[Any] = [getattr(self.witness, name) for name in ("_asked", "_askers", "_granted_us", "_over_us")]
         return not any([*kept, self.witness._faulted])
 
 
@@ -127,9 +129,36 @@ def test_a_fence_and_its_clearing() -> None:
     assert "not shown free" in fence[1]["reason"]
     life.witness.asked_by(4, "uid:0")
     operator, cleared = life.do(FenceClearRequested(4, "0"))
-    assert operator == ("operator", {"action": "fence_clear", "by": "uid:0", "count": 1, "card": "0"})
+    assert operator == ("operator", {"action": "fence_clear", "by": "uid:0", "count": 1, "contexts": 0, "card": "0"})
     assert cleared == ("clear", WHO | {"by": "uid:0"})
     assert life.is_empty()
+
+
+def test_the_bearer_of_a_token_in_a_tenants_stead() -> None:
+    life = Life().granted()
+    life.witness.asked_by(2, "uid:7")
+    ((_, renewed),) = life.do(RenewRequested(2, 5, "t", 5000))
+    assert (renewed["tenant"], renewed["by"]) == ("t", "uid:7")
+    life.witness.asked_by(3, "uid:7")
+    life.do(FreeRequested(3, 5, "t"))
+    life.do(WorkerExited(5, "was killed"))
+    operator, _ = life.do(ReclaimProved(5), 2)
+    assert operator == ("operator", {"action": "free", "by": "uid:7", "lease": LEASE, "latency_us": 2000})
+    assert life.is_empty()
+
+
+def test_of_contexts_made_ahead_only_fences_are_told() -> None:
+    life = Life(warm_contexts=2)
+    assert life.do(PoolTimerFired()) == []
+    assert life.do(WorkerReady(FIRST_WARM_ID)) == []
+    assert life.do(WorkerExited(FIRST_WARM_ID, "was\nkilled")) == []
+    told = life.do(ReclaimFailed(FIRST_WARM_ID, "not shown free"))
+    said = {"what": "fenced", "card": "GPU-a", "reason": "was\N{REPLACEMENT CHARACTER}killed; not shown free"}
+    assert told == [("pool", said)]
+    life.witness.asked_by(4, "uid:0")
+    assert life.do(FenceClearRequested(4, None)) == [
+        ("operator", {"action": "fence_clear", "by": "uid:0", "count": 1, "contexts": 1, "card": ""})
+    ]
 
 
 def test_denials_say_what_was_asked() -> None:

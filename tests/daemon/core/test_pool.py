@@ -2,6 +2,7 @@
 
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
+    AcquireRequested,
     ArmPoolTimer,
     Cause,
     CoreLimits,
@@ -30,7 +31,7 @@ from gpulease.daemon.core import (
     WorkerReady,
 )
 from gpulease.daemon.core.pool import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
-from gpulease.protocol.opcodes import Exclusivity
+from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 from .scenario import MS, OVERHEAD, S, Scenario, card, denied, end, kinds, one, placed
 
@@ -82,6 +83,12 @@ def test_a_lease_takes_one_and_it_is_replaced_after_a_pause() -> None:
     assert one(ready, ArmPoolTimer).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
     assert not [effect for effect in ready if isinstance(effect, WarmUp)]
     assert one(s.at(REFILL_PAUSE_MS / 1000).do(PoolTimerFired()), WarmUp).warm_id == WARM + 1
+
+
+def test_what_its_tenant_said_goes_to_the_context_it_takes() -> None:
+    for s in (PoolScenario(), PoolScenario(0)):
+        effects = s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK))
+        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", 20, 1, 5, Waiting.BLOCK)
 
 
 def test_none_is_made_while_an_acquire_is_under_way() -> None:
