@@ -14,7 +14,7 @@ from gpulease.client import AllocFailed, CapacityExceeded, GpuLease, GpuSession,
 from gpulease.client.blocking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.daemon.worker.life import WARM_NAME
-from gpulease.protocol import Opcode
+from gpulease.protocol import Opcode, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear
 from helpers.daemon import Daemon, Faults
@@ -90,7 +90,7 @@ def test_a_lease_on_a_warm_context_is_like_any_other(pool: Daemon) -> None:
     with pytest.raises(LeaseExpired):
         session.sync()
     wait_until_full(pool)
-    lease = pool.builder().max_kernel_secs(0.2).acquire()
+    lease = pool.builder().max_kernel_secs(0.2).waiting(Waiting.BLOCK).acquire()
     session = GpuSession(lease)
     kept = start_endless(session)
     with pytest.raises(GpuSessionFailed, match="a kernel ran for more than"):
