@@ -14,7 +14,8 @@
 `gpulease.client.aio` has the same with coroutines; `gpulease.client.errors` draws the errors as a tree.
 """
 
-from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession
+from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, my_audience
+from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import (
     AllocFailed,
     Busy,
@@ -42,6 +43,7 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.streams import Stream
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 from gpulease.protocol import Waiting as GpuWaiting
+from gpulease.protocol.capabilities import Permission
 
 __all__ = [
     "AllocFailed",
@@ -58,6 +60,7 @@ __all__ = [
     "GpuSession",
     "GpuSessionFailed",
     "GpuWaiting",
+    "Grant",
     "Graph",
     "InvalidHandle",
     "InvalidRequest",
@@ -69,9 +72,11 @@ __all__ = [
     "LoadFailed",
     "Module",
     "NotFound",
+    "Permission",
     "Revoked",
     "Stream",
     "SyncFailed",
     "Unsupported",
     "keep_alive",
+    "my_audience",
 ]

@@ -16,17 +16,20 @@ from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
 from gpulease.client.awaiting import drive, forgetting, undisturbed
+from gpulease.client.blocking import TOKEN_S
 from gpulease.client.core.launching import KernelArguments
-from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.renewal import RenewalSchedule, keep
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.tokens import Grant, issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.handles import Buffer, Module, StreamHandle
+from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.sharing import Wanted
 
 __all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncGraph", "AsyncKeepAlive", "AsyncStream"]
@@ -64,6 +67,12 @@ class AsyncGpuLease(LeaseView):
         """What the daemon knows of it; see GpuLease.query."""
         return await self._run(self._state.query())
 
+    async def issue(
+        self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0
+    ) -> Grant:
+        """A token by which somebody else can use this lease; see GpuLease.issue."""
+        return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
+
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "AsyncKeepAlive":
         """Renew it in a task until the returned object is stopped or its `async with` block is left."""
         return AsyncKeepAlive(self, on_loss, RenewalSchedule())
@@ -85,13 +94,25 @@ class AsyncGpuLease(LeaseView):
         return await drive(procedure)
 
 
+class AsyncGpuSharedLease(LeaseView):
+    """Somebody else's lease, as a token shows it; see GpuSharedLease."""
+
+    def __init__(self, state: LeaseState) -> None:
+        self._state = state
+        weakref.finalize(self, state.channel.close)
+
+    async def query(self) -> dict[str, Any]:
+        """What the daemon knows of it; see GpuLease.query."""
+        return await drive(self._state.query())
+
+
 class AsyncGpuSession(SessionView):
     """A lease's isolated context on its card; see GpuSession. `async with AsyncGpuSession(lease) as session` opens it.
 
     Tasks may share it; they take turns.
     """
 
-    def __init__(self, lease: AsyncGpuLease, *, shared_memory: bool = True) -> None:
+    def __init__(self, lease: AsyncGpuLease | AsyncGpuSharedLease, *, shared_memory: bool = True) -> None:
         """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = asyncio.Lock()
@@ -99,6 +120,14 @@ class AsyncGpuSession(SessionView):
         patience = patience_of(lease._state.waiting, SPIN_NS)
         self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
         self._closing: Callable[[], object] | None = None
+
+    @classmethod
+    async def attach(
+        cls, token: bytes | str | Grant, address: str | None = None, *, shared_memory: bool = True
+    ) -> Self:
+        """Another tenant's session, by a token of theirs, opened; see GpuSession.attach."""
+        state = await drive(by_token(address_of(address), token_of(token), asyncio.Lock()))
+        return await cls(AsyncGpuSharedLease(state), shared_memory=shared_memory).open()
 
     async def open(self) -> Self:
         """Open it and return it; `async with` does this."""
@@ -182,7 +211,7 @@ class AsyncGpuSession(SessionView):
             self._closing()
 
     async def __aenter__(self) -> Self:
-        return await self.open()
+        return self if self._closing is not None else await self.open()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

@@ -10,10 +10,11 @@ from typing import Any, Final, Self, TypeVar
 from gpulease.client.core.copies import PROMPT_READ_BYTES
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
-from gpulease.client.core.lease import LeaseState, LeaseView, acquire
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
+from gpulease.client.core.tokens import Grant, issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
@@ -23,7 +24,8 @@ from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.streams import Stream
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Body
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.messages import Body, Empty
 from gpulease.protocol.sharing import Wanted
 
 Into = TypeVar("Into")
@@ -31,6 +33,10 @@ Into = TypeVar("Into")
 SPIN_NS: Final = 200_000
 """How long an answer is looked for before its caller sleeps: most come within it, and waking up takes tens of
 microseconds."""
+
+
+TOKEN_S: Final = 60.0
+"""Life of a token if its issuer does not say."""
 
 
 class GpuBuilder(Wish):
@@ -64,6 +70,22 @@ class GpuLease(LeaseView):
         """What the daemon knows of it: state, cause, reason, generation, remaining_ms and more."""
         return drive(self._state.query())
 
+    def issue(
+        self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0
+    ) -> Grant:
+        """A token by which somebody else can use this lease, for as long as it is not renewed.
+
+        Args:
+            permissions: What its holder may do: say, `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
+            audience: The holder's `my_audience()` on this node; None for this program's own user.
+            ttl_secs: For how long, at most 300 and never longer than the lease.
+            nonce: A number of 128 bits that no token of the lease has had; 0: the daemon draws one.
+
+        Raises Denied if the daemon lets only operators give that.
+        """
+        wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
+        return drive(self._state.issue(wanted))
+
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
         """Renew it in the background until the returned object is stopped or its `with` block is left."""
         return keep_alive(self, on_loss)
@@ -76,6 +98,18 @@ class GpuLease(LeaseView):
             drive(self._state.leave())
 
 
+class GpuSharedLease(LeaseView):
+    """Somebody else's lease, as a token shows it: until when it can be used, and by what id. It is not freed here."""
+
+    def __init__(self, state: LeaseState) -> None:
+        self._state = state
+        weakref.finalize(self, state.channel.close)
+
+    def query(self) -> dict[str, Any]:
+        """What the daemon knows of it; see GpuLease.query."""
+        return drive(self._state.query())
+
+
 class GpuSession(SessionView):
     """A lease's isolated context on its card. `GpuSession(lease)` opens it; it ends when closed, or with its lease.
 
@@ -84,7 +118,7 @@ class GpuSession(SessionView):
     that waits reports it, and is not done itself. A session keeps its lease from being dropped.
     """
 
-    def __init__(self, lease: GpuLease, *, shared_memory: bool = True) -> None:
+    def __init__(self, lease: "GpuLease | GpuSharedLease", *, shared_memory: bool = True) -> None:
         """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = threading.RLock()
@@ -93,6 +127,15 @@ class GpuSession(SessionView):
         self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
+
+    @classmethod
+    def attach(cls, token: bytes | str | Grant, address: str | None = None, *, shared_memory: bool = True) -> Self:
+        """Another tenant's session, by a token of theirs: it does what the token permits, until that expires.
+
+        A token opens one session. Raises Denied with the check it failed.
+        """
+        state = drive(by_token(address_of(address), token_of(token), threading.RLock()))
+        return cls(GpuSharedLease(state), shared_memory=shared_memory)
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Device memory, zeroed. Raises AllocFailed if the slice has no room."""
@@ -216,6 +259,11 @@ class GpuSession(SessionView):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
+
+
+def my_audience(address: str | None = None) -> bytes:
+    """Who this program's user is to a node: what to tell those who are to issue tokens for it."""
+    return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:

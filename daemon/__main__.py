@@ -24,11 +24,19 @@ EXIT_UNAVAILABLE: Final = 69
 @click.option(
     "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
 )
+@click.option(
+    "--warm-contexts", type=int, metavar="NUMBER", help="Contexts that each card has ready; the default is 0."
+)
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
 @click.version_option(VERSION, prog_name="gpuleased")
 def main(
-    listen: tuple[str, ...], driver: str | None, vram: tuple[str, ...], config: Path | None, verbose: bool
+    listen: tuple[str, ...],
+    driver: str | None,
+    vram: tuple[str, ...],
+    warm_contexts: int | None,
+    config: Path | None,
+    verbose: bool,
 ) -> None:
     """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
     logging.basicConfig(
@@ -37,12 +45,15 @@ def main(
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
+    overrides["warm_contexts"] = warm_contexts
     sys.exit(_run(config, overrides))
 
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         from gpulease.daemon.broker.listening import CannotListen
+        from gpulease.daemon.broker.recording import CannotRecord
+        from gpulease.daemon.broker.tokens import TokensUnavailable
         from gpulease.daemon.broker.zygote import ZygoteBroken
         from gpulease.daemon.cards.source import CardsUnavailable
         from gpulease.daemon.config import ConfigError, load_config
@@ -52,11 +63,11 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         config = load_config(path, overrides)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(config))
-    except ConfigError as error:
+    except (ConfigError, TokensUnavailable) as error:
         return _fail(str(error), "", EXIT_CONFIG)
     except (CardsUnavailable, ZygoteBroken) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
-    except CannotListen as error:
+    except (CannotListen, CannotRecord) as error:
         return _fail(str(error), "", EXIT_UNAVAILABLE)
     return 0
 

@@ -2,20 +2,44 @@
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
 
+MAX_UID: Final = 2**32 - 2
+"""The largest number of a user (credentials(7)); the one above says "none"."""
+
+RESERVED_TENANTS: Final = ("tcp", "default", "gpuleased")
+"""Names with a meaning of their own: all peers over TCP, every tenant that has no rules of its own, and the daemon
+itself in the audit log."""
+
+_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
 DRIVERS: Final = ("auto", "cuda", "cpu")
+
+MIN_AUDIT_FILE_BYTES: Final = 64 << 10
+"""A smaller file would hold a few records: a size mistyped by a unit."""
+
+MAX_AUDIT_FILE_BYTES: Final = 1 << 30
+"""Of which the last one is looked through when the daemon starts."""
 
 MAX_EMBEDDED_CARDS: Final = 64
 """More pretended cards than any host has real ones is a typing mistake."""
 
+MAX_WARM_CONTEXTS: Final = 64
+"""More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE)
+_FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
+"""Settings that people write in another unit than the daemon keeps them."""
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -32,17 +56,36 @@ class Config:
         driver: "auto", "cuda" or "cpu".
         vram_bytes: For cpu: one pretended card of each size. For cuda: at most one, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
+        warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
-        limits: The lease table's bounds.
+        audit: The folder of the audit log; None to keep none.
+        audit_head: Where the log's head is written, for a place apart from it; None for the log's folder.
+        audit_required: Whether no lease is granted unless its record is on the disk.
+        audit_file_bytes: The size at which the log goes on in another file.
+        audit_keep_files: How many of the log's files are kept; 0 for all.
+        require_token: What tenants need a token of an operator's for: "alloc", "renew", and "attach", which takes any.
+        token_key_file: Where the keys that sign tokens are kept; None: in this process alone, so that a restart ends
+            every token.
+        tenant_of_uid: Whose leases a local user's are; users that are not named are tenants of their own, `uid:N`.
+        limits: The lease table's bounds, those of single tenants among them.
     """
 
     listen: tuple[Address, ...] = field(default_factory=lambda: (parse_address(DEFAULT_ADDRESS),))
     driver: str = "auto"
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
+    warm_contexts: int = 0
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
+    audit: Path | None = None
+    audit_head: Path | None = None
+    audit_required: bool = False
+    audit_file_bytes: int = 64 << 20
+    audit_keep_files: int = 0
+    require_token: frozenset[Demand] = frozenset()
+    token_key_file: Path | None = None
+    tenant_of_uid: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     limits: CoreLimits = field(default_factory=CoreLimits)
 
 
@@ -60,9 +103,12 @@ def parse_size(text: str) -> int:
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
     settings: dict[str, Any] = {} if path is None else _from_file(path)
-    settings |= {key: value for key, value in overrides.items() if value}
+    settings |= {key: value for key, value in overrides.items() if value not in (None, [])}
+    tenants = settings.pop("tenants", None)
     values = {_field(key): _convert(key, value) for key, value in settings.items()}
     config = replace(Config(), **values)
+    if tenants is not None:
+        config = replace(config, limits=replace(config.limits, tenants=_convert("tenants", tenants)))
     if "max_connections_per_tenant" not in values:
         fitting = min(config.max_connections, config.max_connections_per_tenant)
         config = replace(config, max_connections_per_tenant=fitting)
@@ -82,9 +128,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _field(key: str) -> str:
-    name = "vram_bytes" if key == "vram" else key
-    if name not in {item.name for item in fields(Config)}:
-        known = ", ".join("vram" if item.name == "vram_bytes" else item.name for item in fields(Config))
+    name = _FIELDS.get(key, key)
+    if name not in {item.name for item in fields(Config)} or key in _FIELDS.values():
+        keys = {name: key for key, name in _FIELDS.items()}
+        known = ", ".join(keys.get(item.name, item.name) for item in fields(Config)) + ", tenants"
         raise ConfigError(f"unknown setting {key!r}; known are: {known}")
     return name
 
@@ -97,12 +144,24 @@ def _convert(key: str, value: Any) -> Any:
             return tuple(parse_size(text) for text in _texts(value))
         if key == "socket_mode":
             return _mode(value)
+        if key == "tenants":
+            return parse_rules(value, parse_size)
         if key == "limits":
             return _limits(value)
+        if key == "tenant_of_uid":
+            return _tenant_of_uid(value)
+        if key == "require_token":
+            return frozenset(_demand(text) for text in _texts(value))
         if key == "driver":
             return str(value)
+        if key in ("audit", "audit_head", "token_key_file"):
+            return _path(value)
+        if key == "audit_required":
+            return _truth(value)
+        if key == "audit_file_size":
+            return parse_size(str(value))
         return _whole(key, value)
-    except (ValueError, TypeError) as error:
+    except (ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"setting {key}: {error}") from None
 
 
@@ -110,7 +169,7 @@ def _limits(table: Any) -> CoreLimits:
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
     settings = dict(table)
-    _check_names(settings, [item.name for item in fields(CoreLimits)])
+    _check_names(settings, [item.name for item in fields(CoreLimits) if item.name != "tenants"])
     graces = settings.pop("grace_ms", {})
     _check_names(graces, [cause.value for cause in Cause])
     graces = {Cause(cause): _whole(f"grace_ms.{cause}", ms) for cause, ms in graces.items()}
@@ -139,6 +198,35 @@ def _mode(value: Any) -> int:
     return mode
 
 
+def _path(value: Any) -> Path:
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        raise ValueError(f"{value!r} is not an absolute path")
+    return Path(value)
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _demand(text: str) -> Demand:
+    if text not in {demand.value for demand in Demand}:
+        raise ValueError(f"{text!r} is none of {', '.join(demand.value for demand in Demand)}")
+    return Demand(text)
+
+
+def _tenant_of_uid(table: Any) -> Mapping[int, str]:
+    if not isinstance(table, dict):
+        raise ValueError("it must be a table")
+    for uid, tenant in table.items():
+        if not uid.isdecimal() or int(uid) > MAX_UID:
+            raise ValueError(f"{uid!r} is not a user's number")
+        if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant) or tenant in RESERVED_TENANTS:
+            raise ValueError(f"{tenant!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
+    return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
+
+
 def _texts(value: Any) -> list[str]:
     if not isinstance(value, str | list):
         raise ValueError("it must be a string or a list of strings")
@@ -157,3 +245,18 @@ def _check(config: Config) -> None:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
     if not 1 <= config.max_connections_per_tenant <= config.max_connections:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
+    if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
+        raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")
+    _check_audit(config)
+
+
+def _check_audit(config: Config) -> None:
+    if config.audit is None and (config.audit_required or config.audit_head is not None):
+        raise ConfigError("audit_required and audit_head need audit, the folder of the audit log")
+    if not MIN_AUDIT_FILE_BYTES <= config.audit_file_bytes <= MAX_AUDIT_FILE_BYTES:
+        raise ConfigError(
+            f"audit_file_size is {config.audit_file_bytes} bytes;"
+            f" it must be between {MIN_AUDIT_FILE_BYTES} and {MAX_AUDIT_FILE_BYTES}"
+        )
+    if config.audit_keep_files < 0 or config.audit_keep_files == 1:
+        raise ConfigError("audit_keep_files must be 0, for all, or at least 2")

@@ -70,6 +70,16 @@ bounds; a card runs no more side by side anyway (CUDA C++ Programming Guide, CUD
 MAX_TLVS: Final = 64
 """Most TLVs of one list. Unknown ones are skipped, so a peer could make the receiver skip for long."""
 
+MAX_TOKEN_BYTES: Final = 4096
+"""Longest token. One as the daemon makes it has some 450 bytes, each narrowing adds some 200. Bounds what a signature
+check has to read."""
+
+AUDIENCE_BYTES: Final = 32
+"""Length of an audience: the name of one holder on one node, a SHA-256."""
+
+PUBLIC_KEY_BYTES: Final = 32
+"""Length of a key that verifies tokens, Ed25519 (RFC 8032)."""
+
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 

@@ -177,9 +177,56 @@ class FenceClear:
 
 @dataclass(frozen=True, slots=True)
 class FenceCleared:
-    """How many fenced leases were let go."""
+    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
 
     count: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityIssue:
+    """Ask for a token: `Permission` bits, whose it is to be (empty: the asker's own), a nonce (0: any)."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
+    ttl_ms: int = wire(U32)
+    nonce: int = wire(U128)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityGrant:
+    """A token. `public_key` is the signer's: with it a holder can narrow the token without asking anybody."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+    public_key: bytes = wire(sized_bytes(limits.PUBLIC_KEY_BYTES))
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityPresent:
+    """A token that is to count for the rest of this control connection."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityHeld:
+    """What a presented token permits, all its narrowings taken into account."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """The name that this node has for the peer: who is to get a token tells it to whoever asks for one."""
+
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +396,11 @@ Body = (
     | LeaseRevoked
     | FenceClear
     | FenceCleared
+    | CapabilityIssue
+    | CapabilityGrant
+    | CapabilityPresent
+    | CapabilityHeld
+    | Audience
     | Report
     | MemAlloc
     | Handle
@@ -377,6 +429,9 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.LEASE_LIST_ACTIVE: (Empty, Report),
     Opcode.LEASE_REVOKE: (LeaseRevoke, LeaseRevoked),
     Opcode.FENCE_CLEAR: (FenceClear, FenceCleared),
+    Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
+    Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
+    Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
     Opcode.MEM_ALLOC: (MemAlloc, Handle),
     Opcode.MEM_FREE: (Handle, Empty),
     Opcode.MEM_WRITE: (MemWrite, Empty),

@@ -1,5 +1,6 @@
 """What work through a lease costs, seen from the tenant."""
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -8,6 +9,9 @@ import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,6 +34,26 @@ OWN_LAUNCHES: Final = 500
 meanwhile."""
 
 OWN_BURSTS: Final = 40
+POOL_TIMEOUT_S: Final = 30.0
+"""For a pool to be full again; a context takes 0.3 s."""
+
+_LOOK_S: Final = 0.01
+
+FIRST_PTX: Final = b""".version 7.0
+.target sm_75
+.address_size 64
+.visible .entry first_%s(.param .u64 into)
+{
+    .reg .b32 %%r1;
+    .reg .b64 %%rd<3>;
+    ld.param.u64 %%rd1, [into];
+    cvta.to.global.u64 %%rd2, %%rd1;
+    mov.u32 %%r1, 1;
+    st.global.u32 [%%rd2], %%r1;
+    ret;
+}
+"""
+"""A kernel of a name that no compiler's cache knows."""
 
 
 def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
@@ -129,19 +153,47 @@ def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
 
 def acquisition(address: str, count: int) -> dict[str, float]:
     """From asking for a lease to its session's first answer, and from giving it back to memory proved free."""
-    acquires, frees = [], []
+    return _figures([_lease(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
+
+
+def warm_acquisition(address: str, count: int) -> dict[str, float]:
+    """The same of leases that take a context made ahead: each is asked for once all that are wanted are there."""
+    rounds = []
     for _ in range(count):
-        started = time.perf_counter()
-        lease = GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(60).acquire()
-        with GpuSession(lease) as session:
-            session.sync()
-            acquires.append((time.perf_counter() - started) * 1e3)
-        started = time.perf_counter()
-        lease.free()
-        frees.append((time.perf_counter() - started) * 1e3)
-    return {
-        "acquire_p50_ms": percentile(acquires, 50),
-        "acquire_p99_ms": percentile(acquires, 99),
-        "free_p50_ms": percentile(frees, 50),
-        "free_p99_ms": percentile(frees, 99),
-    }
+        _await_pool(address)
+        rounds.append(_lease(address))
+    return _figures(rounds, ("warm_acquire", "warm_first_kernel"))
+
+
+def _lease(address: str) -> tuple[float, ...]:
+    """Milliseconds to the first answer, and to the end of a kernel that nobody has seen; and of the lease's end."""
+    ptx = FIRST_PTX % secrets.token_hex(8).encode()
+    started = time.perf_counter()
+    lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
+    with GpuSession(lease) as session:
+        session.sync()
+        answered = time.perf_counter()
+        module, into = session.module_load(ptx), session.mem_alloc(4)
+        session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
+        session.sync()
+        done = time.perf_counter()
+    freeing = time.perf_counter()
+    lease.free()
+    freed = time.perf_counter()
+    return tuple(seconds * 1e3 for seconds in (answered - started, done - started, freed - freeing))
+
+
+def _await_pool(address: str) -> None:
+    until = time.monotonic() + POOL_TIMEOUT_S
+    while True:
+        card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        if card["warm_contexts"] >= card["warm_wanted"]:
+            return
+        if time.monotonic() > until:
+            raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
+        time.sleep(_LOOK_S)
+
+
+def _figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
+    columns = zip(names, zip(*rounds, strict=True), strict=False)
+    return {f"{name}_p{part}_ms": percentile(samples, part) for name, samples in columns for part in (50, 99)}

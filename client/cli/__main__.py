@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from gpulease.client.cli.audit import audit
 from gpulease.client.cli.bench import bench
 from gpulease.client.cli.demo import demo
 from gpulease.client.cli.node import fence, info, leases, revoke
@@ -48,7 +49,7 @@ def main() -> None:
     """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
 
 
-for _command in (demo, info, leases, revoke, fence, bench, verify):
+for _command in (demo, info, leases, revoke, fence, audit, bench, verify):
     main.add_command(_command)
 
 

@@ -14,7 +14,7 @@ import click
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.graphs import graph_figures
 from gpulease.client.bench.kernels import kernel_figures
-from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path
+from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path, warm_acquisition
 from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.blocking import ask
@@ -30,6 +30,9 @@ DIRECT_TIMEOUT_S: Final = 300
 
 GATE_FLIPS: Final = 400
 """For a 99th percentile that means something; each takes milliseconds."""
+
+WARM_CONTEXTS: Final = 2
+"""Of the private daemon that warm leases are measured on: one to take, and one that the next is made beside."""
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
@@ -59,6 +62,12 @@ _ROWS: Final = (
 _LEASE_ROWS: Final = (
     ("acquire_p50_ms", "acquire to first answer, p50"),
     ("acquire_p99_ms", "acquire to first answer, p99"),
+    ("first_kernel_p50_ms", "acquire to the end of a kernel never seen, p50"),
+    ("first_kernel_p99_ms", "acquire to the end of a kernel never seen, p99"),
+    ("warm_acquire_p50_ms", "the same with a warm context: to first answer, p50"),
+    ("warm_acquire_p99_ms", "the same with a warm context: to first answer, p99"),
+    ("warm_first_kernel_p50_ms", "the same with a warm context: to the kernel's end, p50"),
+    ("warm_first_kernel_p99_ms", "the same with a warm context: to the kernel's end, p99"),
     ("free_p50_ms", "free to memory proved free, p50"),
     ("free_p99_ms", "free to memory proved free, p99"),
     ("expiry_told_p50_ms", "deadline to the tenant's error, endless kernel, p50"),
@@ -125,7 +134,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_json: bool) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
     with contextlib.ExitStack() as stack:
-        address = running_address()
+        running = address = running_address()
         if address is None:
             tcp = f"tcp:127.0.0.1:{_free_port()}"
             address = stack.enter_context(private_daemon(driver, also_at=tcp))
@@ -133,11 +142,14 @@ def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_jso
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
-        lease_figures = acquisition(address, leases) | expiry(address, leases) | revocation(address, leases)
+        lease_figures = _acquisition(address, card, leases) | expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
         over_tcp = _over_tcp(tcp, copy_sizes(card["driver"]), rounds) if tcp else {}
         kernels = kernel_figures(address)
         overlapped = overlap(address, card["driver"])
+    if running is None:
+        with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
+            lease_figures |= warm_acquisition(address, leases)
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
@@ -156,6 +168,8 @@ def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_jso
             name: {figure: round(value, 4) for figure, value in figures.items()} for name, figures in kernels.items()
         },
     }
+    if "acquire_p50_ms" in lease_figures:
+        report["acquire_to_bare"] = round(lease_figures["acquire_p50_ms"] / bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
@@ -172,6 +186,11 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
             more |= graph_figures(address, transform_ptx(), 500, shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | more)
     return _medians(leased), _medians(by_socket), _medians(direct)
+
+
+def _acquisition(address: str, card: dict[str, Any], leases: int) -> Figures:
+    """Of a daemon with a pool, the warm figures alone: there, it is chance what a lease gets in between."""
+    return warm_acquisition(address, leases) if card["warm_wanted"] else acquisition(address, leases)
 
 
 def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
@@ -248,7 +267,9 @@ def _tables(report: dict[str, Any]) -> str:
     ):
         figures = report[name]
         if isinstance(figures, dict):
-            parts.append(table([head, ""], [[text, f"{figures[key]:.2f}"] for key, text in texts]))
+            parts.append(table([head, ""], [[text, f"{figures[key]:.2f}"] for key, text in texts if key in figures]))
+    if "acquire_to_bare" in report:
+        parts.append(f"acquire to first answer / fork to a context that answers, p50: {report['acquire_to_bare']}")
     if isinstance(report["kernels"], dict):
         parts.append(_kernel_table(report["kernels"]))
     return "\n\n".join(parts)

@@ -33,11 +33,21 @@ def info(as_json: bool) -> None:
             size_text(card["available_bytes"]),
             size_text(card["fenced_bytes"]),
             str(card["leases"]),
+            _warm(card),
             "yes" if card["exclusive"] else "no",
         ]
         for card in inventory.details
     ]
-    click.echo(table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "exclusive"], rows))
+    click.echo(
+        table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"], rows)
+    )
+
+
+def _warm(card: dict[str, Any]) -> str:
+    """Contexts that wait for a lease, and what all of the pool's hold."""
+    if not card.get("warm_wanted") and not card.get("warm_bytes"):
+        return "0"
+    return f"{card['warm_contexts']} of {card['warm_wanted']}, {size_text(card['warm_bytes'])}"
 
 
 @click.command()
@@ -99,4 +109,4 @@ def fence() -> None:
 def fence_clear(card: str | None) -> None:
     """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""
     count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
-    click.echo(f"{count} fenced {'lease was' if count == 1 else 'leases were'} let go.")
+    click.echo(f"{count} fenced {'slice was' if count == 1 else 'slices were'} let go.")

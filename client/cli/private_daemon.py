@@ -40,7 +40,9 @@ def running_address() -> str | None:
 
 
 @contextlib.contextmanager
-def private_daemon(driver: str, vram: tuple[str, ...] = (), also_at: str = "") -> Iterator[str]:
+def private_daemon(
+    driver: str, vram: tuple[str, ...] = (), *, also_at: str = "", warm_contexts: int = 0
+) -> Iterator[str]:
     """The address of a daemon of this process's own; it ends with the block. Raises CannotStart.
 
     `also_at`: another address it listens at.
@@ -51,6 +53,8 @@ def private_daemon(driver: str, vram: tuple[str, ...] = (), also_at: str = "") -
         command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
         if also_at:
             command += ["--listen", also_at]
+        if warm_contexts:
+            command += ["--warm-contexts", str(warm_contexts)]
         for size in vram:
             command += ["--vram", size]
         with log_path.open("wb") as log:

@@ -24,12 +24,14 @@ from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
 from gpulease.client.handles import Handle
 from gpulease.protocol import Connection, Failure, Opcode, Status
+from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_DATA_BYTES
 from gpulease.protocol.messages import Attach, AttachReply, Body
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Wanted
 
 T = TypeVar("T")
@@ -142,9 +144,7 @@ class Attached:
         try:
             limit = TimeLimit(ATTACH_LIMIT_S, "attach", lease.address)
             self.channel.takes_descriptors = self._wanted != Wanted()
-            answer = yield from answer_to(
-                self.channel, Opcode.ATTACH, Attach(self._wanted.to_options()), limit, self.session_id
-            )
+            answer = yield from answer_to(self.channel, Opcode.ATTACH, Attach(self._options()), limit, self.session_id)
         except LinkEnded as ended:
             failure = ended.failure
         except BaseException:
@@ -161,6 +161,10 @@ class Attached:
             self.connection = self.channel.link.connection
             return
         raise (yield from self._find_out(failure, "attach"))
+
+    def _options(self) -> tuple[Tlv, ...]:
+        token = self.lease.token
+        return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, token),) if token else ())
 
     def wake(self) -> None:
         """Begin to close: whoever waits on the stream stops waiting and lets go of the lock."""
@@ -194,7 +198,10 @@ class Attached:
     @property
     def is_at_rest(self) -> bool:
         """Whether it is alive, with nothing to be freed and nothing under way."""
-        return self.end is None and self.lease.over is None and not self.dropped and self.channel.link.is_at_rest
+        link = self.channel.link
+        return (
+            self.end is None and self.lease.over is None and not self.dropped and link.end is None and link.is_at_rest
+        )
 
     def _go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
         """What is left of an operation that has begun, still under the session's lock."""
@@ -211,6 +218,9 @@ class Attached:
             raise error_of(over, doing)
         try:
             self.channel.link.forget()
+            if self.channel.link.end is not None:
+                # The daemon's goodbye came right behind the last reply.
+                raise LinkEnded(self.channel.link.end)
             if self.dropped:
                 yield from self._send_frees()
             return (yield from procedure)

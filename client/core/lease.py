@@ -23,11 +23,24 @@ from gpulease.client.core.exchange import (
 )
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Locked, Procedure
+from gpulease.client.core.tokens import Grant
 from gpulease.client.core.wish import milliseconds
 from gpulease.client.errors import GpuLeaseError, error_of
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
-from gpulease.protocol.messages import Body, LeaseAlloc, LeaseGrant, LeaseRef, LeaseRenew, LeaseRenewed
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.messages import (
+    Body,
+    CapabilityGrant,
+    CapabilityHeld,
+    CapabilityIssue,
+    CapabilityPresent,
+    LeaseAlloc,
+    LeaseGrant,
+    LeaseRef,
+    LeaseRenew,
+    LeaseRenewed,
+)
 from gpulease.protocol.opcodes import WAITING_TAG
 
 LEASE_OVER: Final = frozenset(
@@ -53,7 +66,10 @@ class LeaseState:
         expires_at_unix_s: The same for people.
         over: How the lease ended, once that is known.
         waiting: How its sessions wait, None for as the hosts allow.
+        token: By what another tenant uses it; empty for its own.
     """
+
+    token = b""
 
     def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
         self.grant = grant
@@ -113,6 +129,18 @@ class LeaseState:
         finally:
             self.channel.close()
 
+    def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
+        """A token for others."""
+        granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
+        return Grant(
+            granted.token,
+            granted.public_key,
+            self.grant.lease_id,
+            Permission(wanted.permissions),
+            granted.ttl_ms / 1000,
+            granted.expires_at_unix_s,
+        )
+
     def query(self) -> Procedure[dict[str, Any]]:
         """What the daemon knows of it, whether it lives or not."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
@@ -132,7 +160,7 @@ class LeaseState:
     def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str) -> Procedure[Any]:
         """What is answered on the connection the lease came on; if that is dead, on a new one, asking once more.
 
-        All three requests may be asked twice: a second LEASE_FREE finds the lease freed, which is what was wanted.
+        All of these requests may be asked twice: a second LEASE_FREE finds the lease freed, which is what was wanted.
         """
         is_second = False
         while True:
@@ -219,6 +247,25 @@ class LeaseView:
     def _free_when_dropped(self) -> None:
         """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
         weakref.finalize(self, _free_silently, self._state, os.getpid())
+
+
+def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
+    """Another tenant's lease, as far as a token shows it. Raises Denied with the check that the token failed."""
+    doing = doing_of(Opcode.CAPABILITY_PRESENT)
+    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
+        held: CapabilityHeld = yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), limit)
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+    grant = LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
+    state = LeaseState(channel, lock, grant)
+    state.token = token
+    return state
 
 
 def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:

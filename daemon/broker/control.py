@@ -7,14 +7,16 @@ that attaches to a session leaves the broker altogether: its socket goes to the 
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, cast
 
 from gpulease.daemon.broker.deadlines import Deadlines, Wait
 from gpulease.daemon.broker.peers import Peer, identify
-from gpulease.daemon.broker.requests import Desk, Refusal
+from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.requests import Desk
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.version import AGENT
+from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol.connection import (
     Connection,
     EndOfStream,
@@ -48,7 +50,7 @@ MAX_HAND_OVER_POLL_S: Final = 0.1
 """Longest pause between two such looks, each twice the one before: peers that do not read must cost nothing."""
 
 EVENTS_PER_TURN: Final = 16
-"""Requests of one connection served before the others get a turn: a buffer full of small ones takes 100 ms."""
+"""Requests of one connection served in one turn at most: a buffer full of small ones takes 100 ms."""
 
 LINGER_S: Final = 5.0
 """For a peer to read what it was told last, before the connection is cut."""
@@ -65,6 +67,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     Args:
         admit: Counts the connection in, or says why it is one too many.
         release: Counts it out again; called exactly once.
+        tenant_of_uid: Names of tenants by their local users' numbers.
     """
 
     def __init__(
@@ -73,17 +76,20 @@ class ControlConnection(asyncio.BufferedProtocol):
         driver: str,
         admit: Callable[["ControlConnection"], Failure | None],
         release: Callable[["ControlConnection"], None],
+        tenant_of_uid: Mapping[int, str],
     ) -> None:
         self.peer = Peer("", is_operator=False, is_known=False)
         self._runtime = runtime
         self._driver = driver
         self._admit = admit
         self._release = release
+        self._tenant_of_uid = tenant_of_uid
         self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._desk: Desk | None = None
         self._deadlines = Deadlines()
         self._is_reader_slow = False
+        self._is_in_line = False
 
     # --- transport ---
 
@@ -92,7 +98,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         # Stream servers hand out stream transports; uvloop's do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self.peer = identify(transport.get_extra_info("socket"))
+        self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
         self._desk = Desk(self._runtime, self, self._driver)
         refusal = self._admit(self)
         if refusal is not None:
@@ -108,7 +114,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes came."""
         self._connection.reader.buffer_updated(nbytes)
-        self._take_events()
+        self._ask_for_a_turn()
 
     def eof_received(self) -> bool:
         """The peer will send nothing more; what it asked for is given up."""
@@ -172,6 +178,19 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     # --- events ---
 
+    def _ask_for_a_turn(self) -> None:
+        if self._is_in_line:
+            return
+        self._is_in_line = True
+        self._runtime.turns.ask(self.peer.tenant, self._take_turn)
+        if self._is_in_line and self._transport is not None:
+            # What it sends meanwhile is the kernel's to keep.
+            self._transport.pause_reading()
+
+    def _take_turn(self) -> None:
+        self._is_in_line = False
+        self._take_events()
+
     def _take_events(self) -> None:
         for _ in range(EVENTS_PER_TURN):
             if self._connection.state is State.ATTACHING:
@@ -182,9 +201,9 @@ class ControlConnection(asyncio.BufferedProtocol):
                 self._watch_for_stall()
                 return
             self._take_event(event)
-        if self._transport is not None:
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._take_events)
+            if self._runtime.turns.is_over:
+                break
+        self._ask_for_a_turn()
 
     def _take_event(self, event: Event) -> None:
         match event:
@@ -238,22 +257,25 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         self._deadlines.stop(Wait.ATTACH)
         try:
-            desk.check_attach(request.session_id)
+            guest = desk.check_attach(request)
         except Refusal as refusal:
             self._refuse_attach(request, refusal.failure)
             return
-        if not self._hand_over(request):
-            failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
-            self._refuse_attach(request, failure)
+        if self._hand_over(request, guest):
+            desk.attached()
+            self._runtime.recorder.attached(request.session_id, self.peer.tenant)
+            return
+        failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
+        self._refuse_attach(request, failure)
 
-    def _hand_over(self, request: Request) -> bool:
+    def _hand_over(self, request: Request, guest: Guest | None) -> bool:
         if self._transport is None:
             return False
         fd = os.dup(self._transport.get_extra_info("socket").fileno())
         try:
             rest = self._connection.take_rest()
             wanted = Wanted.from_options(request.body.options) if isinstance(request.body, Attach) else Wanted()
-            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted):
+            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted, guest):
                 self._connection.receive_data(rest)
                 return False
         finally:
@@ -265,5 +287,6 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _refuse_attach(self, request: Request, failure: Failure) -> None:
         if self._transport is None:
             return
+        self._runtime.recorder.refused(request.op.name, self.peer.tenant, request.session_id, failure.message)
         self.answer(request, failure)
         self._take_events()

@@ -15,9 +15,11 @@ _STATUS: Final = {
     DenialReason.INVALID_REQUEST: Status.INVALID_REQUEST,
     DenialReason.NOT_FOUND: Status.NOT_FOUND,
     DenialReason.LIMIT: Status.DENIED,
+    DenialReason.RATE: Status.BUSY,
     DenialReason.SESSION_FAILED: Status.SESSION_FAILED,
     DenialReason.FREED: Status.LEASE_FREED,
     DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
+    DenialReason.NOT_RECORDED: Status.BUSY,
 }
 
 _REVOCATION_WORD: Final = {

@@ -7,10 +7,13 @@ share one tenant, may use only leases whose ids they know, and are never operato
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 ANONYMOUS_TENANT: Final = "tcp"
+_NO_NAMES: Final[Mapping[int, str]] = MappingProxyType({})
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -32,10 +35,10 @@ class Peer:
         return f"{self.tenant}{' (operator)' if self.is_operator else ''}"
 
 
-def identify(sock: Any) -> Peer:
-    """The peer of an accepted socket."""
+def identify(sock: Any, tenant_of_uid: Mapping[int, str] = _NO_NAMES) -> Peer:
+    """The peer of an accepted socket; `tenant_of_uid` names the tenants of some users."""
     if sock.family != socket.AF_UNIX:
         return Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _, uid, _ = _UCRED.unpack(credentials)
-    return Peer(f"uid:{uid}", is_operator=uid in (0, os.geteuid()), is_known=True)
+    return Peer(tenant_of_uid.get(uid, f"uid:{uid}"), is_operator=uid in (0, os.geteuid()), is_known=True)

@@ -80,4 +80,7 @@ def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
         "fenced_bytes": card.fenced_bytes,
         "leases": card.leases,
         "exclusive": card.is_exclusive,
+        "warm_contexts": card.warm_contexts,
+        "warm_wanted": card.warm_wanted,
+        "warm_bytes": card.warm_bytes,
     }

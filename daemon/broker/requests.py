@@ -7,8 +7,11 @@ from typing import Any, Final, Protocol
 
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, inventory, lease_report, remaining_ms
 from gpulease.daemon.broker.runtime import Outcome, Runtime
+from gpulease.daemon.broker.tokens import TokenDesk
+from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import (
     AcquireRequested,
     Denied,
@@ -25,7 +28,9 @@ from gpulease.daemon.core import (
     RevokeRequested,
 )
 from gpulease.daemon.core.denials import not_found
+from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, AttachOption, Permission
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import (
@@ -38,7 +43,7 @@ from gpulease.protocol.opcodes import (
     Status,
     Waiting,
 )
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 
 class Answerer(Protocol):
@@ -56,14 +61,6 @@ class Answerer(Protocol):
         """Whether anybody is there to read an answer."""
 
 
-class Refusal(Exception):
-    """A request that never gets to the lease table."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
 class Desk:
     """Takes the control requests of one connection.
 
@@ -77,6 +74,7 @@ class Desk:
         self._answerer = answerer
         self._peer = answerer.peer
         self._driver = driver
+        self._tokens = TokenDesk(runtime.tokens, self._peer)
         self._open_acquires: set[int] = set()
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
@@ -88,6 +86,9 @@ class Desk:
             Opcode.LEASE_LIST_ACTIVE: self._lease_list_active,
             Opcode.LEASE_REVOKE: self._lease_revoke,
             Opcode.FENCE_CLEAR: self._fence_clear,
+            Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(request, self._tokens.issue(body)),
+            Opcode.CAPABILITY_PRESENT: lambda request, body: answerer.answer(request, self._tokens.present(body)),
+            Opcode.CAPABILITY_AUDIENCE: lambda request, body: answerer.answer(request, self._tokens.audience()),
         }
 
     def take(self, request: Request) -> None:
@@ -95,6 +96,8 @@ class Desk:
         try:
             self._operations[request.op](request, request.body)
         except Refusal as refusal:
+            lease_id = getattr(request.body, "lease_id", 0)
+            self._runtime.recorder.refused(request.op.name, self._peer.tenant, lease_id, refusal.failure.message)
             self._answerer.answer(request, refusal.failure)
 
     def leave(self) -> None:
@@ -104,14 +107,27 @@ class Desk:
             self._runtime.forget(number)
         self._open_acquires.clear()
 
-    def check_attach(self, lease_id: int) -> None:
-        """Raises Refusal unless this peer may attach to that lease's session now."""
+    def check_attach(self, request: Request) -> Guest | None:
+        """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
+        body = request.body
+        token = token_of(body.options) if isinstance(body, messages.Attach) else None
+        if token is None:
+            self._check_own(request.session_id)
+            return None
+        return self._tokens.guest(request.session_id, token)
+
+    def attached(self) -> None:
+        """The connection was handed over."""
+        self._tokens.attached()
+
+    def _check_own(self, lease_id: int) -> None:
         lease = self._runtime.table.get(lease_id)
         if lease is not None and lease.tenant != self._peer.tenant:
             raise Refusal(failure_of(not_found(lease_id)))
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
             raise Refusal(failure_of(denial))
+        self._tokens.check_attach_demand()
 
     # --- leases ---
 
@@ -124,6 +140,9 @@ class Desk:
                     hint=f"GPUs are resource type {GPU_RESOURCE_TYPE:#06x}.",
                 )
             )
+        self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
+        if (denial := self._runtime.recorder.denial()) is not None:
+            raise Refusal(failure_of(denial))
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
         waiting = waiting_of(body.parameters)
@@ -183,10 +202,11 @@ class Desk:
             )
             self._answerer.answer(request, renewed)
 
+        self._tokens.check_demand(Demand.RENEW, body.lease_id, Permission.LEASE_RENEW)
+        tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_RENEW)
         number = self._runtime.expect(on_outcome)
-        self._runtime.post(
-            RenewRequested(number, body.lease_id, self._peer.tenant, body.ttl_ms, self._peer.is_operator)
-        )
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
+        self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
 
     def _lease_free(self, request: Request, body: messages.LeaseRef) -> None:
         def on_outcome(outcome: Outcome) -> None:
@@ -195,11 +215,14 @@ class Desk:
             else:
                 self._answer_denied(request, outcome)
 
+        tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_FREE)
         number = self._runtime.expect(on_outcome)
-        self._runtime.post(FreeRequested(number, body.lease_id, self._peer.tenant, self._peer.is_operator))
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
+        self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))
 
     def _lease_revoke(self, request: Request, body: messages.LeaseRevoke) -> None:
-        self._need_operator("LEASE_REVOKE")
+        if not self._tokens.may_revoke(body.lease_id):
+            self._need_operator("LEASE_REVOKE")
 
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, RevokeDone):
@@ -208,6 +231,7 @@ class Desk:
                 self._answer_denied(request, outcome)
 
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(RevokeRequested(number, body.lease_id, body.reason))
 
     def _fence_clear(self, request: Request, body: messages.FenceClear) -> None:
@@ -220,6 +244,7 @@ class Desk:
                 self._answer_denied(request, outcome)
 
         number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(FenceClearRequested(number, body.device))
 
     # --- reports ---
@@ -229,7 +254,8 @@ class Desk:
 
     def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         lease = self._runtime.table.get(body.lease_id)
-        if lease is None or (lease.tenant != self._peer.tenant and not self._peer.is_operator):
+        tenant = self._tokens.acting_tenant(body.lease_id, ALL_PERMISSIONS)
+        if lease is None or (lease.tenant != tenant and not self._peer.is_operator):
             raise Refusal(failure_of(not_found(body.lease_id)))
         self._answerer.answer(request, messages.Report(self._report(lease)))
 
@@ -269,6 +295,14 @@ MAX_KERNEL_BYTES: Final = 4
 """Of the parameter's u32."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
+
+
+def token_of(options: tuple[Tlv, ...]) -> bytes | None:
+    """The token among ATTACH's options, None if there is none. Raises Refusal if there are several."""
+    values = [option.value for option in options if option.type == AttachOption.TOKEN]
+    if len(values) > 1:
+        raise Refusal(Failure(Status.INVALID_REQUEST, "ATTACH carries one token at most"))
+    return values[0] if values else None
 
 
 def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:

@@ -10,14 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gpulease.daemon.broker.audit import Auditor
+from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.turns import Turns
 from gpulease.daemon.broker.watchman import Watchman
+from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
     ArmHoldTimer,
+    ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
@@ -32,8 +36,10 @@ from gpulease.daemon.core import (
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    PoolTimerFired,
     ProveReclaimed,
     RefuseWork,
+    RenameWorker,
     Renewed,
     RevokeDone,
     SetDeadline,
@@ -41,6 +47,9 @@ from gpulease.daemon.core import (
     TimerFired,
     TimerKind,
     WaitTimerFired,
+    WarmEnded,
+    WarmState,
+    WarmUp,
 )
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity
@@ -56,14 +65,20 @@ _log = logging.getLogger("gpulease.leases")
 class Runtime:
     """Carries out what the lease table wants done."""
 
-    def __init__(self, table: LeaseTable, source: CardSource, workers: Workers) -> None:
+    def __init__(
+        self, table: LeaseTable, source: CardSource, workers: Workers, tokens: TokenOffice, recorder: Recorder
+    ) -> None:
         self.table = table
+        self.tokens = tokens
+        self.turns = Turns()
         self.workers = workers
+        self.recorder = recorder
+        recorder.observe(table.get, self.post)
         workers.deliver_to(self.post)
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
-        self._auditor = Auditor(table, source, workers, self.post)
-        workers.look_with(self._auditor.look)
+        self._weigher = Weigher(table, source, workers, self.post)
+        workers.look_with(self._weigher.look)
         self._watchman = Watchman(workers, self.post)
         self._events: deque[Event] = deque()
         self._is_busy = False
@@ -72,21 +87,24 @@ class Runtime:
         self._timers: dict[tuple[int, TimerKind], asyncio.TimerHandle] = {}
         self._wait_timers: dict[int, asyncio.TimerHandle] = {}
         self._hold_timer: asyncio.TimerHandle | None = None
-        self._lease_ended = asyncio.Event()
+        self._pool_timer: asyncio.TimerHandle | None = None
+        self._one_ended = asyncio.Event()
 
     async def drained(self) -> None:
-        """Wait until no lease is left but fenced ones."""
-        while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()):
-            self._lease_ended.clear()
-            await self._lease_ended.wait()
+        """Wait until no lease and no warm context is left but fenced ones."""
+        while any(lease.state is not LeaseState.FENCED for lease in self.table.snapshots()) or any(
+            context.state is not WarmState.FENCED for context in self.table.warming()
+        ):
+            self._one_ended.clear()
+            await self._one_ended.wait()
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
-        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer):
+        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer, self._pool_timer):
             if handle is not None:
                 handle.cancel()
         await self._watchman.stop()
-        await self._auditor.stop()
+        await self._weigher.stop()
         await self._reclaimer.stop()
 
     # --- requests ---
@@ -111,7 +129,11 @@ class Runtime:
         self._is_busy = True
         try:
             while self._events:
-                for effect in self.table.handle(self._events.popleft(), time.monotonic_ns()):
+                event, now_ns = self._events.popleft(), time.monotonic_ns()
+                effects = self.table.handle(event, now_ns)
+                # Before any of it is carried out: nobody is told what is not on its way to the audit log.
+                self.recorder.saw(event, effects, now_ns)
+                for effect in effects:
                     self._try(effect)
         finally:
             self._is_busy = False
@@ -130,6 +152,11 @@ class Runtime:
         match effect:
             case SpawnWorker():
                 self._spawn(effect)
+            case WarmUp(warm_id, card_uuid):
+                self._watchman.start()
+                self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
+            case RenameWorker(from_id, to_id):
+                self.workers.rename(from_id, to_id)
             case SetDeadline(lease_id, generation, deadline_ns):
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):
@@ -144,6 +171,10 @@ class Runtime:
                 self._wait_timers[request] = self._at(due_ns, WaitTimerFired(request))
             case ArmHoldTimer(due_ns):
                 self._arm_hold(due_ns)
+            case ArmPoolTimer(due_ns):
+                self._arm_pool(due_ns)
+            case WarmEnded():
+                self._end_warm(effect)
             case LeaseEnded(lease):
                 self._end(lease)
             case _:
@@ -152,7 +183,7 @@ class Runtime:
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
         self._watchman.start()
-        self._auditor.start()
+        self._weigher.start()
         is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
         spec = WorkerSpec(
             effect.lease_id,
@@ -176,22 +207,41 @@ class Runtime:
             self._hold_timer.cancel()
         self._hold_timer = self._at(due_ns, HoldTimerFired())
 
+    def _arm_pool(self, due_ns: int) -> None:
+        if self._pool_timer is not None:
+            self._pool_timer.cancel()
+        self._pool_timer = self._at(due_ns, PoolTimerFired())
+
     def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
         delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
         return asyncio.get_running_loop().call_later(delay_s, self.post, event)
 
     def _end(self, lease: LeaseSnapshot) -> None:
-        for kind in TimerKind:
-            if (handle := self._timers.pop((lease.lease_id, kind), None)) is not None:
-                handle.cancel()
-        self._reclaimer.give_up(lease.lease_id)
-        self._lease_ended.set()
+        self._let_go(lease.lease_id)
         cause = lease.cause.value if lease.cause is not None else "unknown"
         _log.info("lease %032x %s: %s %s", lease.lease_id, lease.state.value, cause, lease.reason)
+
+    def _end_warm(self, ended: WarmEnded) -> None:
+        self._let_go(ended.warm_id)
+        level = logging.WARNING if ended.is_fenced else logging.INFO
+        state = "fenced" if ended.is_fenced else "gone"
+        _log.log(level, "a warm context on card %s is %s: %s", ended.card_uuid, state, ended.reason)
+
+    def _let_go(self, number: int) -> None:
+        """Nothing is to be done any more about a lease or warm context."""
+        for kind in TimerKind:
+            if (handle := self._timers.pop((number, kind), None)) is not None:
+                handle.cancel()
+        self._reclaimer.give_up(number)
+        self._one_ended.set()
 
     def _answer(self, outcome: Outcome) -> None:
         if (handle := self._wait_timers.pop(outcome.request, None)) is not None:
             handle.cancel()
         on_outcome = self._waiting.pop(outcome.request, None)
-        if on_outcome is not None:
+        if on_outcome is None:
+            return
+        if isinstance(outcome, Granted):
+            self.recorder.answer(outcome, on_outcome)
+        else:
             on_outcome(outcome)

@@ -6,16 +6,19 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Final
 
+from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
+from gpulease.daemon.broker.recording import recording
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config
-from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.core import Card, LeaseTable, PoolTimerFired, ShutdownRequested
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.protocol.address import Address
 from gpulease.protocol.failures import Failure
@@ -34,18 +37,23 @@ class Service:
         addresses: Where it listens, with the ports the kernel chose.
     """
 
-    def __init__(self, config: Config, source: CardSource, cards: list[Card], workers: Workers) -> None:
+    def __init__(
+        self, config: Config, source: CardSource, cards: list[Card], workers: Workers, recorder: Recorder
+    ) -> None:
         self.addresses: list[Address] = []
-        self.runtime = Runtime(LeaseTable(cards, config.limits), source, workers)
+        table = LeaseTable(cards, config.limits, config.warm_contexts)
+        tokens = TokenOffice(table, config.require_token, config.token_key_file)
+        self.runtime = Runtime(table, source, workers, tokens, recorder)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
 
     async def start(self) -> None:
-        """Listen. Raises CannotListen."""
+        """Listen, and begin to make warm contexts. Raises CannotListen."""
         for address in self._config.listen:
             self.addresses.append(await self._listeners.listen(address))
+        self.runtime.post(PoolTimerFired())
 
     async def stop(self) -> None:
         """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""
@@ -62,14 +70,16 @@ class Service:
                 await self._doorkeeper.emptied()
 
     def _new_connection(self) -> ControlConnection:
-        return ControlConnection(self.runtime, self._driver, self._doorkeeper.admit, self._doorkeeper.release)
+        door = self._doorkeeper
+        return ControlConnection(self.runtime, self._driver, door.admit, door.release, self._config.tenant_of_uid)
 
 
 @contextlib.asynccontextmanager
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken or CannotListen, each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable or CannotListen, each with a sentence for the
+    operator.
     """
     adopt_orphans()
     raise_descriptor_limit()
@@ -82,7 +92,10 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
         try:
             await workers.start()
             cards = await _measured(source, facts, workers)
-            async with _serving(Service(config, source, cards, workers)) as service:
+            async with (
+                recording(config, source.driver, cards) as recorder,
+                _serving(Service(config, source, cards, workers, recorder)) as service,
+            ):
                 yield service
         finally:
             await workers.stop()

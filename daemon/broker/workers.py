@@ -1,4 +1,8 @@
-"""The workers as the broker sees them: one record a lease, from the spawn to the reaped process."""
+"""The workers as the broker sees them: one record each, from the spawn to the reaped process.
+
+A worker is known by the number of its lease, or of its warm context; that number may change during its life, and after
+it, until its end was told.
+"""
 
 import asyncio
 import contextlib
@@ -8,12 +12,13 @@ import select
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
@@ -30,7 +35,11 @@ _log = logging.getLogger("gpulease.workers")
 
 @dataclass(slots=True)
 class Worker:
-    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it."""
+    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it.
+
+    Attributes:
+        born_as: The number the zygote knows it by.
+    """
 
     spec: WorkerSpec
     page: BrokerPage
@@ -40,6 +49,7 @@ class Worker:
     is_ready: bool = False
     is_killed: bool = False
     hand_overs: int = 0
+    born_as: int = 0
 
 
 class Workers:
@@ -48,7 +58,8 @@ class Workers:
     def __init__(self, driver: str) -> None:
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
-        self._ended_pids: dict[int, int] = {}
+        self._born: dict[int, Worker] = {}
+        self._ended_workers: dict[int, Worker] = {}
         self._on_look: Callable[[int], None] = _not_looked
         self._driver = driver
         self._zygote = Zygote(driver, self._on_zygote_message, self._on_zygote_exit)
@@ -95,15 +106,31 @@ class Workers:
 
     def take_ended_pid(self, lease_id: int) -> int:
         """The process id of a worker that has ended, told once; 0 if it never had one."""
-        return self._ended_pids.pop(lease_id, 0)
+        worker = self._ended_workers.pop(lease_id, None)
+        return 0 if worker is None else worker.pid
 
     def page(self, lease_id: int) -> BrokerPage | None:
         """The worker's control page."""
         worker = self._workers.get(lease_id)
         return None if worker is None else worker.page
 
+    def rename(self, from_id: int, to_id: int) -> None:
+        """Know a worker by another number, whether it lives or has ended."""
+        for workers in (self._workers, self._ended_workers):
+            if (worker := workers.pop(from_id, None)) is not None:
+                worker.spec = replace(worker.spec, lease_id=to_id)
+                workers[to_id] = worker
+
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker made; `WorkerReady` or `WorkerExited` follows."""
+        """Have a worker made, or have the one that was made ahead for this lease take it.
+
+        `WorkerReady` or `WorkerExited` follows; of a worker made ahead that hangs, nothing.
+        """
+        if (made := self._workers.get(spec.lease_id)) is not None:
+            made.spec = spec
+            with contextlib.suppress(ChannelClosed, BlockingIOError):
+                send_message(made.channel, spec.to_message())
+            return
         try:
             page = BrokerPage()
         except OSError as error:
@@ -117,7 +144,8 @@ class Workers:
             return
         ours.setblocking(False)
         worker = Worker(spec, page, ours)
-        self._workers[spec.lease_id] = worker
+        self._workers[spec.lease_id] = self._born[spec.lease_id] = worker
+        worker.born_as = spec.lease_id
         with theirs:
             try:
                 self._zygote.spawn(spec, theirs.fileno(), page.fd)
@@ -154,13 +182,16 @@ class Workers:
         worker.is_killed = True
         self._kill(worker)
 
-    def attach(self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted) -> bool:
-        """Hand a tenant's socket to its worker; False if the worker can't take it now."""
+    def attach(
+        self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
+    ) -> bool:
+        """Hand a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
         if worker is None or worker.hand_overs >= MAX_HAND_OVERS:
             return False
         message = {"op": "attach", "request_id": request_id, "rest": rest}
         message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
+        message["guest"] = None if guest is None else guest.to_message()
         try:
             send_message(worker.channel, message, (sock_fd,))
         except (ChannelClosed, BlockingIOError):
@@ -171,7 +202,7 @@ class Workers:
     # --- what the zygote and the workers say ---
 
     def _on_zygote_message(self, message: dict[str, Any], fds: list[int]) -> None:
-        worker = self._workers.get(int(str(message.get("lease", "0")), 16))
+        worker = self._born.get(int(str(message.get("lease", "0")), 16))
         match message:
             case {"op": "spawned", "pid": int(pid)} if worker is not None and len(fds) <= 1:
                 worker.pid, worker.pidfd = pid, fds[0] if fds else -1
@@ -251,11 +282,15 @@ class Workers:
 
     def _ended(self, worker: Worker, reason: str) -> None:
         self._forget(worker)
-        self._ended_pids[worker.spec.lease_id] = worker.pid
-        asyncio.get_running_loop().call_soon(self._post, WorkerExited(worker.spec.lease_id, reason))
+        self._ended_workers[worker.spec.lease_id] = worker
+        asyncio.get_running_loop().call_soon(self._tell_end, worker, reason)
+
+    def _tell_end(self, worker: Worker, reason: str) -> None:
+        """By the number it is known by now: until this was told, its lease may have been given another worker."""
+        self._post(WorkerExited(worker.spec.lease_id, reason))
 
     def _forget(self, worker: Worker) -> None:
-        del self._workers[worker.spec.lease_id]
+        del self._workers[worker.spec.lease_id], self._born[worker.born_as]
         asyncio.get_running_loop().remove_reader(worker.channel)
         worker.channel.close()
         worker.page.close()

@@ -18,6 +18,10 @@ ALLOWANCE_BYTES: Final = 1 << 20
 no pretended card."""
 
 
+CONTEXT_BYTES: Final = 0
+"""What a context costs besides its slice: host memory too."""
+
+
 class EmbeddedCards:
     """Pretended cards. A card's UUID depends on its index alone, so it survives a restart.
 
@@ -49,8 +53,8 @@ class EmbeddedCards:
         ]
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
-        """A context on the host costs no pretended VRAM."""
-        return 0
+        """What every worker holds of its card, as far as is pretended."""
+        return CONTEXT_BYTES
 
     def missing_proof(self, card_uuid: str, pid: int) -> str:
         """A session's memory is its worker's anonymous memory: the kernel had it back when the worker was reaped."""

@@ -7,6 +7,7 @@ from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial, DenialReason
 from gpulease.daemon.core.effects import (
     ArmHoldTimer,
+    ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
@@ -18,10 +19,13 @@ from gpulease.daemon.core.effects import (
     LeaseEnded,
     ProveReclaimed,
     RefuseWork,
+    RenameWorker,
     Renewed,
     RevokeDone,
     SetDeadline,
     SpawnWorker,
+    WarmEnded,
+    WarmUp,
 )
 from gpulease.daemon.core.events import (
     AcquireRequested,
@@ -29,6 +33,7 @@ from gpulease.daemon.core.events import (
     FenceClearRequested,
     FreeRequested,
     HoldTimerFired,
+    PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
     RenewRequested,
@@ -57,11 +62,14 @@ from gpulease.daemon.core.leases import (
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.table import LeaseTable
 from gpulease.daemon.core.waiting import WaiterSnapshot
+from gpulease.daemon.core.warm import FIRST_WARM_ID, WarmSnapshot, WarmState
 
 __all__ = [
+    "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
     "ArmHoldTimer",
+    "ArmPoolTimer",
     "ArmTimer",
     "ArmWaitTimer",
     "Card",
@@ -86,10 +94,12 @@ __all__ = [
     "LeaseSnapshot",
     "LeaseState",
     "LeaseTable",
+    "PoolTimerFired",
     "ProveReclaimed",
     "ReclaimFailed",
     "ReclaimProved",
     "RefuseWork",
+    "RenameWorker",
     "RenewRequested",
     "Renewed",
     "RequesterGone",
@@ -106,6 +116,10 @@ __all__ = [
     "Trigger",
     "WaitTimerFired",
     "WaiterSnapshot",
+    "WarmEnded",
+    "WarmSnapshot",
+    "WarmState",
+    "WarmUp",
     "WorkerExited",
     "WorkerFailed",
     "WorkerReady",

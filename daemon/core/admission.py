@@ -4,17 +4,19 @@ from gpulease.daemon.core import denials, placement
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.denials import Denial
-from gpulease.daemon.core.effects import ArmHoldTimer, ArmTimer, ArmWaitTimer, Denied, Effect, SpawnWorker
-from gpulease.daemon.core.events import AcquireRequested, TimerKind
+from gpulease.daemon.core.effects import ArmHoldTimer, ArmWaitTimer, Denied, Effect
+from gpulease.daemon.core.events import AcquireRequested
 from gpulease.daemon.core.leases import Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
+from gpulease.daemon.core.pool import Pool
+from gpulease.daemon.core.tenants import AcquireRates
 from gpulease.daemon.core.waiting import Waiter
 
 MAX_LEASE_ID = (1 << 128) - 1
 
 
-def check_ttl(ttl_ms: int, limits: CoreLimits) -> Denial | None:
-    """Why a time to live can't be granted, None if it can."""
+def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
+    """Why a time to live can't be granted to a tenant, None if it can."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
     if ttl_ms > limits.max_ttl_s * 1000:
@@ -24,26 +26,39 @@ def check_ttl(ttl_ms: int, limits: CoreLimits) -> Denial | None:
             f" {limits.max_ttl_s} s at a time",
             "Ask for less, and renew the lease while you need it.",
         )
+    own_s = limits.tenants.of(tenant).max_ttl_s
+    if own_s is not None and ttl_ms > own_s * 1000:
+        return denials.over_tenant_limit(
+            tenant,
+            "max_ttl_s",
+            f"A time to live of {denials.duration_text(ttl_ms)} was asked for, and {own_s} s at a time is the most"
+            " this tenant gets",
+            "Ask for less, and renew the lease while you need it.",
+        )
     return None
 
 
 class Admission:
     """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, pool: Pool) -> None:
         self._book = book
+        self._pool = pool
         self._limits = book.limits
+        self._rates = AcquireRates()
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""
-        denial = self._check_request(event) or self._check_counts(event)
+        denial = self._check_rate(event, now_ns) or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
         selected = placement.select(self._book.accounts, event.selector)
-        suitable = [account for account in selected if placement.suits(account, event.exclusivity)]
+        usable = self._usable(selected, event.tenant)
+        suitable = [account for account in usable if placement.suits(account, event.exclusivity)]
         candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes))
-        denial = self._check_cards(event, selected, suitable, candidates)
+        denial = self._check_devices(event, selected, usable)
+        denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
@@ -115,19 +130,11 @@ class Admission:
             created_ns=now_ns,
             spawn_due_ns=now_ns + self._limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._limits.max_story_entries,
+            max_kernel_ms=event.max_kernel_ms,
+            waiting=event.waiting,
         )
         self._book.open(lease)
-        out.append(
-            SpawnWorker(
-                lease.lease_id,
-                lease.card_uuid,
-                lease.size_bytes,
-                lease.generation,
-                event.max_kernel_ms,
-                event.waiting,
-            )
-        )
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+        self._pool.place(lease, now_ns, out)
 
     def _enqueue(
         self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]
@@ -170,7 +177,7 @@ class Admission:
                 f" for more than {self._limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        return check_ttl(event.ttl_ms, self._limits)
+        return check_ttl(event.ttl_ms, self._limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Those in line count as if they were placed, so that placing them can't go over a limit later.
@@ -182,13 +189,53 @@ class Admission:
                 "Try again when some have ended, or on another node.",
             )
         mine = book.live_by_tenant.get(event.tenant, 0) + book.line.count_of(event.tenant)
-        if mine >= limits.max_leases_per_tenant:
+        if mine >= limits.max_leases_of(event.tenant):
+            is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
-                "max_leases_per_tenant",
+                f"max_leases of tenant {event.tenant!r}" if is_own else "max_leases_per_tenant",
                 f"Tenant {event.tenant!r} has or awaits {mine} leases, as many as one tenant may have here",
                 "Free a lease you no longer need.",
             )
-        return None
+        return self._check_bytes(event)
+
+    def _check_bytes(self, event: AcquireRequested) -> Denial | None:
+        bound = self._limits.tenants.of(event.tenant).max_vram_bytes
+        mine = self._book.bytes_by_tenant.get(event.tenant, 0) + self._book.line.bytes_of(event.tenant)
+        if bound is None or mine + event.size_bytes <= bound:
+            return None
+        return denials.over_tenant_limit(
+            event.tenant,
+            "max_vram",
+            f"{denials.size_text(event.size_bytes)} were asked for; this tenant has or awaits {denials.size_text(mine)}"
+            f" and may have {denials.size_text(bound)}",
+            "Ask for less, or free a lease you no longer need.",
+        )
+
+    def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
+        limits = self._limits.tenants.of(event.tenant)
+        wait_ns = self._rates.wait_ns(event.tenant, limits, now_ns)
+        if not wait_ns or limits.acquires_per_minute is None:
+            return None
+        return denials.too_fast(event.tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
+
+    def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
+        """Those of the cards that the tenant may use."""
+        devices = self._limits.tenants.of(tenant).devices
+        if devices is None:
+            return selected
+        return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
+
+    def _check_devices(
+        self, event: AcquireRequested, selected: tuple[CardAccount, ...], usable: tuple[CardAccount, ...]
+    ) -> Denial | None:
+        if usable or not selected:
+            return None
+        return denials.over_tenant_limit(
+            event.tenant,
+            "devices",
+            "None of the cards that were asked for is one that this tenant may use",
+            "Leave the choice of the card to the daemon, or ask the operator.",
+        )
 
     def _check_line(self, event: AcquireRequested) -> Denial | None:
         if len(self._book.line) >= self._limits.max_waiting:

@@ -10,6 +10,7 @@ from gpulease.daemon.core.cards import Card, CardAccount
 from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.waiting import WaitingLine
+from gpulease.daemon.core.warm import WarmContext
 
 
 class Book:
@@ -18,20 +19,24 @@ class Book:
     Attributes:
         pending: The lease each open, placed acquire waits for.
         live_by_tenant: How many live leases each tenant has; tenants without any are absent.
+        bytes_by_tenant: Of what size they are together; likewise.
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
+        warm: The contexts of the pool, by number.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
 
-    def __init__(self, cards: Iterable[Card], limits: CoreLimits) -> None:
+    def __init__(self, cards: Iterable[Card], limits: CoreLimits, warm_contexts: int) -> None:
         self.limits = limits
-        self.accounts = tuple(CardAccount(card) for card in sorted(cards, key=lambda card: card.index))
+        self.accounts = tuple(CardAccount(card, warm_contexts) for card in sorted(cards, key=lambda card: card.index))
         self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
         self.live: dict[int, Lease] = {}
         self.pending: dict[int, int] = {}
         self.live_by_tenant: Counter[str] = Counter()
+        self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
+        self.warm: dict[int, WarmContext] = {}
         self.line = WaitingLine(limits)
         self.has_freed_room = False
         self.is_shutting_down = False
@@ -54,7 +59,23 @@ class Book:
         self.live[lease.lease_id] = lease
         self.pending[lease.request] = lease.lease_id
         self.live_by_tenant[lease.tenant] += 1
+        self.bytes_by_tenant[lease.tenant] += lease.size_bytes
         self.account_by_uuid[lease.card_uuid].take(lease)
+
+    def leave_pending(self, lease: Lease) -> None:
+        """Nobody waits for the lease's worker any more."""
+        del self.pending[lease.request]
+        self.account_by_uuid[lease.card_uuid].leave_pending(lease)
+
+    def add_warm(self, context: WarmContext) -> None:
+        """Enter a context in the pool and hold its bytes."""
+        self.warm[context.warm_id] = context
+        self.account_by_uuid[context.card_uuid].warm[context.warm_id] = context
+
+    def remove_warm(self, context: WarmContext) -> None:
+        """A lease has it now, or its bytes are proved back."""
+        del self.warm[context.warm_id]
+        del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
 
     def fence(self, lease: Lease, now_ns: int) -> None:
         """Keep the bytes of a lease that could not be proved free."""
@@ -76,8 +97,10 @@ class Book:
         account.give_back(lease)
         del self.live[lease.lease_id]
         self.live_by_tenant[lease.tenant] -= 1
+        self.bytes_by_tenant[lease.tenant] -= lease.size_bytes
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
+            del self.bytes_by_tenant[lease.tenant]
         self.ended[lease.lease_id] = lease.snapshot()
         if len(self.ended) > self.limits.max_tombstones:
             self.ended.popitem(last=False)

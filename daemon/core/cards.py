@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.core.leases import ALONE, Lease
+from gpulease.daemon.core.warm import YIELDING, WarmContext, WarmState
 
 GPU_PREFIX: Final = "gpu-"
 
@@ -51,8 +52,12 @@ class CardSnapshot:
     """What one card held at one moment.
 
     Attributes:
+        free_bytes: What no lease holds and no fence keeps; warm contexts give way, so theirs are among them.
         available_bytes: The largest slice a tenant could be granted now: what is free less one context's
             overhead, and nothing while one lease has the card to itself.
+        warm_contexts: How many contexts wait for a lease.
+        warm_wanted: How many are to.
+        warm_bytes: What all the pool's contexts hold, those that are being made or dropped too.
         leases: How many live leases it has, the fenced ones too.
         is_exclusive: One lease has the card to itself.
     """
@@ -67,26 +72,85 @@ class CardSnapshot:
     fenced_bytes: int
     leases: int
     is_exclusive: bool
+    warm_contexts: int
+    warm_wanted: int
+    warm_bytes: int
 
 
 class CardAccount:
-    """The running sums of one card. Bytes are taken at placement and come back only when proved reclaimed."""
+    """The running sums of one card. Bytes are taken at placement and come back only when proved reclaimed.
 
-    __slots__ = ("card", "exclusive_leases", "fenced_bytes", "held_bytes", "leases", "leases_by_tenant")
+    Attributes:
+        held_bytes: What leases hold, also those that wait for warm contexts to leave it.
+        awaited_bytes: How much of it has no worker that could use it yet.
+        stuck_bytes: What warm contexts hold that could not be proved gone.
+        fenced_bytes: The same of leases and warm contexts together.
+        pending_leases: How many leases' workers are not ready.
+        warm: The pool's contexts here, by number.
+        warm_wanted: How many there are to be.
+        awaiting: The pending leases that wait for warm contexts to leave, in the order they came.
+    """
 
-    def __init__(self, card: Card) -> None:
+    __slots__ = (
+        "awaited_bytes",
+        "awaiting",
+        "card",
+        "exclusive_leases",
+        "fenced_bytes",
+        "held_bytes",
+        "leases",
+        "leases_by_tenant",
+        "pending_leases",
+        "stuck_bytes",
+        "warm",
+        "warm_wanted",
+    )
+
+    def __init__(self, card: Card, warm_wanted: int) -> None:
         self.card = card
         self.held_bytes = 0
         self.fenced_bytes = 0
         self.leases = 0
         self.exclusive_leases = 0
+        self.pending_leases = 0
+        self.awaited_bytes = 0
+        self.stuck_bytes = 0
+        self.warm: dict[int, WarmContext] = {}
+        self.warm_wanted = warm_wanted
+        self.awaiting: dict[int, Lease] = {}
         # Tenants without a live lease here are absent.
         self.leases_by_tenant: Counter[str] = Counter()
 
     @property
+    def capacity_bytes(self) -> int:
+        """The card's."""
+        return self.card.capacity_bytes
+
+    @property
     def free_bytes(self) -> int:
-        """What is not held."""
-        return self.card.capacity_bytes - self.held_bytes
+        """What may be granted: warm contexts give way. Below zero if a fence took what was granted already."""
+        return self.card.capacity_bytes - self.held_bytes - self.stuck_bytes
+
+    @property
+    def warm_bytes(self) -> int:
+        """What all warm contexts hold."""
+        return sum(context.charge_bytes for context in self.warm.values())
+
+    @property
+    def yielding_bytes(self) -> int:
+        """What those hold that can still be told to leave."""
+        return sum(context.charge_bytes for context in self.yielding())
+
+    @property
+    def used_bytes(self) -> int:
+        """What processes may hold of the card by now."""
+        return self.held_bytes - self.awaited_bytes + self.warm_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """What leases hold, or will once they have room; not what one will never use because it ended before."""
+        ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
+        return self.held_bytes - ended_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -99,8 +163,28 @@ class CardAccount:
         """What a lease of `size_bytes` holds on this card."""
         return size_bytes + self.card.overhead_bytes
 
+    def yielding(self) -> list[WarmContext]:
+        """The warm contexts that can still be told to leave, oldest first."""
+        return [context for context in self.warm.values() if context.state in YIELDING]
+
+    def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
+        """So many of a pending lease's bytes can't be used yet; 0 once it may start."""
+        self.awaited_bytes += awaited_bytes - lease.awaited_bytes
+        lease.awaited_bytes = awaited_bytes
+        if awaited_bytes:
+            self.awaiting[lease.lease_id] = lease
+        else:
+            self.awaiting.pop(lease.lease_id, None)
+
+    def leave_pending(self, lease: Lease) -> None:
+        """Its worker is ready, or it has ended."""
+        self.pending_leases -= 1
+        self.awaiting.pop(lease.lease_id, None)
+
     def take(self, lease: Lease) -> None:
-        """Hold a lease's bytes."""
+        """Hold a new lease's bytes; it may use none before it is started."""
+        self.pending_leases += 1
+        self.await_bytes(lease, lease.charge_bytes)
         self.held_bytes += lease.charge_bytes
         self.leases += 1
         self.leases_by_tenant[lease.tenant] += 1
@@ -109,6 +193,7 @@ class CardAccount:
     def give_back(self, lease: Lease) -> None:
         """Let go of a lease's bytes; they are proved free, or an operator vouched for them."""
         self.held_bytes -= lease.charge_bytes
+        self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
         self.leases_by_tenant[lease.tenant] -= 1
         if not self.leases_by_tenant[lease.tenant]:
@@ -123,9 +208,12 @@ class CardAccount:
             self.card.name,
             self.card.capacity_bytes,
             self.held_bytes,
-            self.free_bytes,
+            max(0, self.free_bytes),
             self.available_bytes,
             self.fenced_bytes,
             self.leases,
             self.exclusive_leases > 0,
+            sum(context.state is WarmState.READY for context in self.warm.values()),
+            self.warm_wanted,
+            self.warm_bytes,
         )

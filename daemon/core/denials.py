@@ -23,9 +23,11 @@ class DenialReason(Enum):
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
     LIMIT = "limit"
+    RATE = "rate"
     SESSION_FAILED = "session_failed"
     FREED = "freed"
     SHUTTING_DOWN = "shutting_down"
+    NOT_RECORDED = "not_recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,15 @@ def shutting_down() -> Denial:
     )
 
 
+def not_recorded(problem: str) -> Denial:
+    """The operator demands that every grant is in the audit log, and it can't be written; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"No lease can be granted because the audit log can't be written: {problem}.",
+        "Try again later; an operator must look after the log.",
+    )
+
+
 def invalid(message: str, hint: str) -> Denial:
     """The request makes no sense as it stands."""
     return Denial(DenialReason.INVALID_REQUEST, message, hint)
@@ -157,6 +168,21 @@ def invalid(message: str, hint: str) -> Denial:
 def over_limit(name: str, message: str, hint: str) -> Denial:
     """A bound of the node, called `name` in its configuration, was reached."""
     return Denial(DenialReason.LIMIT, f"{message} (limit {name}).", hint)
+
+
+def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial:
+    """A bound of one tenant, called `name` in its part of the node's configuration, was reached."""
+    return over_limit(f"{name} of tenant {tenant!r}", message, hint)
+
+
+def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
+    """The tenant asks for leases more often than it may."""
+    return Denial(
+        DenialReason.RATE,
+        f"Tenant {tenant!r} may ask for {per_minute} leases a minute here (limit acquires_per_minute of tenant"
+        f" {tenant!r}).",
+        f"Ask again in {duration_text(wait_ms)}.",
+    )
 
 
 def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:

@@ -1,7 +1,8 @@
 """What the lease table wants done. The shell executes effects in the order given; it never decides.
 
 Every acquire, renew, free, revoke and fence clear gets exactly one of `Granted`, `Renewed`, `Freed`, `RevokeDone`,
-`FenceCleared` or `Denied`, except an acquire whose requester left. Times are monotonic nanoseconds.
+`FenceCleared` or `Denied`, except an acquire whose requester left. Times are monotonic nanoseconds. What is done
+to a lease's worker, timers and bytes is done to those of warm contexts by the same effects, with their numbers.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,35 @@ class SpawnWorker:
     generation: int
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Start a worker that opens a context for no lease; answered as `SpawnWorker` is, by its number."""
+
+    warm_id: int
+    card_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenameWorker:
+    """The worker known by one number is known by the other from now on, dead or alive, in every event and effect.
+
+    A lease takes a warm context so, which the `SpawnWorker` that follows then uses; or gives it back.
+    """
+
+    from_id: int
+    to_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmEnded:
+    """For logs and metrics, once per warm context that no lease took: it is gone, or fenced."""
+
+    warm_id: int
+    card_uuid: str
+    reason: str
+    is_fenced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +112,13 @@ class ArmHoldTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmPoolTimer:
+    """Send `PoolTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
+
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """Reply to an acquire: the lease is active and its clock runs."""
 
@@ -115,11 +152,12 @@ class RevokeDone:
 
 @dataclass(frozen=True, slots=True)
 class FenceCleared:
-    """Reply to a fence clear: how many leases' slices are grantable again, and which leases they were."""
+    """Reply to a fence clear: how many fenced slices are grantable again; which leases and warm contexts they were."""
 
     request: int
     count: int
     lease_ids: tuple[int, ...]
+    warm_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +179,9 @@ class LeaseEnded:
 
 Effect = (
     SpawnWorker
+    | WarmUp
+    | RenameWorker
+    | WarmEnded
     | SetDeadline
     | RefuseWork
     | KillWorker
@@ -148,6 +189,7 @@ Effect = (
     | ArmTimer
     | ArmWaitTimer
     | ArmHoldTimer
+    | ArmPoolTimer
     | Granted
     | Renewed
     | Freed

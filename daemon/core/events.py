@@ -1,7 +1,8 @@
 """What can happen to the lease table. The shell turns the world into these; the table turns them into effects.
 
 `request` is a number the shell gives to one call of one client; it must not be in use by another open acquire.
-Lease ids are u128. An event for a lease that is unknown or has ended is harmless.
+Lease ids are u128. An event for a lease that is unknown or has ended is harmless. What is said of workers, timers and
+proofs is said of warm contexts too, by their numbers.
 """
 
 from dataclasses import dataclass
@@ -145,6 +146,11 @@ class HoldTimerFired:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolTimerFired:
+    """The daemon has begun, or the timer armed by `ArmPoolTimer` ran out. Others do no harm."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReclaimProved:
     """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
 
@@ -186,6 +192,7 @@ Event = (
     | TimerFired
     | WaitTimerFired
     | HoldTimerFired
+    | PoolTimerFired
     | ReclaimProved
     | ReclaimFailed
     | FenceClearRequested

@@ -5,6 +5,7 @@ from collections import Counter
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.leases import ALONE, Lease, LeaseState, Trigger
+from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
 from gpulease.protocol.opcodes import Exclusivity
 
 
@@ -30,6 +31,7 @@ def validate(book: Book) -> None:
         _validate_lease(book, lease)
     for account in book.accounts:
         _validate_account(account, by_card[account.card.uuid])
+        _validate_pool(book, account, by_card[account.card.uuid])
     _validate_counts(book)
     _validate_line(book)
 
@@ -51,6 +53,11 @@ def _validate_lease(book: Book, lease: Lease) -> None:
     _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
     _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
     _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
+    is_awaiting = lease.awaited_bytes > 0
+    own_bytes = lease.charge_bytes if not lease.warm_id else lease.size_bytes
+    _require(lease.awaited_bytes in (0, own_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
+    _require(not (is_awaiting and state is LeaseState.ACTIVE), f"{name} is active and has no room.")
+    _require(lease.warm_id not in book.warm, f"{name} and the pool have the same context.")
     _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
@@ -74,7 +81,7 @@ def _validate_story(book: Book, lease: Lease) -> None:
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
     held = sum(lease.charge_bytes for lease in leases)
-    fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
+    fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED) + account.stuck_bytes
     alone = sum(lease.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
@@ -90,13 +97,59 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
 
 
+def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> None:
+    name, capacity = f"Card {account.card.uuid}", account.card.capacity_bytes
+    contexts = list(account.warm.values())
+    for context in contexts:
+        _validate_warm(book, account, context)
+    warm = sum(context.charge_bytes for context in contexts)
+    yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
+    stuck = sum(context.charge_bytes for context in contexts if context.state is WarmState.FENCED)
+    held = sum(lease.charge_bytes for lease in leases)
+    awaited = sum(lease.awaited_bytes for lease in leases)
+    waiting = [lease for lease in leases if lease.awaited_bytes and lease.state is LeaseState.PENDING]
+    never = awaited - sum(lease.awaited_bytes for lease in waiting)
+    _require(account.stuck_bytes == stuck, f"{name} counts {account.stuck_bytes} bytes stuck, not {stuck}.")
+    _require(account.awaited_bytes == awaited, f"{name} counts {account.awaited_bytes} bytes awaited, not {awaited}.")
+    knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
+    _require(knows, f"{name} does not know who waits for warm contexts to leave.")
+    used = held - awaited + warm
+    _require(used <= capacity, f"{name} may have {used} of {capacity} bytes in use.")
+    promised = held - never + stuck + yielding
+    _require(promised <= capacity, f"{name} promises {promised} of {capacity} bytes, and nobody leaves.")
+    first = next(iter(account.awaiting.values()), None)
+    _require(first is None or used + first.awaited_bytes > capacity, f"{name} has room for a lease that waits for it.")
+    pending = sum(lease.state is LeaseState.PENDING for lease in leases)
+    _require(
+        account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
+    )
+    making = sum(context.state is WarmState.WARMING for context in contexts)
+    _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
+    kept = sum(context.state in YIELDING for context in contexts)
+    _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
+    must_be_empty = book.is_shutting_down or account.fenced_bytes or account.exclusive_leases
+    _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
+
+
+def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> None:
+    name = f"Warm context {context.warm_id - FIRST_WARM_ID}"
+    _require(context.warm_id >= FIRST_WARM_ID, f"{name} has a lease's number.")
+    _require(book.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
+    _require(context.card_uuid == account.card.uuid, f"{name} is on another card.")
+    _require(context.charge_bytes == account.card.overhead_bytes, f"{name} is mischarged.")
+    _require(not (context.is_worker_gone and context.state in YIELDING), f"{name} has no worker.")
+
+
 def _validate_counts(book: Book) -> None:
     limits = book.limits
     by_tenant = Counter(lease.tenant for lease in book.live.values())
+    on_cards = sum(len(account.warm) for account in book.accounts)
+    _require(len(book.warm) == on_cards, f"{len(book.warm)} warm contexts, {on_cards} on cards.")
     _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
     _require(len(book.live) <= limits.max_leases, f"There are {len(book.live)} leases.")
-    most = max(by_tenant.values(), default=0)
-    _require(most <= limits.max_leases_per_tenant, f"One tenant has {most} leases.")
+    for tenant, count in by_tenant.items():
+        _require(count <= limits.max_leases_of(tenant), f"Tenant {tenant!r} has {count} leases.")
+    _validate_bytes(book)
     pending = sum(lease.state is LeaseState.PENDING for lease in book.live.values())
     _require(len(book.pending) == pending, f"{len(book.pending)} acquires wait for {pending} pending leases.")
     _require(len(book.ended) <= limits.max_tombstones, f"{len(book.ended)} ended leases are remembered.")
@@ -104,6 +157,22 @@ def _validate_counts(book: Book) -> None:
         _require(lease_id not in book.live, f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
         _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
+
+
+def _validate_bytes(book: Book) -> None:
+    by_tenant: Counter[str] = Counter()
+    for lease in book.live.values():
+        by_tenant[lease.tenant] += lease.size_bytes
+        devices = book.limits.tenants.of(lease.tenant).devices
+        card = book.account_by_uuid[lease.card_uuid].card
+        may_use = devices is None or any(card.answers_to(device) for device in devices)
+        _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
+    _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
+    for waiter in book.line:
+        by_tenant[waiter.acquire.tenant] += waiter.acquire.size_bytes
+    for tenant, size_bytes in by_tenant.items():
+        bound = book.limits.tenants.of(tenant).max_vram_bytes
+        _require(bound is None or size_bytes <= bound, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
 def _validate_line(book: Book) -> None:

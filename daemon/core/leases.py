@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
-from gpulease.protocol.opcodes import Exclusivity
+from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 
 class LeaseState(Enum):
@@ -161,6 +161,10 @@ class Lease:
     Attributes:
         request: The acquire that waits for the worker; meaningless once it was answered.
         charge_bytes: The size and the context's overhead, as held on the card.
+        max_kernel_ms: How long one kernel may run, 0 for no bound.
+        waiting: How its session's ends wait, None for as the shell sees fit.
+        warm_id: The warm context it took, 0 if none.
+        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
         grace_due_ns: When the worker is killed, None if no grace was given.
         reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
         is_kill_sent: The worker was ordered dead; it is never ordered twice.
@@ -180,6 +184,10 @@ class Lease:
     created_ns: int
     spawn_due_ns: int
     max_story_entries: int
+    max_kernel_ms: int = 0
+    waiting: Waiting | None = None
+    warm_id: int = 0
+    awaited_bytes: int = 0
     generation: int = 1
     state: LeaseState = LeaseState.PENDING
     cause: Cause | None = None

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gpulease.daemon.core.leases import Cause
+from gpulease.daemon.core.tenants import TenantRules
 
 NS_PER_MS: Final = 1_000_000
 NS_PER_S: Final = 1_000_000_000
@@ -40,12 +41,16 @@ class CoreLimits:
     max_hold_back_s: int = 10
     # A wait without an end keeps a connection and a place in the queue for a client that may have forgotten it.
     max_wait_s: int = 3600
+    # Tenants differ: what the node's operator lets each of them have.
+    tenants: TenantRules = field(default_factory=TenantRules)
     # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.
     max_tombstones: int = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 story entries.
     max_story_entries: int = 64
     # A driver that hangs in cuInit would keep its bytes and its requester for ever.
     spawn_timeout_s: int = 60
+    # A context made ahead that hangs must not hold up the lease that takes it for longer; it gets a new one then.
+    adopt_timeout_s: int = 2
     # A process that can't be reaped, or bytes that do not come back, must become visible as a fence.
     reclaim_timeout_s: int = 30
     # A kernel that never ends must not outlive its lease by more than this.
@@ -58,6 +63,11 @@ class CoreLimits:
                 raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
         if self.max_tombstones < 0 or any(grace < 0 for grace in self.grace_ms.values()):
             raise ValueError("max_tombstones and every grace must be at least 0.")
+
+    def max_leases_of(self, tenant: str) -> int:
+        """How many leases a tenant may have or await."""
+        own = self.tenants.of(tenant).max_leases
+        return self.max_leases_per_tenant if own is None else own
 
     def grace_ns(self, cause: Cause) -> int:
         """How long work in flight may go on after a lease ended for `cause`, in nanoseconds."""

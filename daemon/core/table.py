@@ -26,8 +26,10 @@ from gpulease.daemon.core.effects import (
 from gpulease.daemon.core.events import Event, TimerKind
 from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState, StoryEntry, Trigger
 from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
+from gpulease.daemon.core.pool import Pool
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.waiting import WaiterSnapshot
+from gpulease.daemon.core.warm import WarmSnapshot
 from gpulease.protocol.opcodes import RevokeOutcome
 
 
@@ -37,22 +39,25 @@ class LeaseTable:
     Args:
         cards: What there is to lease.
         limits: What nobody may go over.
+        warm_contexts: How many contexts each card is to have ready for leases to come.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
     """
 
-    def __init__(self, cards: Iterable[Card], limits: CoreLimits | None = None) -> None:
+    def __init__(self, cards: Iterable[Card], limits: CoreLimits | None = None, warm_contexts: int = 0) -> None:
         self._limits = limits or CoreLimits()
-        self._book = Book(cards, self._limits)
-        self._admission = Admission(self._book)
+        self._book = Book(cards, self._limits, warm_contexts)
         self._teardown = Teardown(self._book)
+        self._pool = Pool(self._book, self._teardown)
+        self._admission = Admission(self._book, self._pool)
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.FreeRequested: self._on_free_requested,
             events.HoldTimerFired: self._on_hold_timer_fired,
+            events.PoolTimerFired: self._on_pool_timer_fired,
             events.ReclaimFailed: self._on_reclaim_failed,
             events.ReclaimProved: self._on_reclaim_proved,
             events.RenewRequested: self._on_renew_requested,
@@ -76,9 +81,11 @@ class LeaseTable:
             InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
-        self._handlers[type(event)](event, now_ns, out)
+        if not self._pool.take_event(event, now_ns, out):
+            self._handlers[type(event)](event, now_ns, out)
         if self._book.has_freed_room:
             self._admission.serve_line(now_ns, out)
+        self._pool.tend(now_ns, out)
         return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
@@ -97,6 +104,10 @@ class LeaseTable:
     def cards(self) -> tuple[CardSnapshot, ...]:
         """Every card by its index, and what is held on it."""
         return tuple(account.snapshot() for account in self._book.accounts)
+
+    def warming(self) -> tuple[WarmSnapshot, ...]:
+        """Every context of the pool, oldest first, those that are being dropped too."""
+        return tuple(WarmSnapshot(found.warm_id, found.card_uuid, found.state) for found in self._book.warm.values())
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
         """Those in line, first come first."""
@@ -154,7 +165,9 @@ class LeaseTable:
             return
         lease = self._book.live.get(event.lease_id)
         self._expire_if_due(lease, now_ns, out)
-        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(event.ttl_ms, self._limits)
+        denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
+            event.ttl_ms, self._limits, event.tenant if lease is None else lease.tenant
+        )
         if denial is not None or lease is None or lease.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
@@ -206,7 +219,8 @@ class LeaseTable:
         for lease in cleared:
             self._book.close(lease, Trigger.FENCE_CLEARED, now_ns)
         lease_ids = tuple(lease.lease_id for lease in cleared)
-        out.append(FenceCleared(event.request, len(lease_ids), lease_ids))
+        warm_ids = self._pool.clear_fences(uuids)
+        out.append(FenceCleared(event.request, len(lease_ids) + len(warm_ids), lease_ids, warm_ids))
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._book.is_shutting_down = True
@@ -220,10 +234,10 @@ class LeaseTable:
 
     def _on_worker_ready(self, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
-        if lease is None or lease.state is not LeaseState.PENDING:
+        if lease is None or lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         lease.move(Trigger.WORKER_READY, now_ns)
-        del self._book.pending[lease.request]
+        self._book.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.ttl_ms * NS_PER_MS, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
@@ -236,7 +250,9 @@ class LeaseTable:
         lease = self._book.live.get(event.lease_id)
         if lease is None:
             return
-        if lease.state is LeaseState.PENDING:
+        if lease.state is LeaseState.PENDING and lease.warm_id:
+            self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
+        elif lease.state is LeaseState.PENDING:
             lease.is_worker_gone = True
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
         elif lease.state is LeaseState.ACTIVE:
@@ -296,6 +312,10 @@ class LeaseTable:
         if now_ns < lease.spawn_due_ns:
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
             return
+        if lease.warm_id and not lease.awaited_bytes:
+            reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
+            self._pool.replace_worker(lease, reason, now_ns, out, is_gone=False)
+            return
         reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
         self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
 
@@ -313,6 +333,10 @@ class LeaseTable:
     def _on_hold_timer_fired(self, event: events.HoldTimerFired, now_ns: int, out: list[Effect]) -> None:
         del event  # It says all by being there.
         self._admission.on_hold_timer(now_ns, out)
+
+    def _on_pool_timer_fired(self, event: events.PoolTimerFired, now_ns: int, out: list[Effect]) -> None:
+        del event, now_ns, out  # It says all by being there; the pool is tended after every event.
+        self._pool.on_pool_timer()
 
     # --- Shared steps. --------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Teardown:
         lease.reason = reason
         out.append(RefuseWork(lease.lease_id, cause))
         if was_pending:
-            del self._book.pending[lease.request]
+            self._book.leave_pending(lease)
             if cause is not Cause.ABANDONED:
                 out.append(Denied(lease.request, denials.lease_ended(lease.snapshot())))
         if lease.is_worker_gone:

@@ -102,6 +102,11 @@ class WaitingLine:
         """How many of the tenant's acquires are in line."""
         return self._by_tenant.get(tenant, 0)
 
+    def bytes_of(self, tenant: str) -> int:
+        """What the tenant's acquires in line ask for together."""
+        waiters = self._waiters.values() if tenant in self._by_tenant else ()
+        return sum(waiter.acquire.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
+
     def join(self, waiter: Waiter) -> None:
         """Go to the end of the line."""
         self._waiters[waiter.acquire.request] = waiter

@@ -319,3 +319,16 @@ class Driver(Protocol):
 
     def open_context(self, card: str, slice_bytes: int) -> Context:
         """Make this process's one context on the card of that UUID. Raises DriverError."""
+
+    def rewind(self, context: Context) -> "Opening":
+        """End what a rehearsal was to this context; the result makes the context anew, as if nothing had been.
+
+        All that was allocated and loaded must have been released. Raises DriverError.
+        """
+
+
+class Opening(Protocol):
+    """The rest of making a context, once its slice is known."""
+
+    def __call__(self, slice_bytes: int) -> Context:
+        """Called once. Raises DriverError."""

@@ -59,6 +59,11 @@ class Arena:
             os.close(self.fd)
             raise
 
+    def close(self) -> None:
+        """Let go of it; only for one whose memory was never pinned."""
+        self._view.release()
+        os.close(self.fd)
+
     def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
         """Bytes of the arena, cut where the pinning is.
 
@@ -108,6 +113,12 @@ class ArenaDesk:
         if self._arena is None:
             self._arena = Arena(wanted_bytes, self._context.pin)
         return self._arena
+
+    def close(self) -> None:
+        """Let go of the arena; only if nothing was copied with it, because what is pinned must stay mapped."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def write(self, frame: Frame) -> bytes:
         """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises.

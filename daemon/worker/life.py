@@ -1,47 +1,110 @@
-"""A worker from its birth in the zygote to its end: open the context, say so, serve, and leave."""
+"""A worker from its birth in the zygote to its end: open the context, say so, serve, and leave.
+
+One that is made ahead has no lease at first: it opens its context, rehearses, and waits to be told of one.
+"""
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Callable
 
-from gpulease.daemon.channel import ChannelClosed, send_message
-from gpulease.daemon.drivers.interface import Driver, DriverError
+from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.drivers.interface import Context, Driver, DriverError
 from gpulease.daemon.processes import die_with_parent, gain_no_privileges, set_name
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import WorkerPage
+from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.patience import patience_of
-from gpulease.daemon.worker.serving import Server
+from gpulease.daemon.worker.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
+from gpulease.daemon.worker.serving import LOOK_MS, Server
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.messages import AttachReply
 
+WARM_NAME = "gpul-warm"
+"""Of a worker without a lease, for ps(1)."""
+
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int, zygote_pid: int) -> WorkerExit:
     """Be the worker of one lease, in a process just forked; returns how to exit."""
+
+    def serve(page: WorkerPage) -> WorkerExit:
+        return _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
+
+    return _begin(serve, page_fd, zygote_pid)
+
+
+def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int, zygote_pid: int) -> WorkerExit:
+    """Be a worker without a lease, and then that of one lease, in a process just forked; returns how to exit."""
+
+    def wait_and_serve(page: WorkerPage) -> WorkerExit:
+        set_name(WARM_NAME)
+        try:
+            context = driver.open_context(spec.card_uuid, SLICE_BYTES)
+            rehearse(context)
+            opening = driver.rewind(context)
+        except (DriverError, RehearsalFailed) as error:
+            _tell(channel, {"op": "failed", "reason": str(error)})
+            return WorkerExit.NO_CONTEXT
+        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
+        _tell(channel, {"op": "ready"})
+        lease = _await_lease(channel, page)
+        if lease is None:
+            return WorkerExit.OK
+        if lease.card_uuid != spec.card_uuid:
+            raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
+        return _serve(lease, driver, channel, page, lambda: opening(lease.size_bytes))
+
+    return _begin(wait_and_serve, page_fd, zygote_pid)
+
+
+def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fd: int, zygote_pid: int) -> WorkerExit:
     try:
         die_with_parent(zygote_pid)
         gain_no_privileges()
-        set_name(f"gpul-{spec.lease_id:032x}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         page = WorkerPage(page_fd)
         os.close(page_fd)
-        return _serve(spec, driver, channel, page)
+        return serve(page)
     except Exception:
         # A bug of ours: the log gets the traceback, the tenant a lost session, the broker an exit status.
         traceback.print_exc(file=sys.stderr)
         return WorkerExit.BUG
 
 
-def _serve(spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage) -> WorkerExit:
+def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
+    """Show that this process goes round until it is told of its lease; None if the broker is gone."""
+    channel.setblocking(False)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while True:
+        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
+        if not poll.poll(LOOK_MS):
+            continue
+        try:
+            message, fds = receive_message(channel)
+        except ChannelClosed:
+            return None
+        close_all(fds)
+        # Else it is told that the lease it was to take is over: it will be killed.
+        if message.get("op") == "spawn":
+            return WorkerSpec.from_message(message)
+
+
+def _serve(
+    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, open_context: Callable[[], Context]
+) -> WorkerExit:
     try:
-        context = driver.open_context(spec.card_uuid, spec.size_bytes)
+        context = open_context()
     except DriverError as error:
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
+    set_name(f"gpul-{spec.lease_id:032x}")
     patience = patience_of(spec.waiting)
     context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
     _tell(channel, {"op": "ready"})

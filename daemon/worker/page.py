@@ -22,7 +22,7 @@ import mmap
 import os
 import time
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
 from gpulease.protocol.opcodes import Status
 
@@ -44,6 +44,13 @@ class Counter(IntEnum):
     LOOKED_NS = 5
     DOING = 6
     KERNEL_SINCE_NS = 7
+
+
+class Lapsing(Protocol):
+    """What a connection's right to the lease may depend on besides the lease."""
+
+    def holds(self, now_ns: int, generation: int) -> bool:
+        """Whether it still does, while the lease is of that generation."""
 
 
 class BrokerPage:
@@ -85,6 +92,7 @@ class WorkerPage:
 
     Attributes:
         word: The revocation word alone, not 0 once the lease is over.
+        guest: Whose token the operations depend on that are done now; None if they are the tenant's own.
     """
 
     def __init__(self, fd: int) -> None:
@@ -92,6 +100,7 @@ class WorkerPage:
         self._count_map = mmap.mmap(fd, PAGE_BYTES, offset=PAGE_BYTES)
         self._state = memoryview(self._state_map).cast("Q")
         self.word = self._state[_WORD : _WORD + 1]
+        self.guest: Lapsing | None = None
         self.counters = memoryview(self._count_map).cast("Q")
 
     def refusal(self) -> Status | None:
@@ -99,9 +108,16 @@ class WorkerPage:
         word = self._state[_WORD]
         if word:
             return Status(-word)
-        if time.monotonic_ns() >= self._state[_DEADLINE]:
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
+        if self.guest is not None and not self.guest.holds(now_ns, self._state[_GENERATION]):
+            return Status.DENIED
         return None
+
+    def is_held_by(self, guest: "Lapsing") -> bool:
+        """Whether a token is good for anything now."""
+        return guest.holds(time.monotonic_ns(), self._state[_GENERATION])
 
     def close(self) -> None:
         """Give the pages back."""

@@ -13,11 +13,15 @@ _REFUSAL_TEXT: Final = {
     Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
     Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
     Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
+    Status.DENIED: (
+        "the token this connection attached with is over: it expired, or the lease was renewed since",
+        "Get a new token and attach again.",
+    ),
     Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
 }
 
 REFUSALS: Final = tuple(_REFUSAL_TEXT)
-"""The statuses that a control page's word is known to have."""
+"""The statuses that a control page's word is known to have, and what is answered to a guest whose token is over."""
 
 _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.MEM_ALLOC: Status.ALLOC_FAILED,

@@ -14,9 +14,11 @@ from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
 from gpulease.daemon.worker.patience import Patience
+from gpulease.daemon.worker.reasons import refusal_of
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.streams import Place
 from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
@@ -50,8 +52,11 @@ READS_PER_TURN: Final = 16
 class _Connection:
     """One attached socket and what has arrived on it."""
 
-    def __init__(self, sock: socket.socket, rest: bytes, slots: Slots, patience: Patience) -> None:
+    def __init__(
+        self, sock: socket.socket, rest: bytes, slots: Slots, patience: Patience, guest: Guest | None = None
+    ) -> None:
         self.sock = sock
+        self.guest = guest
         self.fd = sock.fileno()
         self.wire: SocketWire | RingWire = SocketWire(sock, patience)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
@@ -111,7 +116,15 @@ class Server:
         for connection in waiting:
             if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
+        self._drop_late_guests()
         return self._session.watch.look_after_ms() or LOOK_MS
+
+    def _drop_late_guests(self) -> None:
+        """A connection whose token is over takes no other's place."""
+        for connection in list(self._connections.values()):
+            if connection.guest is not None and not self._session.is_held_by(connection.guest):
+                over = refusal_of(Status.DENIED)
+                self._drop(connection, FramingError(over.message, over.status), over)
 
     # --- the broker ---
 
@@ -130,8 +143,10 @@ class Server:
                     "rest": bytes(rest),
                     "ring": bool(ring),
                     "arena": int(arena_bytes),
+                    "guest": terms,
                 } if len(fds) == 1:
-                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, Wanted(ring, arena_bytes))
+                    wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
+                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, wanted, guest)
                     report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
@@ -140,13 +155,14 @@ class Server:
                 case _:
                     close_all(fds)
 
-    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted) -> None:
+    def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
-        connection = _Connection(sock, rest, self._session.slots, self._patience)
+        connection = _Connection(sock, rest, self._session.slots, self._patience, guest)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
             earlier.wire.rise(True)
             self._serve(earlier)
+        self._drop_late_guests()
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
@@ -191,8 +207,11 @@ class Server:
             connection.wire = ring
 
     def _arena_for(self, connection: _Connection, wanted: Wanted) -> Arena | None:
-        """The session's arena, unless another connection has it: two clients would use the same bytes."""
-        is_taken = any(other.has_arena for other in self._connections.values())
+        """The session's arena, unless another connection has it: two clients would use the same bytes.
+
+        Nor is it a guest's: who had it before still maps it, and may be another tenant.
+        """
+        is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
         if not wanted.arena_bytes or is_taken or not can_share(connection.sock):
             return None
         try:
@@ -228,9 +247,12 @@ class Server:
             self._drop(connection, error)
 
     def _serve_ring(self, connection: _Connection) -> Outcome | None:
-        """Let native code serve the ring, if there is one and nothing has been taken from it that is not served."""
+        """Let native code serve the ring, if there is one and nothing has been taken from it that is not served.
+
+        Not a guest's: native code knows of no tokens.
+        """
         wire = connection.wire
-        if connection.intake.is_mid_frame or not isinstance(wire, RingWire):
+        if connection.guest is not None or connection.intake.is_mid_frame or not isinstance(wire, RingWire):
             return None
         serve = partial(self._session.serve_ring, connection.reader)
         outcome, connection.spins_left = wire.serve(serve, connection.spins_left)
@@ -259,9 +281,20 @@ class Server:
                 Status.BUSY,
             )
 
+    def _serve_guest(self, connection: _Connection, guest: Guest) -> None:
+        """Serve what came on a connection that is bound to a token, each request behind a look at the token."""
+        with self._session.serving(guest):
+            while (frame := connection.intake.next_frame()) is not None:
+                reply = guest.refuse(frame) or self._session.handle(frame)
+                if reply is not None:
+                    self._send(connection, reply)
+                    connection.spins_left = self._patience.spins_per_reply
+
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session, intake = connection.reader, self._session, connection.intake
-        while reader.start != reader.end or intake.has_whole:
+        if connection.guest is not None:
+            self._serve_guest(connection, connection.guest)
+        while connection.guest is None and (reader.start != reader.end or intake.has_whole):
             session.take_launches(reader)
             reply: bytes | memoryview | None = session.take_sync(reader)
             if reply is None:

@@ -8,14 +8,16 @@ operation reports that fault.
 Knows frames and the driver, no sockets.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected, NativeLaunch
 from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.graphs import GraphDesk
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.ledger import Ledger, Refused
 from gpulease.daemon.worker.memory import MemoryDesk
@@ -181,6 +183,19 @@ class Session:
         for desk in desks:
             desk.may_have_grown = False
         return has_grown
+
+    @contextlib.contextmanager
+    def serving(self, guest: Guest) -> Iterator[None]:
+        """What is done meanwhile depends on a token: when that is over, waits end and everything is refused."""
+        self._page.guest = guest
+        try:
+            yield
+        finally:
+            self._page.guest = None
+
+    def is_held_by(self, guest: Guest) -> bool:
+        """Whether a guest's token is good for anything now."""
+        return self._page.is_held_by(guest)
 
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""

@@ -11,9 +11,9 @@ class WorkerSpec:
     """One worker to be.
 
     Attributes:
-        lease_id: The lease, and the session's id.
+        lease_id: The lease, and the session's id; a number of the pool's for one made ahead.
         card_uuid: The only card it may see.
-        size_bytes: Its slice.
+        size_bytes: Its slice; 0 for one made ahead, which is told of its lease later.
         allowance_bytes: What it may take of the card besides, on the node's account.
         max_kernel_ms: How long one kernel may run, 0 for no bound.
         waiting: How its session's ends wait, None for as this host allows.
@@ -28,8 +28,13 @@ class WorkerSpec:
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether it has no lease yet: every lease has a slice."""
+        return self.size_bytes == 0
+
     def to_message(self) -> dict[str, Any]:
-        """As it travels to the zygote."""
+        """As it travels to the zygote, or to a worker that was made ahead."""
         return {
             "op": "spawn",
             "lease": f"{self.lease_id:032x}",

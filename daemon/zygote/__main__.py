@@ -17,7 +17,7 @@ from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, s
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.processes import die_with_parent, exit_text, set_name
-from gpulease.daemon.worker.life import live
+from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.spec import WorkerSpec
 
@@ -79,7 +79,8 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for sock in (self._channel, self._wakeup, self._wakeup_end):
                 sock.close()
-            status = live(spec, self._driver, socket.socket(fileno=channel_fd), page_fd, self._pid)
+            begin = stand_by if spec.is_warm else live
+            status = begin(spec, self._driver, socket.socket(fileno=channel_fd), page_fd, self._pid)
         finally:
             # Not sys.exit: the worker must not run what the zygote registered for its own exit.
             sys.stderr.flush()

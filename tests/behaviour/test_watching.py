@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,9 @@ def test_a_session_that_holds_more_than_was_admitted_ends(
     inflated.touch()
     assert lease.query()["state"] == "active"
     if grows_by == "load":
-        session.module_load(FAULTS)
+        # The daemon looks while the answer is on its way: either may be first.
+        with suppress(GpuSessionFailed):
+            session.module_load(FAULTS)
     else:
         session.launch(module, "fill_u32", [1], [1], KernelArgs().push_buffer(out).push_u32(1).push_u32(7))
     daemon.wait_for_end(lease.lease_id)

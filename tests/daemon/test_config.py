@@ -42,14 +42,20 @@ def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
         'listen = ["unix:/tmp/a.sock", "tcp:[::1]:7"]\ndriver = "cpu"\nvram = ["1GiB", "2GiB"]\nsocket_mode = "0600"\n'
-        "max_connections = 9\nmax_connections_per_tenant = 8\n[limits]\nmax_leases = 3\n"
+        'audit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
+        'audit_file_size = "8MiB"\naudit_keep_files = 9\n'
+        "max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\n[limits]\nmax_leases = 3\n"
     )
     config = load_config(path, {})
     assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
     assert config.vram_bytes == (1 << 30, 2 << 30)
     assert config.socket_mode == 0o600
+    assert (config.audit, config.audit_head) == (Path("/var/log/g"), Path("/mnt/head.json"))
+    assert (config.audit_required, config.audit_file_bytes, config.audit_keep_files) == (True, 8 << 20, 9)
     assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)
     assert config.limits.max_leases == 3
+    assert config.warm_contexts == 3
+    assert load_config(path, {"warm_contexts": 0, "vram": []}).warm_contexts == 0
 
 
 def test_one_text_instead_of_a_list(tmp_path: Path) -> None:
@@ -80,8 +86,18 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"listen": 5}, "setting listen: it must be a string or a list of strings"),
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
+        ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
+        ({"warm_contexts": -1}, "warm_contexts is -1"),
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"socket_mode": "rwx"}, "setting socket_mode"),
+        ({"audit": "log"}, "setting audit: 'log' is not an absolute path"),
+        ({"audit": "/log", "audit_required": "yes"}, "setting audit_required: 'yes' is neither true nor false"),
+        ({"audit_required": True}, "need audit, the folder"),
+        ({"audit_head": "/head.json"}, "need audit, the folder"),
+        ({"audit": "/log", "audit_file_size": "64"}, "audit_file_size is 64 bytes; it must be between"),
+        ({"audit": "/log", "audit_file_size": "2GiB"}, "must be between"),
+        ({"audit": "/log", "audit_file_bytes": 1 << 20}, "unknown setting 'audit_file_bytes'; known are: .*file_size"),
+        ({"audit": "/log", "audit_keep_files": 1}, "audit_keep_files must be 0, for all, or at least 2"),
     ],
 )
 def test_settings_that_can_not_be_used(settings: dict[str, object], said: str) -> None:

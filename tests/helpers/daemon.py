@@ -47,10 +47,11 @@ class Faults:
     constants: dict[str, Any] = field(default_factory=dict)
     withhold_proof_while: Path | None = None
     inflate_while: Path | None = None
+    hang_syncs_while: Path | None = None
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
-        flags = {"withhold_proof_while": self.withhold_proof_while, "inflate_while": self.inflate_while}
+        flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while")}
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
         return json.dumps({"constants": self.constants} | paths)
 

@@ -1,13 +1,15 @@
 """`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
 
-FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and two
+FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and three
 paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes back; as long as `inflate_while`
-does, every worker seems to hold a terabyte.
+does, every worker seems to hold a terabyte; as long as `hang_syncs_while` does, no file gets to the disk.
 """
 
 import importlib
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ def break_things(faults: dict[str, Any]) -> None:
     if faults["withhold_proof_while"] is not None:
         for cards in card_sources():
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
+    if faults["hang_syncs_while"] is not None:
+        hang_syncs(Path(faults["hang_syncs_while"]))
     if faults["inflate_while"] is not None:
         inflated = Path(faults["inflate_while"])
 
@@ -33,6 +37,18 @@ def break_things(faults: dict[str, Any]) -> None:
             return 1 << 40 if inflated.exists() else 0
 
         EmbeddedCards.process_bytes = process_bytes  # type: ignore[method-assign]
+
+
+def hang_syncs(flag: Path) -> None:
+    """A disk that takes its time: fdatasync(2) returns when the flag is gone."""
+    sync = os.fdatasync
+
+    def fdatasync(fd: int) -> None:
+        while flag.exists():
+            time.sleep(0.01)
+        sync(fd)
+
+    os.fdatasync = fdatasync  # type: ignore[assignment]
 
 
 def card_sources() -> list[type[CardSource]]:

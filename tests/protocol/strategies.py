@@ -34,7 +34,7 @@ def values(encoding: Encoding) -> st.SearchStrategy[Any]:
     if encoding.size is not None:
         return integers(encoding.size * 8)
     if encoding.kind in ("bytes", "short bytes"):
-        return st.binary(max_size=60)
+        return st.binary(max_size=min(encoding.limit or 60, 60))
     if encoding.kind == "text":
         return bounded_text(encoding.limit)
     if encoding.kind == "msgpack":

@@ -7,6 +7,7 @@ import pytest
 
 from gpulease.protocol import Opcode, State, Status, limits
 from gpulease.protocol import messages as m
+from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv
 from gpulease.protocol.primitives import LeaseParameter, Tlv
@@ -67,6 +68,11 @@ def test_states() -> None:
     assert table("| state | trigger |") == expected
 
 
+def test_permissions() -> None:
+    expected = [[f"0x{int(permission):02x}", permission.name] for permission in Permission]
+    assert [row[:2] for row in table("| bit | permission |")] == expected
+
+
 def test_header() -> None:
     at, expected = 0, []
     for field in HEADER.subcons:
@@ -96,6 +102,7 @@ def test_nothing_is_described_that_does_not_exist() -> None:
     assert set(re.findall(r"^#### `(\w+)`$", TEXT, re.MULTILINE)) == set(DESCRIBED)
     known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
     said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
+    known |= set(Permission.__members__)
     triggers = {trigger.name for _, trigger in TRANSITIONS}
     assert (
         said - known - triggers - {name for name in vars(limits) if name.isupper()} - set(ErrorTlv.__members__) == set()

@@ -5,14 +5,15 @@ from typing import Any
 
 from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol import messages as m
+from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag, ParameterKind
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
-from .vector_messages import CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
+from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 
 SLICE = 64 << 20
 MODULE = 1
@@ -369,6 +370,26 @@ def questions() -> Script:
     return script
 
 
+def shared_by_token() -> Script:
+    script = Script("A tenant makes a token for another, who reads its lease's memory and is refused a write.")
+    script.hello("control")
+    script.grant()
+    script.hello("session")
+    script.call("session", Opcode.CAPABILITY_AUDIENCE, m.Empty(), m.Audience(AUDIENCE))
+    token = bytes.fromhex("0801")
+    issue = m.CapabilityIssue(LEASE, Permission.MEM_READ, AUDIENCE, 60_000, 0)
+    granted = m.CapabilityGrant(token, AUDIENCE, 1, 60_000, EXPIRES)
+    script.call("control", Opcode.CAPABILITY_ISSUE, issue, granted)
+    held = m.CapabilityHeld(LEASE, Permission.MEM_READ, 1, 59_000, EXPIRES)
+    script.call("session", Opcode.CAPABILITY_PRESENT, m.CapabilityPresent(token), held)
+    attached = m.AttachReply(SLICE, "cpu", CARD_UUID, ())
+    script.call("session", Opcode.ATTACH, m.Attach((Tlv(AttachOption.TOKEN, token),)), attached, LEASE)
+    script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), m.Data(bytes(4)), LEASE)
+    asked = script.ask("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, bytes(4)), session_id=LEASE)
+    script.refuse("session", asked, Failure(Status.DENIED, "the token does not permit MEM_WRITE"))
+    return script
+
+
 def goodbye() -> Script:
     script = Script("A connection over the daemon's limit is told so before it is closed, whatever it has sent.")
     script.ask("control", Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()))
@@ -391,6 +412,7 @@ SCRIPTS = (
     exclusivity,
     attach_refused,
     questions,
+    shared_by_token,
     goodbye,
 )
 

@@ -28,6 +28,7 @@ CARD = 0x8B1E0F5C6A3D4E72_9C5B0A1F2E3D4C5B
 CARD_UUID = "GPU-8b1e0f5c-6a3d-4e72-9c5b-0a1f2e3d4c5b"
 EXPIRES = 1_790_000_120
 U32, U64, U128 = 2**32 - 1, 2**64 - 1, 2**128 - 1
+AUDIENCE = bytes(range(limits.AUDIENCE_BYTES))
 POINTER = 0x7F8C_2000_0000
 SHARED = LeaseParameter(EXCLUSIVITY_TAG, bytes([Exclusivity.SHARED]))
 BOUNDED = LeaseParameter(MAX_KERNEL_TAG, (2500).to_bytes(4, "big"))
@@ -103,6 +104,27 @@ CONTROL: Cases = {
     "LeaseRevoked": tuple(m.LeaseRevoked(outcome) for outcome in RevokeOutcome),  # type: ignore[dict-item]
     "FenceClear": (m.FenceClear(None), m.FenceClear(CARD_UUID), m.FenceClear(LONG_TEXT)),
     "FenceCleared": (m.FenceCleared(0), m.FenceCleared(1), m.FenceCleared(U32)),
+    "CapabilityIssue": (
+        m.CapabilityIssue(0, 0, b"", 0, 0),
+        m.CapabilityIssue(LEASE, 0x18, AUDIENCE, 60_000, 0),
+        m.CapabilityIssue(U128, U32, AUDIENCE, U32, U128),
+    ),
+    "CapabilityGrant": (
+        m.CapabilityGrant(b"", b"", 0, 0, 0),
+        m.CapabilityGrant(b"\x08\x01", AUDIENCE, 1, 60_000, EXPIRES),
+        m.CapabilityGrant(b"\x12" * limits.MAX_TOKEN_BYTES, AUDIENCE, U64, U32, U64),
+    ),
+    "CapabilityPresent": (
+        m.CapabilityPresent(b""),
+        m.CapabilityPresent(b"\x08\x01"),
+        m.CapabilityPresent(b"\x12" * limits.MAX_TOKEN_BYTES),
+    ),
+    "CapabilityHeld": (
+        m.CapabilityHeld(0, 0, 0, 0, 0),
+        m.CapabilityHeld(LEASE, 0x18, 1, 59_000, EXPIRES),
+        m.CapabilityHeld(U128, U32, U64, U32, U64),
+    ),
+    "Audience": (m.Audience(b""), m.Audience(AUDIENCE), m.Audience(b"\xff" * limits.AUDIENCE_BYTES)),
     "Report": (m.Report(None), m.Report(LEASE_MAP), m.Report([LEASE_MAP] * 20)),
 }
 SESSION: Cases = {

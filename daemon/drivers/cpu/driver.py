@@ -4,6 +4,7 @@ from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.native.library import bind_library
 from gpulease.daemon.drivers.cpu.stream import stream_code
 from gpulease.daemon.drivers.cpu.team import host_threads
+from gpulease.daemon.drivers.interface import Context, Opening
 
 
 class CpuDriver:
@@ -26,3 +27,8 @@ class CpuDriver:
     def open_context(self, card: str, slice_bytes: int) -> CpuContext:
         """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""
         return CpuContext(slice_bytes)
+
+    def rewind(self, context: Context) -> Opening:
+        """Another context: nothing of the first is of use but the code and the pages it made this process touch."""
+        context.close()
+        return CpuContext

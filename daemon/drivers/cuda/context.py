@@ -76,11 +76,11 @@ class CudaContext:
 
     page_bytes = PAGE_BYTES
 
-    def __init__(self, context: Any, local: LocalMemory) -> None:
+    def __init__(self, context: Any, local: LocalMemory, stream: Any = None) -> None:
         self._context = context
         self._local = local
         self._blocks = Blocks()
-        self._streams = Streams()
+        self._streams = Streams(stream)
         # The selected one: what a launch goes into is looked up as seldom as it changes.
         self._stream = self._streams[0]
         self._is_alone = True
@@ -110,6 +110,11 @@ class CudaContext:
             return cls(context, local)
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
+
+    def begin_again(self) -> "CudaContext":
+        """The same context and stream with new books; all that was allocated and loaded must have been released."""
+        self.trim(0)
+        return CudaContext(self._context, self._local, self._stream)
 
     @property
     def rounding_bytes(self) -> int:

@@ -5,7 +5,7 @@ import os
 
 from gpulease.daemon.drivers.cuda.context import CudaContext
 from gpulease.daemon.drivers.cuda.native import launching_code
-from gpulease.daemon.drivers.interface import DriverError
+from gpulease.daemon.drivers.interface import Context, DriverError, Opening
 
 
 class CudaDriver:
@@ -31,3 +31,11 @@ class CudaDriver:
         # A listing of kernels must not load them (see images.py).
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
         return CudaContext.open()
+
+    def rewind(self, context: Context) -> Opening:
+        """The same context of the card, with new books. Raises DriverError if it is lost."""
+        if not isinstance(context, CudaContext):
+            raise DriverError("this context is another driver's")
+        context.sync()
+        again = context.begin_again()
+        return lambda slice_bytes: again

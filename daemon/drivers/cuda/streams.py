@@ -35,9 +35,9 @@ class Streams:
         selected: The number of the one that launches and copies go into.
     """
 
-    def __init__(self) -> None:
-        """Raises cuda.Error."""
-        self._streams: list[Any] = [cuda.Stream(_NON_BLOCKING)]
+    def __init__(self, default: Any = None) -> None:
+        """Args: default: Stream 0, if there is one already. Raises cuda.Error."""
+        self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
         self._spare: list[int] = []
         self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)

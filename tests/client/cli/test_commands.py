@@ -93,7 +93,7 @@ def test_revoke_what_is_not_there(gpulease: Gpulease, words: list[str], said: st
 
 
 def test_fence_clear(gpulease: Gpulease) -> None:
-    assert gpulease("fence", "clear").stdout == "0 fenced leases were let go.\n"
+    assert gpulease("fence", "clear").stdout == "0 fenced slices were let go.\n"
 
 
 def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:

@@ -19,3 +19,10 @@ def test_a_tcp_peer_is_nobody() -> None:
         server.accept()[0] as ours,
     ):
         assert identify(ours) == identify(theirs) == Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
+
+
+def test_a_user_with_a_tenants_name() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert identify(ours, {os.getuid(): "ann"}) == Peer("ann", is_operator=True, is_known=True)
+        assert identify(ours, {os.getuid() + 1: "ann"}).tenant == f"uid:{os.getuid()}"

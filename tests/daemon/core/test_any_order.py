@@ -1,213 +1,42 @@
 """The lease table against a shell that is slow, forgetful and out of order, judged from outside.
 
-The simulated shell executes effects in any order and at any time, fires timers early, late, twice or never, loses
-orders to workers, and kills workers at random. What it knows of the node (which process lives, which bytes are not
-yet proved free, who still waits for a reply) is kept apart from the table's own books.
+Timers fire early, late, twice or never, orders to workers get lost, and workers die at random: see `simulated`.
 """
 
 from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpulease.daemon.core import (
     AcquireRequested,
-    ArmHoldTimer,
-    ArmTimer,
-    ArmWaitTimer,
-    Card,
     Cause,
-    CoreLimits,
-    Denied,
-    Effect,
     Event,
-    FenceCleared,
     FenceClearRequested,
-    Freed,
     FreeRequested,
-    Granted,
-    HoldTimerFired,
-    KillWorker,
-    LeaseEnded,
     LeaseState,
-    LeaseTable,
-    ProveReclaimed,
-    ReclaimFailed,
+    PoolTimerFired,
     ReclaimProved,
     RefuseWork,
-    Renewed,
     RenewRequested,
     RequesterGone,
-    RevokeDone,
     RevokeRequested,
     SessionCondemned,
     SessionFaulted,
-    SetDeadline,
     ShutdownRequested,
     SpawnWorker,
     TimerFired,
     TimerKind,
-    WaitTimerFired,
+    WarmUp,
     WorkerExited,
-    WorkerFailed,
-    WorkerReady,
 )
 from gpulease.protocol.opcodes import Exclusivity
 
-MS = 1_000_000
-CARDS = (
-    Card("GPU-a", 0, "Big", 1000, 50),
-    Card("GPU-b", 1, "Small", 400, 30),
-    Card("MIG-c", 2, "Part", 300, 20, is_partition=True),
-)
-LIMITS = CoreLimits(
-    max_ttl_s=8,
-    max_leases=12,
-    max_leases_per_tenant=6,
-    max_waiting=5,
-    max_waiting_per_tenant=3,
-    max_hold_back_s=1,
-    max_wait_s=6,
-    max_tombstones=5,
-    max_story_entries=8,
-    spawn_timeout_s=2,
-    reclaim_timeout_s=3,
-)
-ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
+from .simulated import CARDS, MS, Shell
+
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
 ANY = st.integers(min_value=0, max_value=1 << 16)
-
-AnyTimer = TimerFired | WaitTimerFired | HoldTimerFired
-
-
-class Shell:
-    """What the node looks like from outside, and what is still to be done in it."""
-
-    def __init__(self) -> None:
-        self.table = LeaseTable(CARDS, LIMITS)
-        self.now_ns = 5_000 * MS
-        self.open_requests: set[int] = set()
-        self.timers: list[tuple[int, AnyTimer]] = []
-        self.lost_timers: list[tuple[int, AnyTimer]] = []
-        self.jobs: list[SpawnWorker | KillWorker | ProveReclaimed] = []
-        self.spawned: dict[int, SpawnWorker] = {}
-        self.exclusivity: dict[int, Exclusivity] = {}
-        self.alive: set[int] = set()
-        self.unproved: dict[int, tuple[str, int]] = {}
-        self.asked_to_prove: set[int] = set()
-        self.deadlines: dict[int, tuple[int, int]] = {}
-        self.ended: set[int] = set()
-        self.once: set[tuple[type, int]] = set()
-
-    def send(self, event: Event) -> list[Effect]:
-        if isinstance(event, WorkerExited):
-            self.alive.discard(event.lease_id)
-        if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
-            self.unproved.pop(event.lease_id, None)
-        effects = self.table.handle(event, self.now_ns)
-        self.table.validate()
-        # Bytes let go by an operator may be granted by the same call.
-        for effect in effects:
-            if isinstance(effect, FenceCleared):
-                for lease_id in effect.lease_ids:
-                    self.unproved.pop(lease_id, None)
-                    self.alive.discard(lease_id)
-        for effect in effects:
-            self.execute(effect)
-        return effects
-
-    def request(self, event: Event, number: int) -> None:
-        self.open_requests.add(number)
-        self.send(event)
-
-    def execute(self, effect: Effect) -> None:
-        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied):
-            assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
-            self.open_requests.remove(effect.request)
-        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ProveReclaimed):
-            self.only_once(type(effect), effect.lease_id)
-        if isinstance(effect, Granted | LeaseEnded):
-            self.only_once(type(effect), effect.lease.lease_id)
-        if isinstance(effect, SpawnWorker):
-            self.on_spawn(effect)
-        elif isinstance(effect, Granted | Renewed):
-            assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
-            assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
-            assert effect.lease.deadline_ns is not None
-            assert effect.lease.deadline_ns <= self.now_ns + LIMITS.max_ttl_s * 1000 * MS
-        elif isinstance(effect, SetDeadline):
-            generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
-            assert (effect.generation, effect.deadline_ns) >= (generation + 1, deadline_ns)
-            self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
-        elif isinstance(effect, RefuseWork):
-            self.ended.add(effect.lease_id)
-        elif isinstance(effect, KillWorker | ProveReclaimed):
-            if isinstance(effect, ProveReclaimed):
-                assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
-                self.asked_to_prove.add(effect.lease_id)
-            self.jobs.append(effect)
-        elif isinstance(effect, ArmTimer):
-            fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
-            self.timers.append((effect.due_ns, fired))
-        elif isinstance(effect, ArmWaitTimer):
-            self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
-        elif isinstance(effect, ArmHoldTimer):
-            assert effect.due_ns > self.now_ns, "a hold that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
-            self.timers.append((effect.due_ns, HoldTimerFired()))
-
-    def only_once(self, kind: type, lease_id: int) -> None:
-        assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
-        self.once.add((kind, lease_id))
-
-    def on_spawn(self, effect: SpawnWorker) -> None:
-        card = next(card for card in CARDS if card.uuid == effect.card_uuid)
-        on_card = [lease_id for lease_id, (uuid, _) in self.unproved.items() if uuid == card.uuid]
-        held = sum(self.unproved[lease_id][1] for lease_id in on_card)
-        charge = effect.size_bytes + card.overhead_bytes
-        assert held + charge <= card.capacity_bytes, "bytes were granted that are not proved free"
-        for lease_id in on_card:
-            assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
-        assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
-        self.unproved[effect.lease_id] = (card.uuid, charge)
-        self.alive.add(effect.lease_id)
-        self.spawned[effect.lease_id] = effect
-        self.jobs.append(effect)
-
-    def do_job(self, job: SpawnWorker | KillWorker | ProveReclaimed, luck: int) -> None:
-        if isinstance(job, KillWorker):
-            self.send(WorkerExited(job.lease_id, "killed"))
-        elif isinstance(job, ProveReclaimed):
-            failed = ReclaimFailed(job.lease_id, "NVML gave an error")
-            self.send(failed if luck % 6 == 0 else ReclaimProved(job.lease_id))
-        elif luck % 8 == 0:
-            self.send(WorkerFailed(job.lease_id, "no context"))
-        elif job.lease_id in self.alive:
-            self.send(WorkerReady(job.lease_id))
-
-    def fire(self, event: AnyTimer) -> None:
-        effects = self.send(event)
-        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
-            assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
-        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            generation, deadline_ns = self.deadlines[event.lease_id]
-            lease = self.table.get(event.lease_id)
-            if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
-                assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
-
-    def finish(self) -> None:
-        """Everything that was slow or lost happens after all, in due order."""
-        self.timers += self.lost_timers
-        while self.jobs or self.timers:
-            while self.jobs:
-                self.do_job(self.jobs.pop(0), 1)
-            if self.timers:
-                self.timers.sort(key=lambda timer: timer[0])
-                due_ns, event = self.timers.pop(0)
-                self.now_ns = max(self.now_ns, due_ns)
-                self.fire(event)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -217,6 +46,12 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.shell = Shell()
         self.number = 0
+
+    @initialize(warm_contexts=st.sampled_from([0, 1, 3]))
+    def begin(self, warm_contexts: int) -> None:
+        self.warm_contexts = warm_contexts
+        self.shell = Shell(warm_contexts)
+        self.shell.send(PoolTimerFired())
 
     def next_number(self) -> int:
         self.number += 1
@@ -270,9 +105,10 @@ class AnyOrder(RuleBasedStateMachine):
     def acquire_and_start(self, tenant: str, size: int, ttl_ms: int, exclusivity: Exclusivity, wait_ms: int) -> None:
         """What goes well: without it a run seldom gets to have several active leases."""
         self.acquire(tenant, size, ttl_ms, exclusivity, None, wait_ms)
-        for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker)]:
-            self.shell.jobs.remove(job)
-            self.shell.do_job(job, 1)
+        for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp)]:
+            if job in self.shell.jobs:
+                self.shell.jobs.remove(job)
+                self.shell.do_job(job, 1)
 
     @rule(pick=ANY, by=ANY, ttl_ms=st.one_of(st.integers(1, 8000), st.integers(0, 8100)), is_operator=st.booleans())
     def renew(self, pick: int, by: int, ttl_ms: int, is_operator: bool) -> None:
@@ -321,6 +157,17 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=ANY, cause=st.sampled_from([Cause.OVER_SLICE, Cause.KERNEL_TIMEOUT, Cause.UNRESPONSIVE]))
     def session_is_condemned(self, pick: int, cause: Cause) -> None:
         self.shell.send(SessionCondemned(self.some_lease(pick), cause, "a rule was broken"))
+
+    @precondition(lambda self: self.shell.table.warming())
+    @rule(pick=ANY, cause=st.sampled_from(["unresponsive", "proof", *TimerKind]))
+    def warm_context_is_troubled(self, pick: int, cause: str | TimerKind) -> None:
+        warm_id = self.shell.table.warming()[pick % len(self.shell.table.warming())].warm_id
+        if cause == "unresponsive":
+            self.shell.send(SessionCondemned(warm_id, Cause.UNRESPONSIVE, "it showed no sign of life"))
+        elif isinstance(cause, TimerKind):
+            self.shell.send(TimerFired(warm_id, 0, cause))
+        elif warm_id not in self.shell.asked_to_prove:
+            self.shell.send(ReclaimProved(warm_id))
 
     @precondition(lambda self: self.shell.jobs)
     @rule(pick=ANY, luck=ANY, is_lost=st.sampled_from([False] * 7 + [True]))
@@ -385,10 +232,17 @@ class AnyOrder(RuleBasedStateMachine):
         shell = self.shell
         shell.finish()
         assert not shell.open_requests, f"requests that were never answered: {shell.open_requests}"
-        assert shell.ended == set(shell.spawned), "leases that never ended"
+        assert set(shell.spawned) <= shell.ended, "leases that never ended"
         assert {lease.state for lease in shell.table.snapshots()} <= {LeaseState.FENCED}
         self.clear_fences(None)
+        shell.finish()
         assert all(card.held_bytes == 0 for card in shell.table.cards())
+        wanted = 0 if shell.table.is_shutting_down else self.warm_contexts
+        assert [card.warm_contexts for card in shell.table.cards()] == [wanted] * len(CARDS), "a pool that is not full"
+        shell.send(ShutdownRequested())
+        shell.finish()
+        assert not shell.unproved
+        assert not shell.table.warming()
 
 
 AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)

@@ -97,5 +97,6 @@ def test_validate_finds_a_waiter_that_was_forgotten() -> None:
     book = s.table._book
     book.accounts[0].give_back(book.live.pop(1))
     book.live_by_tenant.clear()
+    book.bytes_by_tenant.clear()
     with pytest.raises(InvariantBroken, match="could be placed"):
         s.table.validate()

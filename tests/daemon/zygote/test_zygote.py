@@ -13,6 +13,8 @@ import pytest
 
 from gpulease.daemon.cards.choice import has_nvidia_driver
 from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.core import FIRST_WARM_ID
+from gpulease.daemon.worker.life import WARM_NAME
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 from helpers.daemon import python_environment, worker_name
@@ -114,6 +116,28 @@ def test_a_worker_gains_no_privileges(parent: Parent) -> None:
     receive_message(born.channel)
     with open(f"/proc/{born.pid}/status") as status:
         assert "NoNewPrivs:\t1\n" in status.read()
+
+
+def test_a_worker_made_ahead_takes_a_lease_and_holds_nothing_else(parent: Parent) -> None:
+    born = parent.spawn(FIRST_WARM_ID, size_bytes=0)
+    assert receive_message(born.channel) == ({"op": "ready"}, [])
+    info = process_info(born.pid)
+    assert info is not None
+    assert info.name == WARM_NAME
+    send_message(born.channel, {"op": "end"})
+    lease = WorkerSpec(7, "GPU-0", SIZE, is_shared=False)
+    send_message(born.channel, lease.to_message())
+    assert receive_message(born.channel) == ({"op": "ready"}, [])
+    wait_until(lambda: process_info(born.pid).name == worker_name(7), "it has its lease's name")  # type: ignore[union-attr]
+    # What it rehearsed with is closed; see above.
+    assert len(open_files(born.pid)) == 6
+
+
+def test_a_worker_made_ahead_ends_when_its_channel_closes(parent: Parent) -> None:
+    born = parent.spawn(FIRST_WARM_ID, size_bytes=0)
+    receive_message(born.channel)
+    born.channel.close()
+    assert parent.hear() == {"op": "exited", "lease": f"{FIRST_WARM_ID:032x}", "reason": "exited with status 0"}
 
 
 def test_the_end_of_a_worker_is_told_and_it_is_reaped(parent: Parent) -> None:

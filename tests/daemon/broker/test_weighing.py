@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from gpulease.daemon.broker.audit import Auditor
+from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.core import (
@@ -59,7 +59,7 @@ class Scene:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)])
         self.table.handle(AcquireRequested(1, "t", 5, SIZE, 60_000), 0)
         self.table.handle(WorkerReady(5), 0)
-        self.auditor = Auditor(
+        self.weigher = Weigher(
             self.table, cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append
         )
 
@@ -82,7 +82,7 @@ async def settled(scene: Scene, looks: int) -> None:
 def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, over: bool) -> None:
     async def story() -> None:
         scene = Scene(MadeCards(held), MadeWorkers(alive))
-        scene.auditor.look(5)
+        scene.weigher.look(5)
         await settled(scene, 1)
         assert [type(event) for event in scene.posted] == [SessionCondemned] * over
         for event in scene.posted:
@@ -93,7 +93,7 @@ def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, ov
             assert snapshot.cause is Cause.OVER_SLICE
             assert snapshot.reason
             # The second look at a lease that is over finds nothing to say.
-            scene.auditor.look(5)
+            scene.weigher.look(5)
             await settled(scene, 1)
             assert len(scene.posted) == 1
 
@@ -104,7 +104,7 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
     async def story() -> None:
         scene = Scene(MadeCards(0))
         for _ in range(5):
-            scene.auditor.look(5)
+            scene.weigher.look(5)
         await settled(scene, 2)
         assert scene.cards.looks == 2
 
@@ -113,13 +113,13 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
 
 @pytest.mark.parametrize("reserve_bytes", [0, 1])
 def test_rounds_find_what_nobody_asked_to_look_at(monkeypatch: pytest.MonkeyPatch, reserve_bytes: int) -> None:
-    monkeypatch.setattr("gpulease.daemon.broker.audit.ROUND_S", 0.01)
+    monkeypatch.setattr("gpulease.daemon.broker.weighing.ROUND_S", 0.01)
 
     async def story() -> None:
         scene = Scene(MadeCards(SIZE + OVERHEAD + 1, reserve_bytes=reserve_bytes))
-        scene.auditor.start()
+        scene.weigher.start()
         await asyncio.sleep(0.2)
-        await scene.auditor.stop()
+        await scene.weigher.stop()
         assert bool(scene.posted) is bool(reserve_bytes)
 
     run(story)

@@ -14,14 +14,14 @@ from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.core import Cause, Event, LeaseState, LeaseTable, SessionCondemned
 
-_log = logging.getLogger("gpulease.audit")
+_log = logging.getLogger("gpulease.weighing")
 
 
 ROUND_S: Final = 1.0
 """Between two looks at every session: what no rule foresaw is found within this. A look takes 0.1 ms."""
 
 
-class Auditor:
+class Weigher:
     """Looks at sessions, each at most once at a time."""
 
     def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:

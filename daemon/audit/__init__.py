@@ -1,0 +1,34 @@
+r"""What an auditor reads: a log of who had what and why it ended, in which any later change shows.
+
+The format, for other programs; `vectors/audit.json` has it as bytes.
+
+**Lines.** A log is a folder of files `audit-<first sequence number, 16 digits>.jsonl`, read in the order of their names
+as one text. Each record is one line that ends with one newline (0x0A) and is in canonical form.
+
+**Canonical form.** The subset of RFC 8785 (JCS) that a log needs: UTF-8, no white space, the keys of every object
+sorted, shortest escapes (`\b \t \n \f \r \" \\`, `\u00xx` in lower case for the other control characters, all
+else as it is). Values are objects, arrays, strings, integers of at most 2^53 - 1 either way, true, false and null;
+there are no floats. Keys are ASCII letters, digits and underscores, so every order of sorting agrees.
+
+**A record** is an object of exactly these members:
+
+| member | is |
+|---|---|
+| `seq` | 1 for the log's first record, one more for each that follows |
+| `prev` | the SHA-256 of the line before, without its newline, in 64 lower-case hex digits; zeros in record 1 |
+| `at` | the wall clock when it happened, RFC 3339 in UTC with microseconds: for people, it may step |
+| `boot` | the kernel's boot id, 32 hex digits: `mono_us` means something within one boot |
+| `mono_us` | the monotonic clock when it happened, in microseconds: durations are made of it |
+| `kind` | what happened |
+| `data` | an object: the particulars |
+
+**The head.** A file of 256 bytes, `head.json` beside the log or wherever the operator put it: one canonical object
+(`seq`, `hash` of that record's line, `boot`, and `alive_us`, when the daemon was last known to live), spaces, and a
+newline. A log that ends before its head, or has another record there, was cut.
+
+**Torn lines.** A crash can leave a piece of a line. It is never removed: the next record says so in `data.torn`
+(`offset` in the file, `size_bytes`, `sha256`), a newline stands between the two, and the piece is no part of the chain.
+
+**Removed files.** Where the operator keeps a bounded number of files, a record of the kind `prune` tells the last
+sequence number and hash of what is removed, before it is.
+"""

@@ -1,0 +1,193 @@
+"""The broker's side of the audit log: it is told everything, and holds a grant back until its record is durable.
+
+Nothing here decides what the lease table does, with one exception: where the operator demands the log, a grant that
+can't be recorded in time is revoked before anybody hears of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.audit.budget import Budgets
+from gpulease.daemon.audit.inbox import MINOR
+from gpulease.daemon.audit.records import ENDS, Kind, clean_text
+from gpulease.daemon.audit.witness import Lookup, Told, Witness, lease_text
+from gpulease.daemon.audit.writer import Writer
+from gpulease.daemon.core import Denial, Denied, Effect, Event, Granted, RevokeRequested
+from gpulease.daemon.core.denials import not_recorded
+
+MAX_WAIT_S: Final = 5.0
+"""For a grant's record to become durable. A tenant that waits longer is better off elsewhere."""
+
+_log = logging.getLogger("gpulease.audit")
+
+OnOutcome = Callable[[Granted | Denied], None]
+
+
+class Recorder:
+    """Of a daemon that keeps no audit log: forgets everything, holds nothing back."""
+
+    def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
+        """Which lease table is told of, and where events for it go."""
+
+    def asked_by(self, request: int, peer: str) -> None:
+        """Who is behind this request, whose event does not say so: an operator, or whoever bears a token."""
+
+    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        """What an event brought about; told before any of it is carried out."""
+
+    def attached(self, lease_id: int, tenant: str) -> None:
+        """A connection was handed to a lease's worker."""
+
+    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
+        """A request that never got to the lease table; `lease_id` is 0 if it named none."""
+
+    def denial(self) -> Denial | None:
+        """Why no lease can be granted at present, if it is for want of the log."""
+        return None
+
+    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+        """Tell a tenant of its grant, once that may be."""
+        on_outcome(granted)
+
+    async def stop(self) -> None:
+        """Write what is left."""
+
+
+@dataclass(slots=True)
+class _Held:
+    ticket: int
+    granted: Granted
+    on_outcome: OnOutcome
+    timer: asyncio.TimerHandle
+
+
+class LogRecorder(Recorder):
+    """Of a daemon that keeps one.
+
+    Args:
+        is_required: No grant without its record on the disk.
+    """
+
+    def __init__(self, is_required: bool) -> None:
+        self._is_required = is_required
+        self._loop = asyncio.get_running_loop()
+        self._writer: Writer | None = None
+        self._witness = Witness(lambda _: None)
+        self._post: Callable[[Event], None] = lambda _: None
+        self._budgets = Budgets()
+        self._tickets: dict[int, int] = {}
+        self._held: dict[int, _Held] = {}
+
+    def write_with(self, writer: Writer) -> None:
+        """Where records go."""
+        self._writer = writer
+
+    def on_change(self) -> None:
+        """For the writer's thread."""
+        if self._is_required:
+            with contextlib.suppress(RuntimeError):  # The loop has ended: nobody waits.
+                self._loop.call_soon_threadsafe(self._release)
+
+    # --- what the broker tells ---
+
+    def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
+        """As above."""
+        self._witness = Witness(lookup)
+        self._post = post
+
+    def asked_by(self, request: int, peer: str) -> None:
+        """As above."""
+        self._witness.asked_by(request, peer)
+
+    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        """As above. A fault here must not keep the effects from being carried out; an unrecorded grant is held."""
+        try:
+            for told in self._witness.saw(event, effects, now_ns):
+                self._record(told, now_ns)
+        except Exception:
+            _log.exception("could not record %r", event)
+
+    def attached(self, lease_id: int, tenant: str) -> None:
+        """As above."""
+        self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
+
+    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
+        """As above."""
+        lease = {"lease": lease_text(lease_id)} if lease_id else {}
+        told = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
+        self._record((Kind.DENY, told | lease))
+
+    # --- what the log demands ---
+
+    def denial(self) -> Denial | None:
+        """As above."""
+        problem = self._problem() if self._is_required else ""
+        return not_recorded(problem) if problem else None
+
+    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+        """As above."""
+        lease_id = granted.lease.lease_id
+        ticket = self._tickets.pop(lease_id, 0)
+        if not self._is_required or (self._writer is not None and self._writer.is_durable(ticket)):
+            on_outcome(granted)
+            return
+        timer = self._loop.call_later(MAX_WAIT_S, self._give_up, lease_id)
+        self._held[lease_id] = _Held(ticket, granted, on_outcome, timer)
+        if not ticket or self._problem():
+            self._give_up(lease_id)
+
+    async def stop(self) -> None:
+        """As above. The lease table is at rest by now."""
+        if self._writer is None:
+            return
+        omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
+        is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
+        if not is_whole:
+            _log.error("the last records are not in the audit log: %s", self._writer.figures())
+
+    def _record(self, told: Told, now_ns: int = 0) -> None:
+        if self._writer is None:
+            return
+        kind, data = told
+        if kind in MINOR:
+            omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
+            if omitted is None:
+                return
+            if omitted:
+                data["omitted"] = omitted
+        ticket = self._writer.put(kind, data, now_ns)
+        if kind is Kind.GRANT and self._is_required:
+            self._tickets[int(data["lease"], 16)] = ticket
+        elif kind in ENDS:
+            self._tickets.pop(int(data["lease"], 16), None)
+
+    def _problem(self) -> str:
+        return "it is not open" if self._writer is None else self._writer.problem()
+
+    def _release(self) -> None:
+        if self._writer is None:
+            return
+        for lease_id, held in list(self._held.items()):
+            if self._writer.is_durable(held.ticket):
+                del self._held[lease_id]
+                held.timer.cancel()
+                held.on_outcome(held.granted)
+            elif self._writer.problem():
+                self._give_up(lease_id)
+
+    def _give_up(self, lease_id: int) -> None:
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return
+        held.timer.cancel()
+        denial = not_recorded(self._problem() or f"it took more than {MAX_WAIT_S:g} s")
+        lease = held.granted.lease
+        told = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease_id)}
+        self._record((Kind.DENY, told | {"reason": denial.reason.value, "message": denial.message}))
+        self._post(RevokeRequested(0, lease_id, denial.message))
+        held.on_outcome(Denied(held.granted.request, denial))

@@ -1,0 +1,199 @@
+"""Records and how they hang together: each line holds the SHA-256 of the one before it."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import Any, Final
+
+from gpulease.daemon.audit.canonical import NotCanonical, canonical_bytes, value_of
+
+FORMAT: Final = 1
+"""Told by every `start` record; another number is another format."""
+
+MAX_RECORD_BYTES: Final = 32 << 10
+"""Of one line. A record has some hundred; this bounds what a reader of a forged log holds."""
+
+MAX_TEXT_CHARS: Final = 512
+"""Of any text that comes from a tenant, a kernel or a driver: a record is not theirs to fill."""
+
+HEAD_BYTES: Final = 256
+"""The head's file is written in place, in one write of less than a sector: a crash leaves the old or the new one."""
+
+NO_HASH: Final = "0" * 64
+
+_HASH: Final = re.compile("[0-9a-f]{64}")
+_BOOT: Final = re.compile("[0-9a-f]{32}")
+_AT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+_MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Kind(StrEnum):
+    """What records tell of."""
+
+    START = "start"
+    STOP = "stop"
+    GRANT = "grant"
+    RENEW = "renew"
+    DENY = "deny"
+    ATTACH = "attach"
+    FAULT = "fault"
+    OVER = "over"
+    END = "end"
+    FENCE = "fence"
+    CLEAR = "clear"
+    POOL = "pool"
+    OPERATOR = "operator"
+    GAP = "gap"
+    RESUME = "resume"
+    PRUNE = "prune"
+
+
+ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})
+"""Kinds that say that a lease is over."""
+
+
+class NotARecord(ValueError):
+    """A line that is no record; the message says why."""
+
+
+class NotAHead(ValueError):
+    """Bytes that are no head; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What happened, before it has its place in the chain. `wall_us` counts from 1970."""
+
+    kind: Kind
+    data: dict[str, Any]
+    wall_us: int
+    mono_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line, read. The members are those of the package's docstring."""
+
+    seq: int
+    prev: str
+    at: str
+    boot: str
+    mono_us: int
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a chain has got to: the last record's number and the hash of its line."""
+
+    seq: int = 0
+    hash: str = NO_HASH
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is kept apart from the log: its end, and when its daemon was last known to live."""
+
+    link: Link
+    boot: str
+    alive_us: int
+
+
+def hash_of(line: bytes) -> str:
+    """Of a line without its newline."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
+    """The line of a record, without its newline, and the chain's new end.
+
+    What can't be a record (a fault of the daemon's own) becomes one that says so: nothing may leave the chain unseen.
+    """
+    members = {
+        "at": at_text(draft.wall_us),
+        "boot": boot,
+        "data": draft.data,
+        "kind": draft.kind.value,
+        "mono_us": draft.mono_us,
+        "prev": after.hash,
+        "seq": after.seq + 1,
+    }
+    try:
+        line = canonical_bytes(members)
+        problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
+    except NotCanonical as error:
+        line, problem = b"", str(error)
+    if problem:
+        line = canonical_bytes(members | {"data": {"unrecordable": problem}})
+    return line, Link(after.seq + 1, hash_of(line))
+
+
+def read_record(line: bytes) -> Record:
+    """The record of a line without its newline. Raises NotARecord."""
+    if len(line) > MAX_RECORD_BYTES:
+        raise NotARecord(f"it has more than {MAX_RECORD_BYTES} bytes")
+    try:
+        members = value_of(line)
+    except NotCanonical as error:
+        raise NotARecord(str(error)) from None
+    if not isinstance(members, dict) or members.keys() != _MEMBERS:
+        raise NotARecord("its members are not those of a record")
+    record = Record(**members)
+    if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
+        raise NotARecord("seq or mono_us is not a count")
+    if not (_is(_HASH, record.prev) and _is(_BOOT, record.boot) and _is(_AT, record.at)):
+        raise NotARecord("prev, boot or at is not what it must be")
+    if not isinstance(record.kind, str) or not isinstance(record.data, dict):
+        raise NotARecord("kind or data is not what it must be")
+    return record
+
+
+def head_bytes(head: Head) -> bytes:
+    """The head's file, always `HEAD_BYTES` long."""
+    members = {"alive_us": head.alive_us, "boot": head.boot, "hash": head.link.hash, "seq": head.link.seq}
+    return canonical_bytes(members).ljust(HEAD_BYTES - 1) + b"\n"
+
+
+def read_head(data: bytes) -> Head:
+    """The head in a file's bytes. Raises NotAHead."""
+    if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
+        raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
+    try:
+        members = value_of(data.rstrip(b" \n"))
+    except NotCanonical as error:
+        raise NotAHead(str(error)) from None
+    if not isinstance(members, dict) or members.keys() != {"alive_us", "boot", "hash", "seq"}:
+        raise NotAHead("its members are not those of a head")
+    if not (_is_count(members["seq"]) and _is_count(members["alive_us"])):
+        raise NotAHead("seq or alive_us is not a count")
+    if not (_is(_HASH, members["hash"]) and _is(_BOOT, members["boot"])):
+        raise NotAHead("hash or boot is not what it must be")
+    return Head(Link(members["seq"], members["hash"]), members["boot"], members["alive_us"])
+
+
+def at_text(wall_us: int) -> str:
+    """A wall clock's time, microseconds since 1970, as records tell it."""
+    return (_EPOCH + timedelta(microseconds=wall_us)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def clean_text(text: str) -> str:
+    """A text that is somebody else's: bounded, and without what moves a terminal's cursor or turns its direction."""
+    if len(text) > MAX_TEXT_CHARS:
+        text = f"{text[: MAX_TEXT_CHARS - 1]}…"
+    return (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    )
+
+
+def _is(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,200 @@
+"""What of the lease table's life goes into the log: events and effects in, kinds and particulars out. No I/O.
+
+It holds what a record needs and no single effect tells: who asked, since when a lease is granted, since when refused.
+All of it is bounded by open requests and live leases.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpulease.daemon.audit.records import Kind, clean_text
+from gpulease.daemon.core import (
+    AcquireRequested,
+    Denied,
+    Effect,
+    Event,
+    FenceCleared,
+    FenceClearRequested,
+    Freed,
+    FreeRequested,
+    Granted,
+    LeaseEnded,
+    LeaseSnapshot,
+    LeaseState,
+    RefuseWork,
+    Renewed,
+    RenewRequested,
+    RequesterGone,
+    RevokeDone,
+    RevokeRequested,
+    SessionFaulted,
+    WarmEnded,
+)
+
+THE_DAEMON: Final = "gpuleased"
+"""Who asked, where nobody did."""
+
+NS_PER_US: Final = 1000
+
+Told = tuple[Kind, dict[str, Any]]
+Lookup = Callable[[int], LeaseSnapshot | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    operation: str
+    by: str
+    at_us: int
+    lease_id: int = 0
+    particulars: dict[str, Any] = field(default_factory=dict)
+
+    def told(self) -> dict[str, Any]:
+        lease = {"lease": lease_text(self.lease_id)} if self.lease_id else {}
+        return lease | self.particulars
+
+
+class Witness:
+    """Tells what happened. `lookup` is the lease table's: a lease as it is after the event.
+
+    Request 0 is the daemon's own: its outcome is nobody's answer, and what it did to a lease is told of the lease.
+    """
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._asked: dict[int, _Asked] = {}
+        self._askers: dict[int, str] = {}
+        self._granted_us: dict[int, int] = {}
+        self._over_us: dict[int, int] = {}
+        self._faulted: set[int] = set()
+
+    def asked_by(self, request: int, peer: str) -> None:
+        """Who is behind a request whose event does not tell, or tells in whose name it is."""
+        self._askers[request] = peer
+
+    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> Iterator[Told]:
+        """What one event brought about, in order, at monotonic time `now_ns`."""
+        now_us = now_ns // NS_PER_US
+        if isinstance(event, SessionFaulted):
+            yield from self._fault(event)
+        elif isinstance(event, RequesterGone):
+            self._asked.pop(event.request, None)
+        else:
+            self._note(event, now_us)
+        for effect in effects:
+            match effect:
+                case Granted() | Renewed() | Freed() | RevokeDone() | FenceCleared() | Denied() if effect.request:
+                    asked = self._asked.pop(effect.request, None)
+                    yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us), now_us)
+                case RefuseWork(lease_id):
+                    yield from self._over(lease_id, now_us)
+                case LeaseEnded(lease):
+                    yield self._ended(lease, now_us)
+                case WarmEnded(card_uuid=card_uuid, reason=reason, is_fenced=True):
+                    # The one thing about the pool that is anybody's: bytes that no lease can have.
+                    yield Kind.POOL, {"card": card_uuid, "what": "fenced", "reason": clean_text(reason)}
+
+    # --- what was asked ---
+
+    def _note(self, event: Event, now_us: int) -> None:
+        match event:
+            case AcquireRequested(request, tenant, size_bytes=size_bytes, ttl_ms=ttl_ms, selector=selector):
+                wish: dict[str, Any] = {"size_bytes": _bounded(size_bytes), "ttl_ms": _bounded(ttl_ms)}
+                if selector is not None:
+                    wish["card"] = clean_text(selector)
+                self._asked[request] = _Asked("acquire", tenant, now_us, particulars=wish)
+            case RenewRequested(request, lease_id, tenant, ttl_ms):
+                by = self._askers.pop(request, tenant)
+                self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": _bounded(ttl_ms)})
+            case FreeRequested(request, lease_id, tenant):
+                self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id)
+            case RevokeRequested(request, lease_id, reason):
+                by = self._askers.pop(request, THE_DAEMON)
+                self._asked[request] = _Asked("revoke", by, now_us, lease_id, {"reason": clean_text(reason)})
+            case FenceClearRequested(request, card_uuid):
+                by, card = self._askers.pop(request, THE_DAEMON), clean_text(card_uuid or "")
+                self._asked[request] = _Asked("fence_clear", by, now_us, particulars={"card": card})
+
+    # --- what came of it ---
+
+    def _outcome(
+        self, effect: Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied, asked: _Asked, now_us: int
+    ) -> Iterator[Told]:
+        took_us = now_us - asked.at_us
+        match effect:
+            case Granted(lease=lease):
+                self._granted_us[lease.lease_id] = now_us
+                particulars = {"exclusivity": lease.exclusivity.name.lower(), "ttl_ms": lease.ttl_ms}
+                yield Kind.GRANT, _lease(lease) | particulars | {"generation": lease.generation, "waited_us": took_us}
+            case Renewed(lease=lease):
+                particulars = {"generation": lease.generation, "ttl_ms": lease.ttl_ms, "by": asked.by}
+                yield Kind.RENEW, _lease(lease) | particulars
+            case Freed(lease=lease) if asked.by not in (lease.tenant, THE_DAEMON):
+                yield Kind.OPERATOR, {"action": "free", "by": asked.by, "latency_us": took_us} | asked.told()
+            case RevokeDone(outcome=outcome):
+                done = {"action": "revoke", "by": asked.by, "outcome": outcome.name.lower(), "latency_us": took_us}
+                yield Kind.OPERATOR, done | asked.told()
+            case FenceCleared(count=count, lease_ids=lease_ids, warm_ids=warm_ids):
+                done = {"action": "fence_clear", "by": asked.by, "count": count, "contexts": len(warm_ids)}
+                yield Kind.OPERATOR, done | asked.told()
+                for lease_id in lease_ids:
+                    yield Kind.CLEAR, self._of(lease_id) | {"by": asked.by}
+            case Denied(denial=denial):
+                said = {"reason": denial.reason.value, "message": clean_text(denial.message)}
+                yield Kind.DENY, {"operation": asked.operation, "tenant": asked.by} | asked.told() | said
+
+    def _fault(self, event: SessionFaulted) -> Iterator[Told]:
+        lease = self._lookup(event.lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE and event.lease_id not in self._faulted:
+            self._faulted.add(event.lease_id)
+            yield Kind.FAULT, _lease(lease) | {"reason": clean_text(event.reason)}
+
+    def _over(self, lease_id: int, now_us: int) -> Iterator[Told]:
+        self._over_us[lease_id] = now_us
+        # One that was never granted is nobody's yet: its denial and its end say all.
+        if lease_id in self._granted_us:
+            yield Kind.OVER, self._of(lease_id) | self._times(lease_id, now_us) | self._why(lease_id)
+
+    def _ended(self, lease: LeaseSnapshot, now_us: int) -> Told:
+        kind = Kind.FENCE if lease.state is LeaseState.FENCED else Kind.END
+        latency_us = now_us - self._over_us.get(lease.lease_id, now_us)
+        times = self._times(lease.lease_id, now_us) | {"latency_us": latency_us}
+        told = _lease(lease) | times | {"cause": _cause(lease), "reason": clean_text(lease.reason)}
+        for memory in (self._granted_us, self._over_us):
+            memory.pop(lease.lease_id, None)
+        self._faulted.discard(lease.lease_id)
+        return kind, told
+
+    def _times(self, lease_id: int, now_us: int) -> dict[str, int | None]:
+        return {"granted_us": self._granted_us.get(lease_id), "over_us": self._over_us.get(lease_id, now_us)}
+
+    def _of(self, lease_id: int) -> dict[str, Any]:
+        lease = self._lookup(lease_id)
+        return {"lease": lease_text(lease_id)} if lease is None else _lease(lease)
+
+    def _why(self, lease_id: int) -> dict[str, Any]:
+        lease = self._lookup(lease_id)
+        return {} if lease is None else {"cause": _cause(lease), "reason": clean_text(lease.reason)}
+
+
+def lease_text(lease_id: int) -> str:
+    """A lease id as people and records write it."""
+    return f"{lease_id:032x}"
+
+
+def _lease(lease: LeaseSnapshot) -> dict[str, Any]:
+    return {
+        "lease": lease_text(lease.lease_id),
+        "tenant": lease.tenant,
+        "card": lease.card_uuid,
+        "size_bytes": lease.size_bytes,
+    }
+
+
+def _cause(lease: LeaseSnapshot) -> str:
+    return "" if lease.cause is None else lease.cause.value
+
+
+def _bounded(number: int) -> int:
+    """A tenant's number: what JSON's readers can't hold is told as the largest that they can."""
+    return min(number, (1 << 53) - 1)

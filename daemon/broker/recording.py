@@ -1,0 +1,90 @@
+"""The audit log of a running daemon: opened as it starts, told of its stop, or none if the operator wants none."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.audit.canonical import canonical_bytes
+from gpulease.daemon.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings
+from gpulease.daemon.audit.recorder import LogRecorder, Recorder
+from gpulease.daemon.audit.writer import Writer
+from gpulease.daemon.config import Config
+from gpulease.daemon.core import Card
+from gpulease.daemon.version import VERSION
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class CannotRecord(Exception):
+    """The operator demands an audit log and it can't be written; the message is a sentence for the operator."""
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot (random(4)), 32 hex digits."""
+    return _BOOT_ID.read_text().strip().replace("-", "")
+
+
+def config_digest(config: Config) -> str:
+    """The SHA-256 of all settings in canonical form: the same settings, the same digest, whatever their order."""
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
+    return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def recording(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
+    """What the broker tells everything, until the block is left. Raises CannotRecord."""
+    if config.audit is None:
+        yield Recorder()
+        return
+    settings = LogSettings(
+        config.audit, config.audit_head or config.audit / HEAD_NAME, config.audit_file_bytes, config.audit_keep_files
+    )
+    boot = boot_id()
+    about = {
+        "version": VERSION,
+        "config": config_digest(config),
+        "driver": driver,
+        "pid": os.getpid(),
+        "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
+    }
+    recorder = LogRecorder(config.audit_required)
+    writer = Writer(lambda: AuditLog(settings, boot), about, recorder.on_change)
+    try:
+        await asyncio.to_thread(writer.start, must_work=config.audit_required)
+    except (OSError, FolderInUse) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise CannotRecord(f"the audit log can't be written: {said}") from None
+    recorder.write_with(writer)
+    try:
+        yield recorder
+    finally:
+        await recorder.stop()
+
+
+def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
+    """Every single setting, behind the names that lead to it: canonical bytes do not nest as deep as settings do."""
+    if is_dataclass(value):
+        inside = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, Mapping):
+        inside = {str(_plain(key)): item for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        inside = {str(index): item for index, item in enumerate(value)}
+    elif isinstance(value, frozenset):
+        inside = {str(_plain(item)): True for item in value}
+    else:
+        yield [*path, _plain(value)]
+        return
+    for name, item in inside.items():
+        yield from _leaves(item, *path, name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return value if value is None or isinstance(value, int | str) else str(value)

@@ -1,0 +1,256 @@
+"""Tokens at the broker: the node's authority, and what each control connection has shown."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from gpulease.daemon.broker.denials import failure_of
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.capabilities.claims import NONCE_BYTES, CapabilityDenied, CapabilityRequest, Claims
+from gpulease.daemon.capabilities.demands import Demand
+from gpulease.daemon.capabilities.key_file import KeyFileBroken, load_or_make, save
+from gpulease.daemon.capabilities.keys import KeyRing
+from gpulease.daemon.core import LeaseSnapshot, LeaseTable
+from gpulease.daemon.core.denials import not_found
+from gpulease.daemon.worker.guests import Guest
+from gpulease.protocol import messages
+from gpulease.protocol.capabilities import (
+    ALL_PERMISSIONS,
+    NODE_LEASE,
+    OPERATOR_PERMISSIONS,
+    SESSION_PERMISSIONS,
+    Permission,
+)
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+if TYPE_CHECKING:
+    from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
+
+MAX_PRESENTED: Final = 64
+"""Leases that one control connection can hold tokens for. Stops a peer that presents tokens in a loop."""
+
+NS_PER_MS: Final = 1_000_000
+
+
+T = TypeVar("T")
+
+
+class TokensUnavailable(Exception):
+    """Tokens were asked for in the settings and can't be had; the message is a sentence for the operator."""
+
+
+class TokenOffice:
+    """The node's authority, made when it is first needed, and what needs a token here.
+
+    Raises:
+        TokensUnavailable: `demands` or a key file were asked for, and there can be none.
+    """
+
+    def __init__(self, table: LeaseTable, demands: frozenset[Demand], key_file: Path | None) -> None:
+        self.demands = demands
+        self._table = table
+        self._key_file = key_file
+        self._authority: CapabilityAuthority | None = None
+        if demands or key_file is not None:
+            self._open()
+
+    def authority(self) -> "CapabilityAuthority":
+        """The authority. Raises Refusal if this installation has none."""
+        try:
+            return self._authority or self._open()
+        except TokensUnavailable as error:
+            raise Refusal(Failure(Status.UNSUPPORTED, str(error), hint="Tell the operator.")) from None
+
+    def lease(self, lease_id: int) -> LeaseSnapshot | None:
+        """The lease, if it is active and its time is not over."""
+        if self._table.denial_for(lease_id, time.monotonic_ns()) is not None:
+            return None
+        return self._table.get(lease_id)
+
+    def _open(self) -> "CapabilityAuthority":
+        try:
+            from gpulease.daemon.capabilities.authority import CapabilityAuthority
+        except ImportError as error:
+            raise TokensUnavailable(
+                f"there are no tokens, because {error.name} is not installed: pip install 'gpulease[daemon]'"
+            ) from None
+        now_ns = time.monotonic_ns()
+        try:
+            ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
+        except KeyFileBroken as error:
+            raise TokensUnavailable(str(error)) from None
+        self._authority = CapabilityAuthority(ring, self._facts, save=self._save)
+        return self._authority
+
+    def _save(self, ring: KeyRing) -> None:
+        if self._key_file is not None:
+            save(self._key_file, ring, time.monotonic_ns())
+
+    def _facts(self, lease_id: int) -> "LeaseFacts | None":
+        from gpulease.daemon.capabilities.authority import LeaseFacts
+
+        lease = self.lease(lease_id)
+        if lease is None or lease.deadline_ns is None:
+            return None
+        return LeaseFacts(lease.tenant, lease.generation, lease.deadline_ns)
+
+
+class TokenDesk:
+    """The tokens of one control connection: those it asks for, and those it has shown."""
+
+    def __init__(self, office: TokenOffice, peer: Peer) -> None:
+        self._office = office
+        self._peer = peer
+        self._held: dict[int, Claims] = {}
+        self._to_use: Claims | None = None
+
+    # --- operations ---
+
+    def issue(self, body: messages.CapabilityIssue) -> messages.CapabilityGrant:
+        """CAPABILITY_ISSUE. Raises Refusal."""
+        permissions = self._check_wish(body)
+        authority = self._office.authority()
+        request = CapabilityRequest(
+            body.lease_id,
+            permissions,
+            body.audience or authority.audience_of(self._peer.tenant),
+            body.ttl_ms / 1000,
+            body.nonce.to_bytes(NONCE_BYTES, "big") if body.nonce else b"",
+        )
+        grant = _checked(lambda: authority.issue(request))
+        claims = grant.claims
+        return messages.CapabilityGrant(
+            grant.token, grant.public_key, claims.generation, _left_ms(claims), _unix_s(claims)
+        )
+
+    def present(self, body: messages.CapabilityPresent) -> messages.CapabilityHeld:
+        """CAPABILITY_PRESENT. Raises Refusal."""
+        claims = self._validate(body.token, ALL_PERMISSIONS)
+        if claims.lease_id not in self._held and len(self._held) >= MAX_PRESENTED:
+            self._held = {lease_id: held for lease_id, held in self._held.items() if self._holds(held)}
+            if len(self._held) >= MAX_PRESENTED:
+                raise Refusal(
+                    Failure(Status.BUSY, f"this connection holds tokens for {MAX_PRESENTED} leases, the most it can")
+                )
+        self._held[claims.lease_id] = claims
+        return messages.CapabilityHeld(
+            claims.lease_id, int(claims.permissions), claims.generation, _left_ms(claims), _unix_s(claims)
+        )
+
+    def audience(self) -> messages.Audience:
+        """CAPABILITY_AUDIENCE. Raises Refusal."""
+        return messages.Audience(self._office.authority().audience_of(self._peer.tenant))
+
+    # --- what is permitted ---
+
+    def acting_tenant(self, lease_id: int, permission: Permission) -> str:
+        """In whose name this peer asks something of a lease: its own, or that of whoever gave it a token for that."""
+        held = self._held.get(lease_id)
+        if held is not None and held.permissions & permission and self._holds(held):
+            return held.tenant
+        return self._peer.tenant
+
+    def may_revoke(self, lease_id: int) -> bool:
+        """Whether the peer, who is no operator, may revoke that lease."""
+        held = self._held.get(lease_id)
+        return held is not None and bool(held.permissions & Permission.REVOKE) and self._holds(held)
+
+    def check_demand(self, demand: Demand, lease_id: int, permission: Permission) -> None:
+        """Raises Refusal if this daemon demands a token for that and this connection has shown none."""
+        if demand not in self._office.demands or self._peer.is_operator:
+            return
+        held = self._held.get(lease_id)
+        if held is None or not held.permissions & permission or not self._holds(held):
+            raise Refusal(
+                Failure(
+                    Status.DENIED,
+                    f"this daemon demands a token for that, one with {permission.name} (setting require_token)",
+                    hint="Ask the operator for a token, and present it on this connection.",
+                )
+            )
+
+    def check_attach_demand(self) -> None:
+        """Raises Refusal if this daemon demands a token of whoever attaches."""
+        if Demand.ATTACH in self._office.demands and not self._peer.is_operator:
+            raise Refusal(
+                Failure(
+                    Status.DENIED,
+                    "this daemon demands a token for attaching (setting require_token)",
+                    hint="Issue one for yourself and attach with it.",
+                )
+            )
+
+    def guest(self, lease_id: int, token: bytes) -> Guest:
+        """To what a connection is bound that attaches to a lease with a token. Raises Refusal.
+
+        Nothing is used up yet: see `attached`.
+        """
+        claims = self._validate(token, SESSION_PERMISSIONS)
+        if claims.lease_id != lease_id:
+            raise Refusal(failure_of(not_found(lease_id)))
+        self._to_use = claims
+        return Guest(claims.permissions, claims.expires_ns, claims.generation)
+
+    def attached(self) -> None:
+        """The connection was handed over: its token opens no other."""
+        if self._to_use is not None:
+            self._office.authority().use(self._to_use)
+            self._to_use = None
+
+    def _check_wish(self, body: messages.CapabilityIssue) -> Permission:
+        if body.permissions & ~int(ALL_PERMISSIONS):
+            raise Refusal(
+                Failure(Status.INVALID_REQUEST, f"permissions {body.permissions:#x} have bits that are not known here")
+            )
+        permissions = Permission(body.permissions)
+        by_operators = OPERATOR_PERMISSIONS
+        if Demand.RENEW in self._office.demands:
+            by_operators |= Permission.LEASE_RENEW
+        if permissions & by_operators and not self._peer.is_operator:
+            raise Refusal(Failure(Status.DENIED, f"{(permissions & by_operators)!s} can be given by operators only"))
+        if (body.lease_id == NODE_LEASE) != (permissions == Permission.LEASE_ALLOC) and permissions:
+            raise Refusal(
+                Failure(
+                    Status.INVALID_REQUEST,
+                    "LEASE_ALLOC is about the node, lease 0, and every other permission about a lease",
+                    hint="Ask for two tokens.",
+                )
+            )
+        if body.lease_id != NODE_LEASE:
+            self._check_owner(body.lease_id, permissions)
+        return permissions
+
+    def _check_owner(self, lease_id: int, permissions: Permission) -> None:
+        """Operators may give what they may do themselves; what is in a session is its tenant's alone to share."""
+        lease = self._office.lease(lease_id)
+        is_own = lease is not None and lease.tenant == self._peer.tenant
+        if not is_own and not (lease is not None and self._peer.is_operator and not permissions & SESSION_PERMISSIONS):
+            raise Refusal(failure_of(not_found(lease_id)))
+
+    def _validate(self, token: bytes, permission: Permission) -> Claims:
+        authority = self._office.authority()
+        audience = authority.audience_of(self._peer.tenant)
+        return _checked(lambda: authority.validate(token, audience, permission))
+
+    def _holds(self, claims: Claims) -> bool:
+        return self._office.authority().holds(claims)
+
+
+def _checked(ask: Callable[[], T]) -> T:
+    try:
+        return ask()
+    except CapabilityDenied as denied:
+        raise Refusal(Failure(Status.DENIED, f"{denied} (token: {denied.check.value})", hint=denied.hint)) from None
+    except KeyFileBroken as error:
+        raise Refusal(Failure(Status.INTERNAL, str(error), hint="Tell the operator.")) from None
+
+
+def _left_ms(claims: Claims) -> int:
+    return max(0, claims.expires_ms - time.monotonic_ns() // NS_PER_MS)
+
+
+def _unix_s(claims: Claims) -> int:
+    return int(time.time() + _left_ms(claims) / 1000)

@@ -1,0 +1,181 @@
+"""Tokens as bytes: the only place that knows the Biscuit library.
+
+A holder can append blocks to a token that the library takes as properly signed, and can put any program into them:
+three facts lists joined in one check run for seconds, and the library's time limit is looked at between rounds only. So
+blocks are not evaluated before each has been found to be what `protocol.capabilities.narrowing_source` writes.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from biscuit_auth import (
+    Algorithm,
+    AuthorizationError,
+    AuthorizerBuilder,
+    Biscuit,
+    BiscuitBuilder,
+    KeyPair,
+    PrivateKey,
+    PublicKey,
+    Rule,
+)
+
+from gpulease.daemon.capabilities.claims import CapabilityDenied, Check, Claims
+from gpulease.daemon.capabilities.keys import Key, KeyRing
+from gpulease.protocol.capabilities import Permission, names_of, parse_narrowing, permissions_of
+from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
+
+MAX_BLOCKS: Final = 8
+"""Blocks of one token, the daemon's included. Each costs a signature check of some 50 us."""
+
+EVALUATION_LIMIT: Final = timedelta(seconds=1)
+"""The library's default of 1 ms on the clock refuses good tokens on a busy host. What is evaluated here takes some 20
+us, so this bounds nothing but a host that does not run us."""
+
+MAX_FACTS: Final = 256
+"""Facts of one evaluation: the daemon's own block has a dozen."""
+
+MAX_ITERATIONS: Final = 8
+"""Rounds of one evaluation: there are no rules, so one is enough."""
+
+_SOURCE: Final = (
+    "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_ms}, {expires_ms}, {nonce});"
+)
+_CLAIMS: Final = "claims($a, $b, $c, $d, $e, $f, $g, $h) <- grant($a, $b, $c, $d, $e, $f, $g, $h)"
+_PERMITTED: Final = "permitted($p) <- permit($p)"
+_BROKEN: Final = "Get a new token; this one was damaged, or something was appended that no daemon takes."
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A token whose signatures are good, and what it says."""
+
+    claims: Claims
+    biscuit: Biscuit
+
+
+def mint(key: Key, claims: Claims, issued_ms: int, issued_unix_ms: int) -> bytes:
+    """A token that says this, signed."""
+    source = _SOURCE + "".join(f'permit("{name}");' for name in names_of(claims.permissions))
+    builder = BiscuitBuilder(
+        source,
+        {
+            "lease": f"{claims.lease_id:032x}",
+            "tenant": claims.tenant,
+            "generation": claims.generation,
+            "audience": claims.audience,
+            "issued_ms": issued_ms,
+            "issued_unix_ms": issued_unix_ms,
+            "expires_ms": claims.expires_ms,
+            "nonce": claims.nonce,
+        },
+    )
+    builder.set_root_key_id(key.number)
+    return bytes(builder.build(_private(key)).to_bytes())
+
+
+def public_key(key: Key) -> PublicKey:
+    """The half that verifies."""
+    return KeyPair.from_private_key(_private(key)).public_key
+
+
+def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
+    """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
+    if len(token) > MAX_TOKEN_BYTES:
+        raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
+    unknown: list[int | None] = []
+
+    def verify_with(number: int | None = None) -> PublicKey:
+        key = ring.get(number, now_ns)
+        if key is None:
+            unknown.append(number)
+            raise KeyError(number)
+        return public_key(key)
+
+    try:
+        biscuit = Biscuit.from_bytes(token, verify_with)
+        return Opened(_read(biscuit), biscuit)
+    except CapabilityDenied:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # BaseException: a panic inside the library arrives as one.
+        if unknown:
+            raise CapabilityDenied(
+                Check.UNKNOWN_KEY,
+                f"the token was signed with key {unknown[0]}, which is not one of this node's any more",
+                "Get a new token from this node.",
+            ) from None
+        raise _malformed(f"the token can't be read: {type(error).__name__}") from None
+
+
+def agrees(opened: Opened, now_ms: int, permission: Permission) -> bool:
+    """Whether the token's own checks let this permission through now, as the library sees it."""
+    source = "time({now}); permission({name}); allow if true"
+    authorizer = _limited(source, {"now": now_ms, "name": str(permission.name)}).build(opened.biscuit)
+    try:
+        authorizer.authorize()
+    except AuthorizationError:
+        return False
+    return True
+
+
+def _read(biscuit: Biscuit) -> Claims:
+    count = biscuit.block_count()
+    if count > MAX_BLOCKS:
+        raise _malformed(f"a token has at most {MAX_BLOCKS} blocks, this one {count}")
+    left, narrowed_ms = None, None
+    for number in range(1, count):
+        if biscuit.block_external_key(number) is not None:
+            raise _malformed(f"block {number} is signed by somebody else")
+        try:
+            expires_ms, permissions = parse_narrowing(biscuit.block_source(number))
+        except ValueError as error:
+            raise _malformed(f"block {number}: {error}") from None
+        left = permissions if left is None else left & permissions
+        narrowed_ms = expires_ms if narrowed_ms is None else min(narrowed_ms, expires_ms)
+    claims = _authority(biscuit)
+    return Claims(
+        claims.lease_id,
+        claims.tenant,
+        claims.generation,
+        claims.permissions if left is None else claims.permissions & left,
+        claims.audience,
+        claims.expires_ms if narrowed_ms is None else min(claims.expires_ms, narrowed_ms),
+        claims.nonce,
+    )
+
+
+def _authority(biscuit: Biscuit) -> Claims:
+    """What the first block says, which the daemon signed; queries see no other block's facts."""
+    authorizer = _limited("allow if true", {}).build(biscuit)
+    (fact,) = authorizer.query(Rule(_CLAIMS))
+    lease, tenant, generation, audience, _, _, expires_ms, nonce = fact.terms
+    permissions = permissions_of(name for permit in authorizer.query(Rule(_PERMITTED)) for name in permit.terms)
+    if len(audience) != AUDIENCE_BYTES:
+        raise _malformed("its audience has the wrong length")
+    return Claims(int(lease, 16), tenant, generation, permissions, bytes(audience), expires_ms, bytes(nonce))
+
+
+def _limited(source: str, parameters: dict[str, Any]) -> AuthorizerBuilder:
+    # The library's stubs lack its limits.
+    builder: Any = AuthorizerBuilder(source, parameters)
+    limits = builder.limits()
+    limits.max_time, limits.max_facts, limits.max_iterations = EVALUATION_LIMIT, MAX_FACTS, MAX_ITERATIONS
+    builder.set_limits(limits)
+    result: AuthorizerBuilder = builder
+    return result
+
+
+def _private(key: Key) -> PrivateKey:
+    # So do they lack the algorithm, without which bytes are no key.
+    from_bytes: Any = PrivateKey.from_bytes
+    algorithm: Any = Algorithm
+    result: PrivateKey = from_bytes(key.private, algorithm.Ed25519)
+    return result
+
+
+def _malformed(message: str) -> CapabilityDenied:
+    return CapabilityDenied(Check.MALFORMED, message, _BROKEN)

@@ -1,0 +1,289 @@
+"""The pool of contexts made ahead: how many there are, who gets one, and when they give way.
+
+1. Each card has as many as the operator wants, made one at a time, a pause after a lease took the last one, and never
+   while an acquire of that card is under way. If one is lost, the next one comes later, and later each time.
+2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
+3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
+   lease is started once their bytes are proved back, never before.
+4. A card whose memory is fenced, or that one lease has to itself, keeps none.
+5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.daemon.core import events
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.cards import CardAccount
+from gpulease.daemon.core.effects import (
+    ArmPoolTimer,
+    ArmTimer,
+    Effect,
+    KillWorker,
+    ProveReclaimed,
+    RenameWorker,
+    SpawnWorker,
+    WarmEnded,
+    WarmUp,
+)
+from gpulease.daemon.core.events import Event, TimerKind
+from gpulease.daemon.core.leases import Cause, Lease
+from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
+from gpulease.daemon.core.teardown import Teardown
+from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
+
+REFILL_PAUSE_MS: Final = 100
+"""From a lease's taking a context to the making of the next: making one slows the driver down for all, and the tenant
+is about to attach."""
+
+FIRST_BACK_OFF_S: Final = 1
+"""From the loss of a context to the making of the next. Stops a card that can make none from being tried in a loop."""
+
+MAX_BACK_OFF_S: Final = 64
+"""The same after many losses in a row, each of which doubles it."""
+
+_GENERATION: Final = 0
+"""Of a warm context's timers: it has no generations."""
+
+
+@dataclass(slots=True)
+class _Refill:
+    """When a card's next context may be made."""
+
+    next_ns: int = 0
+    losses: int = 0
+
+
+class Pool:
+    """Keeps the pool; each method appends to `out` what the shell is to do."""
+
+    def __init__(self, book: Book, teardown: Teardown) -> None:
+        self._book = book
+        self._teardown = teardown
+        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
+        self._spawn_timeout_ns = book.limits.spawn_timeout_s * NS_PER_S
+        self._last_id = FIRST_WARM_ID - 1
+        self._refills = {account.card.uuid: _Refill() for account in book.accounts}
+        self._timer_ns: int | None = None
+        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
+        self._handlers: dict[type, Callable[[WarmContext, Any, int, list[Effect]], None]] = {
+            events.WorkerReady: self._on_ready,
+            events.WorkerFailed: self._on_lost,
+            events.SessionCondemned: self._on_lost,
+            events.WorkerExited: self._on_exited,
+            events.TimerFired: self._on_timer,
+            events.ReclaimProved: self._on_proved,
+            events.ReclaimFailed: self._on_not_proved,
+        }
+
+    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
+        """Whether the event was of a warm context's worker; it is handled then."""
+        handler = self._handlers.get(type(event))
+        number = 0 if handler is None else getattr(event, "lease_id", 0)
+        if handler is None or number < FIRST_WARM_ID:
+            return False
+        context = self._book.warm.get(number)
+        if context is not None:
+            handler(context, event, now_ns, out)
+        return True
+
+    # --- Leases. --------------------------------------------------------------
+
+    def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Start a lease that was just entered in the book, on a warm context if there is one, once it has room."""
+        account = self._account(lease.card_uuid)
+        context = next((found for found in account.warm.values() if found.state is WarmState.READY), None)
+        if context is not None:
+            self._book.remove_warm(context)
+            account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
+            lease.warm_id = context.warm_id
+            out.append(RenameWorker(context.warm_id, lease.lease_id))
+            self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
+        self._make_room(account, now_ns, out)
+        self._start_leases(account, now_ns, out)
+        if lease.awaited_bytes:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+
+    def replace_worker(self, lease: Lease, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool) -> None:
+        """A pending lease's warm context is dead, or hangs: it goes back to the pool to be dropped."""
+        account = self._account(lease.card_uuid)
+        overhead_bytes = account.card.overhead_bytes
+        context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
+        out.append(RenameWorker(lease.lease_id, lease.warm_id))
+        lease.warm_id = 0
+        account.await_bytes(lease, lease.charge_bytes)
+        self._book.add_warm(context)
+        self._lose(context, reason, now_ns, out)
+        self._start_leases(account, now_ns, out)
+
+    def tend(self, now_ns: int, out: list[Effect]) -> None:
+        """What is to be done after any event: leases started that have room now, contexts dropped and made."""
+        for account in self._book.accounts:
+            if account.awaiting:
+                self._start_leases(account, now_ns, out)
+            if account.warm and not self._may_keep(account):
+                for context in account.yielding():
+                    self._drop(context, "its card is to have none", now_ns, out)
+            elif account.warm_wanted:
+                self._refill(account, now_ns, out)
+
+    def on_pool_timer(self) -> None:
+        """The timer ran out; `tend` does the rest."""
+        self._timer_ns = None
+
+    def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
+        """Let go of contexts that could not be proved gone; an operator vouches for them."""
+        uuids = set(card_uuids)
+        fenced = [context for context in self._book.warm.values() if context.state is WarmState.FENCED]
+        cleared = [context for context in fenced if context.card_uuid in uuids]
+        for context in cleared:
+            account = self._account(context.card_uuid)
+            account.stuck_bytes -= context.charge_bytes
+            account.fenced_bytes -= context.charge_bytes
+            self._book.remove_warm(context)
+            self._book.has_freed_room = True
+        return tuple(context.warm_id for context in cleared)
+
+    def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        """Kill what is in the way of placed leases: those that are being made first, then the newest."""
+        in_the_way = sorted(
+            account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
+        )
+        for context in in_the_way:
+            kept_bytes = account.stuck_bytes + account.yielding_bytes
+            if account.promised_bytes + kept_bytes <= account.capacity_bytes:
+                return
+            self._drop(context, "a lease needs its room", now_ns, out)
+
+    def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        """Start those that wait for room, first come first."""
+        for lease in tuple(account.awaiting.values()):
+            if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
+                return
+            account.await_bytes(lease, 0)
+            wait_s = self._book.limits.adopt_timeout_s if lease.warm_id else self._book.limits.spawn_timeout_s
+            lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
+            out.append(
+                SpawnWorker(
+                    lease.lease_id,
+                    lease.card_uuid,
+                    lease.size_bytes,
+                    lease.generation,
+                    lease.max_kernel_ms,
+                    lease.waiting,
+                )
+            )
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+
+    # --- Refilling. -----------------------------------------------------------
+
+    def _may_keep(self, account: CardAccount) -> bool:
+        return not (self._book.is_shutting_down or account.fenced_bytes or account.exclusive_leases)
+
+    def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        kept = account.yielding()
+        is_busy = account.pending_leases or any(context.state is WarmState.WARMING for context in kept)
+        needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
+        if (
+            len(kept) >= account.warm_wanted
+            or is_busy
+            or needed_bytes > account.capacity_bytes
+            or not self._may_keep(account)
+        ):
+            return
+        due_ns = self._refills[account.card.uuid].next_ns
+        if now_ns >= due_ns:
+            self._warm_up(account, now_ns, out)
+        elif self._timer_ns is None or due_ns < self._timer_ns:
+            self._timer_ns = due_ns
+            out.append(ArmPoolTimer(due_ns))
+
+    def _warm_up(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        self._last_id += 1
+        due_ns = now_ns + self._spawn_timeout_ns
+        context = WarmContext(self._last_id, account.card.uuid, account.card.overhead_bytes, due_ns)
+        self._book.add_warm(context)
+        out.append(WarmUp(context.warm_id, context.card_uuid))
+        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.SPAWN, due_ns))
+
+    def _postpone(self, account: CardAccount, until_ns: int) -> None:
+        refill = self._refills[account.card.uuid]
+        refill.next_ns = max(refill.next_ns, until_ns)
+
+    # --- Ends. ----------------------------------------------------------------
+
+    def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        if context.state is WarmState.WARMING:
+            context.state = WarmState.READY
+            self._refills[context.card_uuid].losses = 0
+
+    def _on_lost(
+        self, context: WarmContext, event: events.WorkerFailed | events.SessionCondemned, now_ns: int, out: list[Effect]
+    ) -> None:
+        if context.state in YIELDING:
+            self._lose(context, event.reason, now_ns, out)
+
+    def _on_exited(self, context: WarmContext, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+        if context.is_worker_gone:
+            return
+        context.is_worker_gone = True
+        if context.state in YIELDING:
+            self._lose(context, event.reason, now_ns, out)
+        elif context.state is WarmState.DROPPING:
+            out.append(ProveReclaimed(context.warm_id, context.card_uuid))
+
+    def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        waits_for = {WarmState.WARMING: TimerKind.SPAWN, WarmState.DROPPING: TimerKind.RECLAIM}.get(context.state)
+        if event.kind is not waits_for:
+            return
+        if now_ns < context.due_ns:
+            out.append(ArmTimer(context.warm_id, _GENERATION, event.kind, context.due_ns))
+        elif context.state is WarmState.WARMING:
+            self._lose(context, f"it was not ready within {self._book.limits.spawn_timeout_s} s", now_ns, out)
+        else:
+            missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
+            self._fence(context, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+
+    def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        if context.state is WarmState.DROPPING and context.is_worker_gone:
+            self._book.remove_warm(context)
+            out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
+
+    def _on_not_proved(self, context: WarmContext, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+        if context.state is WarmState.DROPPING:
+            self._fence(context, event.reason, now_ns, out)
+
+    def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Drop one that was not to go; the next one is made later."""
+        refill = self._refills[context.card_uuid]
+        back_off_s = min(FIRST_BACK_OFF_S << refill.losses, MAX_BACK_OFF_S)
+        refill.losses = min(refill.losses + 1, MAX_BACK_OFF_S.bit_length())
+        self._postpone(self._account(context.card_uuid), now_ns + back_off_s * NS_PER_S)
+        self._drop(context, reason, now_ns, out)
+
+    def _drop(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+        context.state = WarmState.DROPPING
+        context.reason = reason
+        context.due_ns = now_ns + self._reclaim_timeout_ns
+        if context.is_worker_gone:
+            out.append(ProveReclaimed(context.warm_id, context.card_uuid))
+        else:
+            out.append(KillWorker(context.warm_id))
+        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.RECLAIM, context.due_ns))
+
+    def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Keep its bytes; leases that were to have them are ended, the latest first."""
+        account = self._account(context.card_uuid)
+        context.state = WarmState.FENCED
+        account.stuck_bytes += context.charge_bytes
+        account.fenced_bytes += context.charge_bytes
+        told = f"{context.reason}; {reason}" if context.reason else reason
+        out.append(WarmEnded(context.warm_id, context.card_uuid, told, is_fenced=True))
+        self._make_room(account, now_ns, out)
+        while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
+            lease = next(reversed(account.awaiting.values()))
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
+
+    def _account(self, card_uuid: str) -> CardAccount:
+        return self._book.account_by_uuid[card_uuid]

@@ -1,0 +1,50 @@
+"""One context made ahead: a worker with an open context and no lease."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+FIRST_WARM_ID: Final = 1 << 128
+"""Warm contexts have numbers from here on, above every lease id: workers, timers and proofs are told apart by them."""
+
+
+class WarmState(Enum):
+    """Where a warm context is in its life; one that a lease takes is the lease's from then on."""
+
+    WARMING = "warming"
+    READY = "ready"
+    DROPPING = "dropping"
+    FENCED = "fenced"
+
+
+# Those that go when a lease needs their room.
+YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSnapshot:
+    """What one warm context was at one moment."""
+
+    warm_id: int
+    card_uuid: str
+    state: WarmState
+
+
+@dataclass(slots=True)
+class WarmContext:
+    """A worker in the pool as the table keeps it; only the pool changes it.
+
+    Attributes:
+        charge_bytes: What it holds of its card: one context's overhead.
+        due_ns: When one that is WARMING is given up, or the slice of one that is DROPPING is fenced.
+        is_worker_gone: Its process was reaped, so a proof of its bytes means something.
+        reason: Why it goes, "" while it does not.
+    """
+
+    warm_id: int
+    card_uuid: str
+    charge_bytes: int
+    due_ns: int
+    state: WarmState = WarmState.WARMING
+    is_worker_gone: bool = False
+    reason: str = ""

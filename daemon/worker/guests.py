@@ -1,0 +1,69 @@
+"""What a connection that attached with a token may do.
+
+The token was checked once, by the broker; from then on an operation costs one look into a table, and at the clock and
+the lease's generation that are looked at anyway.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpulease.daemon.worker.replies import failed
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, missing_permission, names_of
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+
+_NAMES = {int(op): op.name for op in Opcode}
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """A token's bearer.
+
+    Attributes:
+        permissions: What it permits.
+        expires_ns: When it ends, on the monotonic clock.
+        generation: The lease's; it ends with that.
+    """
+
+    permissions: Permission
+    expires_ns: int
+    generation: int
+
+    def holds(self, now_ns: int, generation: int) -> bool:
+        """Whether it is good for anything, while the lease is of that generation."""
+        return now_ns < self.expires_ns and generation == self.generation
+
+    def refuse(self, frame: Frame) -> bytes | None:
+        """The reply to a request that it does not permit; None if it does, or if the frame is no request at all.
+
+        Raises FramingError for a quiet one: its failure would be kept for whoever asks next.
+        """
+        if frame.request_id == 0 or frame.flags not in (0, Flag.QUIET):
+            return None
+        missing = missing_permission(frame.op, self.permissions)
+        if not missing:
+            return None
+        name = _NAMES.get(frame.op, f"operation {frame.op:#06x}")
+        allowed = ", ".join(names_of(self.permissions & SESSION_PERMISSIONS))
+        failure = Failure(
+            Status.DENIED,
+            f"the token this connection attached with does not permit {name}, only {allowed}",
+            hint="Attach with a token that permits it.",
+        )
+        if frame.flags:
+            raise FramingError(failure.message, failure.status)
+        return failed(frame, failure)
+
+    def to_message(self) -> list[int]:
+        """As it travels to the worker."""
+        return [int(self.permissions), self.expires_ns, self.generation]
+
+    @classmethod
+    def from_message(cls, message: Any) -> "Guest | None":
+        """As it arrived; None for no token. Raises ValueError."""
+        if message is None:
+            return None
+        permissions, expires_ns, generation = map(int, message)
+        return cls(Permission(permissions), expires_ns, generation)

@@ -1,0 +1,126 @@
+"""What a token can permit, and how its holder narrows it: the parts that every side must agree on.
+
+A token is opaque bytes to whoever carries it. Inside it is a Biscuit (biscuitsec.org, specification version 3): a
+block that the daemon signed, and any number of blocks that holders appended, each of which can only take away. Of all
+that such a block could say, a daemon takes exactly what `narrowing_source` writes, and refuses every other, so that no
+holder can make it evaluate a program.
+"""
+
+import re
+from collections.abc import Iterable
+from enum import IntEnum, IntFlag
+from typing import Final
+
+from gpulease.protocol.opcodes import Opcode
+
+
+class Permission(IntFlag):
+    """What a token can let its holder do with one lease; LEASE_ALLOC: with the node."""
+
+    LEASE_QUERY = 0x01
+    LEASE_RENEW = 0x02
+    LEASE_FREE = 0x04
+    TASKLET_SUBMIT = 0x08
+    MEM_READ = 0x10
+    MEM_WRITE = 0x20
+    REVOKE = 0x40
+    LEASE_ALLOC = 0x80
+
+
+class AttachOption(IntEnum):
+    """Types of ATTACH's options that are not about shared memory."""
+
+    TOKEN = 16
+
+
+ALL_PERMISSIONS: Final = Permission(sum(Permission))
+
+SESSION_PERMISSIONS: Final = Permission.TASKLET_SUBMIT | Permission.MEM_READ | Permission.MEM_WRITE
+"""Those that mean something on a session's connection. Operations without one of their own need all of them."""
+
+OPERATOR_PERMISSIONS: Final = Permission.REVOKE | Permission.LEASE_ALLOC
+"""Those that only operators can give."""
+
+NODE_LEASE: Final = 0
+"""The lease id in a token that is about the node and no lease: one that permits LEASE_ALLOC."""
+
+_SUBMIT: Final = Permission.TASKLET_SUBMIT
+_ANY_OF: Final[dict[int, Permission]] = {
+    Opcode.PING: Permission(0),
+    Opcode.SYNC: SESSION_PERMISSIONS,
+    Opcode.STREAM_SELECT: SESSION_PERMISSIONS,
+    Opcode.STREAM_SYNC: SESSION_PERMISSIONS,
+}
+_NEEDED: Final[dict[int, Permission]] = {
+    Opcode.MEM_ALLOC: Permission.MEM_WRITE,
+    Opcode.MEM_FREE: Permission.MEM_WRITE,
+    Opcode.MEM_WRITE: Permission.MEM_WRITE,
+    Opcode.ARENA_WRITE: Permission.MEM_WRITE,
+    Opcode.MEM_READ: Permission.MEM_READ,
+    Opcode.ARENA_READ: Permission.MEM_READ,
+    Opcode.MODULE_LOAD: _SUBMIT,
+    Opcode.MODULE_UNLOAD: _SUBMIT,
+    Opcode.LAUNCH: _SUBMIT,
+    Opcode.STREAM_CREATE: _SUBMIT,
+    Opcode.STREAM_DESTROY: _SUBMIT,
+    Opcode.STREAM_WAIT: _SUBMIT,
+}
+
+_MAX_EXPIRY_DIGITS: Final = 18
+_BY_NAME: Final = {permission.name: permission for permission in Permission}
+_NARROWING: Final = re.compile(
+    rf"check if time\(\$t\), \$t <= ([0-9]{{1,{_MAX_EXPIRY_DIGITS}}});\n"
+    r'(?:check if permission\(\$p\), \{([A-Z_", ]*)\}\.contains\(\$p\);\n)?'
+)
+
+
+def missing_permission(op: int, permissions: Permission) -> Permission:
+    """What a connection that may do `permissions` lacks for a session operation; nothing if it may do it."""
+    if op in _ANY_OF:
+        needed = _ANY_OF[op]
+        return Permission(0) if not needed or needed & permissions else needed
+    return _NEEDED.get(op, SESSION_PERMISSIONS) & ~permissions
+
+
+def names_of(permissions: Permission) -> tuple[str, ...]:
+    """The names of the permissions in a set, as tokens and messages have them."""
+    return tuple(str(permission.name) for permission in Permission if permission & permissions)
+
+
+def permissions_of(names: Iterable[str]) -> Permission:
+    """The set of permissions with these names. Raises ValueError for a name that is none."""
+    found = Permission(0)
+    for name in names:
+        if name not in _BY_NAME:
+            raise ValueError(f"{name!r} is no permission; there are {', '.join(map(str, _BY_NAME))}")
+        found |= _BY_NAME[name]
+    return found
+
+
+def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
+    """The Datalog of a block that ends a token at `expires_ms` of its node's clock, and leaves it `permissions`.
+
+    Raises ValueError for a time that a daemon would not take, or for no permission at all.
+    """
+    if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
+        raise ValueError(f"{expires_ms} ms is no time of a node's clock")
+    source = f"check if time($t), $t <= {expires_ms};\n"
+    if permissions is None:
+        return source
+    if not permissions:
+        raise ValueError("a token that permits nothing is of no use")
+    names = ", ".join(f'"{name}"' for name in sorted(names_of(permissions)))
+    return f"{source}check if permission($p), {{{names}}}.contains($p);\n"
+
+
+def parse_narrowing(source: str) -> tuple[int, Permission]:
+    """What a block that a holder appended says: until when, and what is left.
+
+    Raises ValueError for every block that `narrowing_source` would not have written.
+    """
+    match = _NARROWING.fullmatch(source)
+    if match is None:
+        raise ValueError("a block says something else than an expiry and a set of permissions")
+    if match[2] is None:
+        return int(match[1]), ALL_PERMISSIONS
+    return int(match[1]), permissions_of(name.strip('"') for name in match[2].split(", "))

@@ -1,0 +1,367 @@
+"""A lease is shared by token: with whom, for what, for how long; and a daemon that demands tokens.
+
+The owner is this process's user, over the Unix socket; the guest is another tenant, over TCP.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import (
+    Denied,
+    GpuExclusivityClass,
+    GpuLease,
+    GpuSession,
+    KernelArgs,
+    LeaseFreed,
+    Permission,
+    Revoked,
+    my_audience,
+)
+from gpulease.client.aio import AsyncGpuSession
+from gpulease.client.narrowing import attenuate
+from gpulease.daemon.worker.serving import MAX_CONNECTIONS
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, AttachOption
+from gpulease.protocol.limits import MAX_TOKEN_BYTES
+from gpulease.protocol.messages import (
+    Attach,
+    AttachReply,
+    CapabilityGrant,
+    CapabilityIssue,
+    CapabilityPresent,
+    Data,
+    Empty,
+    LeaseRef,
+    LeaseRenew,
+    LeaseRevoke,
+    MemAlloc,
+    MemRead,
+    MemWrite,
+)
+from gpulease.protocol.primitives import Tlv
+from helpers.daemon import Daemon
+from helpers.kernels import FAULTS, TRANSFORM, check_main_job
+from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.waiting import wait_until
+
+TEXT = b"shared between tenants.."
+SOON_S = 2.0
+
+
+@dataclass
+class Shared:
+    """A lease with something in its memory, its owner's session, and who is to use it too."""
+
+    daemon: Daemon
+    lease: GpuLease
+    session: GpuSession
+    handle: int
+    audience: bytes
+
+    def token(self, permissions: Permission = Permission.MEM_READ, ttl_s: float = 60) -> bytes:
+        return self.lease.issue(permissions, self.audience, ttl_s).token
+
+    def guest(self) -> RawPeer:
+        return RawPeer(self.daemon.tcp_address).hello()
+
+    def attach(self, peer: RawPeer, token: bytes) -> object:
+        peer.session_id = self.lease.lease_id
+        return peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, token),)), self.lease.lease_id)
+
+    def refused(self, token: bytes) -> Failure:
+        with self.guest() as peer:
+            failure = self.attach(peer, token)
+            assert isinstance(failure, Failure)
+            assert peer.ask(Opcode.GET_INVENTORY, Empty()), "it is a control connection still"
+            return failure
+
+    def read(self, peer: RawPeer) -> object:
+        return peer.ask(Opcode.MEM_READ, MemRead(self.handle, 0, len(TEXT)), self.lease.lease_id)
+
+
+@pytest.fixture
+def shared(daemon: Daemon) -> Iterator[Shared]:
+    wish = daemon.builder().exclusivity(GpuExclusivityClass.SHARED)
+    with wish.acquire() as lease, GpuSession(lease) as session:
+        buffer = session.mem_alloc(len(TEXT))
+        session.mem_write(buffer, 0, TEXT)
+        yield Shared(daemon, lease, session, buffer.handle, my_audience(daemon.tcp_address))
+
+
+def test_without_a_token_others_find_no_such_lease(shared: Shared) -> None:
+    with shared.guest() as peer:
+        answer = peer.attach(shared.lease.lease_id)
+        assert isinstance(answer, Failure)
+        assert answer.status is Status.NOT_FOUND
+
+
+def test_a_token_lets_another_tenant_in_for_what_it_permits(shared: Shared) -> None:
+    with shared.guest() as peer:
+        assert isinstance(shared.attach(peer, shared.token(Permission.MEM_READ)), AttachReply)
+        assert shared.read(peer) == Data(TEXT)
+        for op, body in (
+            (Opcode.MEM_WRITE, MemWrite(shared.handle, 0, b"x")),
+            (Opcode.MEM_ALLOC, MemAlloc(4)),
+            (Opcode.SYNC, Empty()),
+        ):
+            answer = peer.ask(op, body, shared.lease.lease_id)
+            if op is Opcode.SYNC:
+                assert answer == Empty()
+                continue
+            assert isinstance(answer, Failure)
+            assert (answer.status, op.name in answer.message) == (Status.DENIED, True)
+        assert shared.read(peer) == Data(TEXT)
+    check_main_job(shared.session)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_clients_faces(shared: Shared, is_async: bool) -> None:
+    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=30)
+    assert grant.token.hex() not in repr(grant)
+    if not is_async:
+        with GpuSession.attach(grant, shared.daemon.address) as session:
+            check_main_job(session)
+            assert session.lease.remaining_s <= 30
+            assert session.session_id == shared.lease.lease_id
+            assert session.lease.query()["state"] == "active"
+        return
+
+    async def main() -> None:
+        async with await AsyncGpuSession.attach(grant.to_text(), shared.daemon.address) as session:
+            buffer = await session.mem_alloc(4)
+            await session.mem_write(buffer, 0, b"abcd")
+            assert await session.mem_read(buffer, 0, 4) == b"abcd"
+
+    asyncio.run(main())
+
+
+def test_a_quiet_request_that_is_not_permitted_disturbs_nobody(shared: Shared) -> None:
+    with shared.guest() as peer:
+        shared.attach(peer, shared.token(Permission.MEM_READ))
+        peer.quiet(Opcode.MEM_WRITE, MemWrite(shared.handle, 0, b"x"), shared.lease.lease_id)
+        assert peer.goodbye().status is Status.DENIED
+    shared.session.sync()
+    check_main_job(shared.session)
+
+
+def test_a_token_opens_one_connection(shared: Shared) -> None:
+    token = shared.token()
+    with shared.guest() as peer:
+        assert isinstance(shared.attach(peer, token), AttachReply)
+        assert "(token: replayed nonce)" in shared.refused(token).message
+    assert "(token: replayed nonce)" in shared.refused(token).message
+
+
+def test_who_may_not_use_it(shared: Shared) -> None:
+    own = shared.lease.issue(Permission.MEM_READ).token
+    assert "(token: foreign audience)" in shared.refused(own).message
+    with pytest.raises(Denied, match="foreign audience"):
+        GpuSession.attach(shared.token(), shared.daemon.address)
+    assert "(token: permission missing)" in shared.refused(shared.token(Permission.LEASE_QUERY)).message
+    with shared.daemon.builder().acquire() as other, shared.guest() as peer:
+        answer = peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, shared.token()),)), other.lease_id)
+        assert isinstance(answer, Failure)
+        assert answer.status is Status.NOT_FOUND
+
+
+@pytest.mark.parametrize("token", [b"", b"x", bytes(MAX_TOKEN_BYTES), bytes(60_000)])
+def test_what_is_no_token(shared: Shared, token: bytes) -> None:
+    assert "(token: malformed)" in shared.refused(token).message
+
+
+def test_a_renewal_ends_it_at_the_next_operation(shared: Shared) -> None:
+    with shared.guest() as peer:
+        token, unused = shared.token(), shared.token()
+        shared.attach(peer, token)
+        assert shared.read(peer) == Data(TEXT)
+        shared.lease.renew(60)
+        answer = shared.read(peer)
+        assert isinstance(answer, Failure)
+        assert (answer.status, "renewed" in answer.message) == (Status.DENIED, True)
+        assert "(token: stale generation)" in shared.refused(unused).message
+    check_main_job(shared.session)
+
+
+def test_its_end_ends_a_wait_and_the_launches(shared: Shared) -> None:
+    """A kernel that never ends, launched by the guest: its SYNC is answered when the token is over."""
+    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=0.7)
+    with GpuSession.attach(grant, shared.daemon.address) as guest:
+        module = guest.module_load(FAULTS)
+        flag = guest.mem_alloc(4)
+        guest.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+        begun_s = time.monotonic()
+        with pytest.raises(Denied, match="token"):
+            guest.sync()
+        assert time.monotonic() - begun_s < SOON_S
+        with pytest.raises(Denied, match="token"):
+            guest.mem_alloc(4)
+    assert shared.lease.query()["state"] == "active"
+
+
+def test_launches_stop_with_the_token(shared: Shared) -> None:
+    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=0.5)
+    with GpuSession.attach(grant, shared.daemon.address) as guest:
+        module = guest.module_load(TRANSFORM)
+        buffer = guest.mem_alloc(4)
+        args = KernelArgs().push_buffer(buffer).push_u32(1).push_f32(2.0)
+        until_s = time.monotonic() + 0.7
+        with contextlib.suppress(Denied):
+            while time.monotonic() < until_s:
+                guest.launch(module, "scale", [1], [1], args)
+        with pytest.raises(Denied, match="token"):
+            guest.sync()
+        launched = shared.lease.query()["launches"]
+        time.sleep(0.05)
+        assert shared.lease.query()["launches"] == launched > 0
+
+
+def test_a_revoked_lease_says_so_to_guests(shared: Shared) -> None:
+    grant = shared.lease.issue(SESSION_PERMISSIONS)
+    with GpuSession.attach(grant, shared.daemon.address) as guest:
+        check_main_job(guest)
+        shared.daemon.revoke(shared.lease.lease_id)
+        with pytest.raises(Revoked):
+            guest.sync()
+
+
+def test_connections_whose_token_is_over_take_nobodys_place(shared: Shared) -> None:
+    peers = [shared.guest() for _ in range(MAX_CONNECTIONS - 1)]
+    try:
+        for peer in peers:
+            assert isinstance(shared.attach(peer, shared.token(ttl_s=0.8)), AttachReply)
+        with shared.guest() as late:
+            answer = shared.attach(late, shared.token())
+            assert isinstance(answer, Failure)
+            assert answer.status is Status.BUSY
+        time.sleep(0.9)
+        with shared.guest() as late:
+            assert isinstance(shared.attach(late, shared.token()), AttachReply)
+        assert all(peer.goodbye().status is Status.DENIED for peer in peers)
+    finally:
+        for peer in peers:
+            peer.sock.close()
+
+
+def test_a_guest_gets_no_arena(shared: Shared) -> None:
+    grant = shared.lease.issue(SESSION_PERMISSIONS)
+    with GpuSession.attach(grant, shared.daemon.address) as guest:
+        assert guest._state.arena is None
+        assert guest.empty(4).shape == (4,)
+
+
+def test_narrowed_tokens(shared: Shared) -> None:
+    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=60)
+    weaker = attenuate(grant.token, grant.public_key, permissions=Permission.MEM_READ, ttl_secs=30)
+    with GpuSession.attach(weaker, shared.daemon.address) as guest:
+        assert guest.lease.remaining_s <= 30
+        with pytest.raises(Denied, match="MEM_ALLOC"):
+            guest.mem_alloc(4)
+    # Its nonce is the first one's: what was narrowed is used up with it.
+    with pytest.raises(Denied, match="replayed"):
+        GpuSession.attach(grant, shared.daemon.address)
+
+
+def test_what_a_token_permits_on_a_control_connection(shared: Shared) -> None:
+    lease_id = shared.lease.lease_id
+    with shared.guest() as peer:
+        assert peer.refused(Opcode.LEASE_QUERY, LeaseRef(lease_id)).status is Status.NOT_FOUND
+        held = peer.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(shared.token(Permission.LEASE_RENEW)))
+        assert (held.lease_id, held.permissions) == (lease_id, Permission.LEASE_RENEW)
+        assert peer.request(Opcode.LEASE_QUERY, LeaseRef(lease_id)).report["state"] == "active"
+        assert peer.refused(Opcode.LEASE_FREE, LeaseRef(lease_id)).status is Status.NOT_FOUND
+        assert peer.refused(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, "")).status is Status.DENIED
+        assert peer.request(Opcode.LEASE_RENEW, LeaseRenew(lease_id, 60_000)).generation == 2
+        # That was its last act: it is of the generation before.
+        assert peer.refused(Opcode.LEASE_RENEW, LeaseRenew(lease_id, 60_000)).status is Status.NOT_FOUND
+        assert peer.refused(Opcode.LEASE_QUERY, LeaseRef(lease_id)).status is Status.NOT_FOUND
+        peer.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(shared.token(Permission.REVOKE)))
+        assert peer.request(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, "by token")).outcome == 0
+
+
+@pytest.mark.parametrize(
+    ("permissions", "lease_id", "status"),
+    [
+        (0x100, None, Status.INVALID_REQUEST),
+        (0, None, Status.DENIED),
+        (Permission.REVOKE, None, Status.DENIED),
+        (Permission.LEASE_ALLOC, NODE_LEASE, Status.DENIED),
+        (Permission.MEM_READ, NODE_LEASE, Status.INVALID_REQUEST),
+        (Permission.MEM_READ, 0xDEAD, Status.NOT_FOUND),
+    ],
+)
+def test_what_a_tenant_can_not_issue(daemon: Daemon, permissions: int, lease_id: int | None, status: Status) -> None:
+    with RawPeer(daemon.tcp_address).hello() as peer:
+        grant = peer.acquire()
+        wanted = CapabilityIssue(grant.lease_id if lease_id is None else lease_id, permissions, b"", 1000, 0)
+        assert peer.refused(Opcode.CAPABILITY_ISSUE, wanted).status is status
+        peer.free(grant.lease_id)
+
+
+def test_an_operator_can_not_share_a_tenants_session(daemon: Daemon) -> None:
+    with RawPeer(daemon.tcp_address).hello() as tenant, RawPeer(daemon.address).hello() as operator:
+        grant = tenant.acquire()
+        shared = CapabilityIssue(grant.lease_id, Permission.MEM_READ, b"", 1000, 0)
+        assert operator.refused(Opcode.CAPABILITY_ISSUE, shared).status is Status.NOT_FOUND
+        revoking = CapabilityIssue(grant.lease_id, Permission.REVOKE, b"", 1000, 0)
+        assert isinstance(operator.request(Opcode.CAPABILITY_ISSUE, revoking), CapabilityGrant)
+        tenant.free(grant.lease_id)
+
+
+def test_a_daemon_that_demands_tokens(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(tcp=True, config='require_token = ["alloc", "renew", "attach"]\n')
+
+    def token(operator: RawPeer, lease_id: int, permission: Permission) -> CapabilityPresent:
+        wanted = CapabilityIssue(lease_id, permission, my_audience(daemon.tcp_address), 60_000, 0)
+        return CapabilityPresent(operator.request(Opcode.CAPABILITY_ISSUE, wanted).token)
+
+    with RawPeer(daemon.address).hello() as operator, RawPeer(daemon.tcp_address).hello() as tenant:
+        operator.free(operator.acquire().lease_id)
+        assert "LEASE_ALLOC" in tenant.refused(Opcode.LEASE_ALLOC, lease_alloc()).message
+        tenant.request(Opcode.CAPABILITY_PRESENT, token(operator, NODE_LEASE, Permission.LEASE_ALLOC))
+        lease_id = tenant.acquire().lease_id
+        renew = LeaseRenew(lease_id, 60_000)
+        assert "LEASE_RENEW" in tenant.refused(Opcode.LEASE_RENEW, renew).message
+        own = CapabilityIssue(lease_id, Permission.LEASE_RENEW, b"", 60_000, 0)
+        assert tenant.refused(Opcode.CAPABILITY_ISSUE, own).status is Status.DENIED
+        tenant.request(Opcode.CAPABILITY_PRESENT, token(operator, lease_id, Permission.LEASE_RENEW))
+        assert tenant.request(Opcode.LEASE_RENEW, renew).generation == 2
+        assert tenant.refused(Opcode.LEASE_RENEW, renew).status is Status.DENIED
+        own = CapabilityIssue(lease_id, Permission.MEM_READ, b"", 60_000, 0)
+        grant = tenant.request(Opcode.CAPABILITY_ISSUE, own)
+        with RawPeer(daemon.tcp_address).hello() as session:
+            refused = session.attach(lease_id)
+            assert isinstance(refused, Failure)
+            assert refused.status is Status.DENIED
+            attach = Attach((Tlv(AttachOption.TOKEN, grant.token),))
+            assert isinstance(session.ask(Opcode.ATTACH, attach, lease_id), AttachReply)
+        tenant.free(lease_id)
+
+
+def test_keys_on_disk_outlive_the_daemon(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    key_file = tmp_path / "token.key"
+    audiences = []
+    for _ in range(2):
+        daemon = start_daemon(tcp=True, config=f'token_key_file = "{key_file}"\n')
+        audiences.append(my_audience(daemon.tcp_address))
+    assert audiences[0] == audiences[1] != my_audience(daemon.address)
+
+
+def test_a_guest_that_is_gone(shared: Shared) -> None:
+    with shared.guest() as peer:
+        shared.attach(peer, shared.token(SESSION_PERMISSIONS))
+    wait_until(lambda: shared.session.sync() is None, "the session goes on")  # type: ignore[func-returns-value]
+    check_main_job(shared.session)
+
+
+def test_a_lease_that_ended(shared: Shared) -> None:
+    grant = shared.lease.issue(Permission.MEM_READ, shared.audience)
+    shared.lease.free()
+    assert "(token: no such lease)" in shared.refused(grant.token).message
+    with pytest.raises(LeaseFreed):
+        shared.lease.issue(Permission.MEM_READ)

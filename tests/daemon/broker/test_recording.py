@@ -1,0 +1,44 @@
+"""What the audit log's first record says of the settings."""
+
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.broker.recording import config_digest
+from gpulease.daemon.capabilities.demands import Demand
+from gpulease.daemon.config import Config
+from gpulease.daemon.core import CoreLimits
+from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+
+ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
+
+
+def of_tenants(**by_name: TenantLimits) -> dict[str, Any]:
+    return {"limits": CoreLimits(tenants=TenantRules(by_name=by_name))}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # The order of a set is another in every process.
+        ({"require_token": frozenset(Demand)}, {"require_token": dict.fromkeys(("alloc", "attach", "renew"), True)}),
+        ({"tenant_of_uid": {7: "ann", 8: "bob"}}, {"tenant_of_uid": {8: "bob", 7: "ann"}}),
+        (of_tenants(ann=ANN, bob=BOB), of_tenants(bob=BOB, ann=ANN)),
+    ],
+)
+def test_the_same_settings_have_the_same_digest(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert config_digest(Config(**one)) == config_digest(Config(**other)) != config_digest(Config())
+
+
+def test_other_settings_have_another() -> None:
+    several: list[dict[str, Any]] = [
+        {},
+        {"require_token": frozenset({Demand.ALLOC})},
+        {"tenant_of_uid": {7: "ann"}},
+        {"vram_bytes": (7,)},
+        {"limits": CoreLimits(max_leases=7)},
+        of_tenants(ann=ANN),
+        of_tenants(ann=BOB),
+        of_tenants(bob=BOB),
+    ]
+    assert len({config_digest(Config(**settings)) for settings in several}) == len(several)

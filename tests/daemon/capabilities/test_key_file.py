@@ -1,0 +1,80 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.capabilities import key_file
+from gpulease.daemon.capabilities.key_file import KeyFileBroken, load_or_make, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "token.key"
+
+
+def test_made_once_for_the_owner_alone(path: Path) -> None:
+    ring = load_or_make(path, 0)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = load_or_make(path, 0)
+    assert (again.node_id, again.signing) == (ring.node_id, ring.signing)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_rotation_is_kept(path: Path) -> None:
+    ring = load_or_make(path, 0)
+    first = ring.signing.private
+    ring.rotate(5)
+    save(path, ring, 5)
+    again = load_or_make(path, 6)
+    assert [(key.number, key.private) for key in again.all(6)] == [(1, first), (2, ring.signing.private)]
+    assert again.signing.number == 2
+
+
+def test_after_a_restart_of_the_host_only_a_new_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = load_or_make(path, 0)
+    boot = path.with_name("boot")
+    boot.write_text("another\n")
+    monkeypatch.setattr(key_file, "BOOT_ID", boot)
+    for _ in range(2):
+        again = load_or_make(path, 0)
+        assert [key.number for key in again.all(0)] == [2]
+    assert again.node_id == ring.node_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "node 00\nboot x\nkey 1 00\n",
+        "key 1 " + "00" * 32 + "\n",
+        "node " + "00" * 32 + "\nboot x\n",
+        "node " + "00" * 32 + "\nboot x\nkey 1 " + "zz" * 32,
+        "node " + "00" * 32 + "\nboot x\nkey 0 " + "00" * 32,
+        "node " + "00" * 32 + "\nboot x\n" + ("key 1 " + "00" * 32 + "\n") * 2,
+        "node " + "00" * 32 + "\nboot x\n" + "x" * 5000,
+        "\xff",
+    ],
+)
+def test_a_broken_file_is_no_reason_for_a_new_key(path: Path, text: str) -> None:
+    path.write_text(text, encoding="latin-1")
+    path.chmod(0o600)
+    with pytest.raises(KeyFileBroken, match="broken") as caught:
+        load_or_make(path, 0)
+    assert "00000000" not in str(caught.value)
+    assert path.read_text(encoding="latin-1") == text
+
+
+def test_others_may_not_read_it(path: Path) -> None:
+    load_or_make(path, 0)
+    path.chmod(0o640)
+    with pytest.raises(KeyFileBroken, match="0600"):
+        load_or_make(path, 0)
+
+
+def test_a_link_is_not_followed(path: Path) -> None:
+    load_or_make(path, 0)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    with pytest.raises(KeyFileBroken, match="can't be read"):
+        load_or_make(link, 0)

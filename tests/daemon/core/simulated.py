@@ -1,0 +1,247 @@
+"""A simulated shell that is slow, forgetful and out of order, and what it knows of the node.
+
+It executes effects in any order and at any time, and loses orders to workers. What it knows of the node (which process
+lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
+"""
+
+from gpulease.daemon.core import (
+    FIRST_WARM_ID,
+    ArmHoldTimer,
+    ArmPoolTimer,
+    ArmTimer,
+    ArmWaitTimer,
+    Card,
+    CoreLimits,
+    Denied,
+    Effect,
+    Event,
+    FenceCleared,
+    Freed,
+    Granted,
+    HoldTimerFired,
+    KillWorker,
+    LeaseEnded,
+    LeaseState,
+    LeaseTable,
+    PoolTimerFired,
+    ProveReclaimed,
+    ReclaimFailed,
+    ReclaimProved,
+    RefuseWork,
+    RenameWorker,
+    Renewed,
+    RevokeDone,
+    SetDeadline,
+    SpawnWorker,
+    TimerFired,
+    TimerKind,
+    WaitTimerFired,
+    WarmEnded,
+    WarmUp,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+from gpulease.protocol.opcodes import Exclusivity
+
+from .tenant_books import RULES, TenantBooks
+
+MS = 1_000_000
+CARDS = (
+    Card("GPU-a", 0, "Big", 1000, 50),
+    Card("GPU-b", 1, "Small", 400, 90),
+    Card("MIG-c", 2, "Part", 300, 20, is_partition=True),
+)
+LIMITS = CoreLimits(
+    max_ttl_s=8,
+    max_leases=12,
+    max_leases_per_tenant=6,
+    max_waiting=5,
+    max_waiting_per_tenant=3,
+    max_hold_back_s=1,
+    max_wait_s=6,
+    max_tombstones=5,
+    max_story_entries=8,
+    spawn_timeout_s=2,
+    adopt_timeout_s=1,
+    reclaim_timeout_s=3,
+    tenants=RULES,
+)
+ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
+
+AnyTimer = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
+AnyJob = SpawnWorker | WarmUp | KillWorker | ProveReclaimed
+
+
+class Shell:
+    """What the node looks like from outside, and what is still to be done in it."""
+
+    def __init__(self, warm_contexts: int = 0) -> None:
+        self.table = LeaseTable(CARDS, LIMITS, warm_contexts)
+        self.now_ns = 5_000 * MS
+        self.open_requests: set[int] = set()
+        self.timers: list[tuple[int, AnyTimer]] = []
+        self.lost_timers: list[tuple[int, AnyTimer]] = []
+        self.jobs: list[AnyJob] = []
+        self.spawned: dict[int, SpawnWorker] = {}
+        self.exclusivity: dict[int, Exclusivity] = {}
+        self.tenants = TenantBooks(LIMITS)
+        self.alive: set[int] = set()
+        self.unproved: dict[int, tuple[str, int]] = {}
+        self.asked_to_prove: set[int] = set()
+        self.deadlines: dict[int, tuple[int, int]] = {}
+        self.ended: set[int] = set()
+        self.once: set[tuple[type, int]] = set()
+
+    def send(self, event: Event) -> list[Effect]:
+        if isinstance(event, WorkerExited):
+            self.alive.discard(event.lease_id)
+        if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
+            self.unproved.pop(event.lease_id, None)
+        effects = self.table.handle(event, self.now_ns)
+        self.table.validate()
+        # Bytes let go by an operator may be granted by the same call.
+        for effect in effects:
+            if isinstance(effect, FenceCleared):
+                for lease_id in effect.lease_ids + effect.warm_ids:
+                    self.unproved.pop(lease_id, None)
+                    self.alive.discard(lease_id)
+        for effect in effects:
+            self.execute(effect)
+        return effects
+
+    def request(self, event: Event, number: int) -> None:
+        self.open_requests.add(number)
+        self.send(event)
+
+    def execute(self, effect: Effect) -> None:
+        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied):
+            assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
+            self.open_requests.remove(effect.request)
+        if isinstance(effect, WarmUp | WarmEnded):
+            self.only_once(type(effect), effect.warm_id)
+        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ProveReclaimed):
+            self.only_once(type(effect), effect.lease_id)
+        if isinstance(effect, Granted | LeaseEnded):
+            self.only_once(type(effect), effect.lease.lease_id)
+        if isinstance(effect, SpawnWorker):
+            self.on_spawn(effect)
+        elif isinstance(effect, WarmUp):
+            self.on_warm_up(effect)
+        elif isinstance(effect, RenameWorker):
+            self.on_rename(effect.from_id, effect.to_id)
+        elif isinstance(effect, Granted | Renewed):
+            assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
+            assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
+            assert effect.lease.deadline_ns is not None
+            assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
+        elif isinstance(effect, SetDeadline):
+            generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
+            assert (effect.generation, effect.deadline_ns) >= (generation + 1, deadline_ns)
+            self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
+        elif isinstance(effect, RefuseWork):
+            self.ended.add(effect.lease_id)
+        elif isinstance(effect, KillWorker | ProveReclaimed):
+            if isinstance(effect, ProveReclaimed):
+                assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
+                self.asked_to_prove.add(effect.lease_id)
+            self.jobs.append(effect)
+        elif isinstance(effect, ArmTimer):
+            fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
+            self.timers.append((effect.due_ns, fired))
+        elif isinstance(effect, ArmWaitTimer):
+            self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
+        elif isinstance(effect, ArmHoldTimer):
+            assert effect.due_ns > self.now_ns, "a hold that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
+            self.timers.append((effect.due_ns, HoldTimerFired()))
+        elif isinstance(effect, ArmPoolTimer):
+            assert effect.due_ns > self.now_ns, "a pause that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
+            self.timers.append((effect.due_ns, PoolTimerFired()))
+
+    def only_once(self, kind: type, lease_id: int) -> None:
+        assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
+        self.once.add((kind, lease_id))
+
+    def on_spawn(self, effect: SpawnWorker) -> None:
+        card = next(card for card in CARDS if card.uuid == effect.card_uuid)
+        has_worker = effect.lease_id in self.unproved
+        self.hold(effect.lease_id, card, effect.size_bytes + card.overhead_bytes)
+        on_card = self.leases_on(card) - {effect.lease_id}
+        for lease_id in on_card:
+            assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
+        assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
+        lease = self.table.get(effect.lease_id)
+        assert lease is not None
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
+        if not has_worker:
+            self.alive.add(effect.lease_id)
+        self.spawned[effect.lease_id] = effect
+        self.jobs.append(effect)
+
+    def on_warm_up(self, effect: WarmUp) -> None:
+        card = next(card for card in CARDS if card.uuid == effect.card_uuid)
+        self.hold(effect.warm_id, card, card.overhead_bytes)
+        alone = [lease_id for lease_id in self.leases_on(card) if self.exclusivity[lease_id] in ALONE]
+        assert not alone, "a context was made beside a lease that is to be alone"
+        self.alive.add(effect.warm_id)
+        self.jobs.append(effect)
+
+    def on_rename(self, from_id: int, to_id: int) -> None:
+        """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
+        card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
+        del self.unproved[from_id]
+        assert to_id not in self.unproved, "two workers of one name"
+        self.hold(to_id, card, card.overhead_bytes)
+        if from_id in self.alive:
+            self.alive.remove(from_id)
+            self.alive.add(to_id)
+        if from_id < FIRST_WARM_ID:
+            # What its worker has yet to say, it says under its old name; the lease gets another worker.
+            self.jobs = [job for job in self.jobs if not (isinstance(job, SpawnWorker) and job.lease_id == from_id)]
+            self.once.discard((SpawnWorker, from_id))
+
+    def hold(self, number: int, card: Card, size_bytes: int) -> None:
+        """A process may hold that much from now on; all that is not proved back must fit beside it."""
+        self.unproved[number] = (card.uuid, size_bytes)
+        held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
+        assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
+
+    def leases_on(self, card: Card) -> set[int]:
+        return {number for number, (uuid, _) in self.unproved.items() if uuid == card.uuid and number < FIRST_WARM_ID}
+
+    def do_job(self, job: AnyJob, luck: int) -> None:
+        number = job.warm_id if isinstance(job, WarmUp) else job.lease_id
+        if isinstance(job, KillWorker):
+            self.send(WorkerExited(number, "killed"))
+        elif isinstance(job, ProveReclaimed):
+            failed = ReclaimFailed(number, "NVML gave an error")
+            self.send(failed if luck % 6 == 0 else ReclaimProved(number))
+        elif luck % 8 == 0:
+            self.send(WorkerFailed(number, "no context"))
+        elif number in self.alive:
+            self.send(WorkerReady(number))
+
+    def fire(self, event: AnyTimer) -> None:
+        effects = self.send(event)
+        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
+            is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
+            assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
+        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
+            generation, deadline_ns = self.deadlines[event.lease_id]
+            lease = self.table.get(event.lease_id)
+            if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
+                assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
+
+    def finish(self) -> None:
+        """Everything that was slow or lost happens after all, in due order."""
+        self.timers += self.lost_timers
+        while self.jobs or self.timers:
+            while self.jobs:
+                self.do_job(self.jobs.pop(0), 1)
+            if self.timers:
+                self.timers.sort(key=lambda timer: timer[0])
+                due_ns, event = self.timers.pop(0)
+                self.now_ns = max(self.now_ns, due_ns)
+                self.fire(event)

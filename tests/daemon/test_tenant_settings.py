@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.capabilities.demands import Demand
+from gpulease.daemon.config import Config, ConfigError, load_config
+from gpulease.daemon.core.tenants import TenantLimits
+
+WHOLE = """
+require_token = ["alloc", "renew"]
+token_key_file = "/var/lib/gpulease/token.key"
+
+[limits]
+max_leases = 9
+
+[tenant_of_uid]
+1000 = "ann"
+1001 = "ann"
+
+[tenants.default]
+max_vram = "8GiB"
+max_leases = 4
+
+[tenants.ann]
+max_vram = "40GiB"
+acquires_per_minute = 60
+acquire_burst = 5
+devices = [0, "GPU-8b1e0f5c"]
+
+[tenants."uid:7"]
+max_ttl_s = 60
+"""
+
+
+def load(folder: Path, text: str) -> Config:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return load_config(path, {})
+
+
+def test_the_whole(tmp_path: Path) -> None:
+    config = load(tmp_path, WHOLE)
+    assert config.require_token == {Demand.ALLOC, Demand.RENEW}
+    assert config.token_key_file == Path("/var/lib/gpulease/token.key")
+    assert config.tenant_of_uid == {1000: "ann", 1001: "ann"}
+    assert config.limits.max_leases == 9
+    rules = config.limits.tenants
+    assert rules.of("eve") == TenantLimits(max_vram_bytes=8 << 30, max_leases=4)
+    assert rules.of("ann") == TenantLimits(40 << 30, 4, None, 60, 5, ("0", "GPU-8b1e0f5c"))
+    assert rules.of("uid:7") == TenantLimits(8 << 30, 4, 60)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tenants = 5", "table of tables"),
+        ("[tenants]\nann = 5", "table of tables"),
+        ("[tenants.ann]\nmax_memory = 5", "unknown key 'max_memory'"),
+        ("[tenants.ann]\nmax_vram = 5", "max_vram of 'ann'"),
+        ("[tenants.ann]\nmax_vram = 'much'", "is not a size"),
+        ("[tenants.ann]\nmax_leases = true", "max_leases of 'ann'"),
+        ("[tenants.ann]\nmax_leases = 0", "max_leases is 0"),
+        ("[tenants.ann]\ndevices = []", "devices is empty"),
+        ("[tenants.ann]\ndevices = '0'", "devices of 'ann'"),
+        ("[tenant_of_uid]\nann = '1000'", "is not a user's number"),
+        ("[tenant_of_uid]\n1000 = 'tcp'", "no name for a tenant"),
+        ("[tenant_of_uid]\n1000 = 'uid:5'", "no name for a tenant"),
+        ("[tenant_of_uid]\n4294967295 = 'ann'", "is not a user's number"),
+        ("require_token = ['free']", "'free' is none of alloc, renew, attach"),
+        ("token_key_file = 'token.key'", "not an absolute path"),
+        ("[limits]\ntenants = 5", "no 'tenants'"),
+    ],
+)
+def test_what_is_wrong(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(tmp_path, text)

@@ -1,0 +1,17 @@
+"""What the broker says of a worker, to the zygote and to one that was made ahead."""
+
+import pytest
+
+from gpulease.daemon.channel import channel_pair, receive_message, send_message
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol import Waiting
+
+
+@pytest.mark.parametrize("waiting", [None, *Waiting])
+def test_a_worker_hears_all_that_was_said(waiting: Waiting | None) -> None:
+    spec = WorkerSpec((1 << 128) - 1, "GPU-a", 1 << 36, True, 1 << 20, 2500, waiting)
+    ours, theirs = channel_pair()
+    with ours, theirs:
+        send_message(ours, spec.to_message())
+        message, _ = receive_message(theirs)
+    assert WorkerSpec.from_message(message) == spec
