@@ -90,7 +90,7 @@ def test_in_a_stream(session: GpuSession) -> None:
         session.mem_read(buffer, 0, data.nbytes, into=back, stream=stream)
         stream.sync()
     np.testing.assert_array_equal(back, numbers(N) * 3 + 10)
-    with pytest.raises(InvalidHandle, match=r"launch: stream .* is freed"):
+    with pytest.raises(InvalidHandle, match=r"launch of a graph: stream .* is freed"):
         graph.launch(stream=stream)
     graph.launch()
     np.testing.assert_array_equal(read(session, buffer), (numbers(N) * 3 + 10) * 2 + 10)

@@ -1,8 +1,4 @@
-"""One CUDA context, in the only thread that uses it.
-
-Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
-same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
-"""
+"""One CUDA context, in the only thread that uses it."""
 
 import ctypes
 import os
@@ -14,18 +10,18 @@ import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
-from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
+from gpulease.daemon.drivers.cuda.graphs import CudaGraph, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
+from gpulease.daemon.drivers.cuda.replays import Replays
 from gpulease.daemon.drivers.cuda.streams import Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
     DriverError,
-    KernelFault,
     LaunchRejected,
     NativeLaunch,
     OutOfMemory,
@@ -71,12 +67,13 @@ class _CopyTicket:
             return True
 
 
-class CudaContext:
+class CudaContext(Replays):
     """See `gpulease.daemon.drivers.interface.Context`."""
 
     page_bytes = PAGE_BYTES
 
     def __init__(self, context: Any, local: LocalMemory, stream: Any = None) -> None:
+        super().__init__()
         self._context = context
         self._local = local
         self._blocks = Blocks()
@@ -85,13 +82,10 @@ class CudaContext:
         self._stream = self._streams[0]
         self._is_alone = True
         self._can_begin = True
-        self._fault: KernelFault | None = None
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
         self._spin_s = SPIN_S
         self._yields = False
-        self._last_kernel = ""
-        self._retired: list[PinnedBytes] = []
 
     @classmethod
     def open(cls) -> "CudaContext":
@@ -366,31 +360,6 @@ class CudaContext:
                 self._retired.pop().release()
         return CudaGraph(self, steps)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether each kernel's end must be seen."""
-        return self._markers is not None
-
-    @property
-    def stream(self) -> Any:
-        """Where launches go, as the driver's API takes it."""
-        return api.CUstream(self._stream.handle)
-
-    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
-        """A graph of these was queued."""
-        self._launcher.state.launches += 1
-        self._launcher.state.tag = tag
-        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
-
-    def retire(self, memory: PinnedBytes) -> None:
-        """Keep what copies that are queued may still read until the next graph is made."""
-        self._retired.append(memory)
-
-    def failure(self, error: Any) -> DriverError:
-        """What a call of the driver's API failed with."""
-        _, text = api.cuGetErrorString(error)
-        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
-
     def sync(self, poll: Poll = keep_waiting) -> None:
         """One stream after the other; which ends first makes no difference."""
         if self._is_alone:
@@ -408,47 +377,5 @@ class CudaContext:
         """What the events say; after a fault nothing runs."""
         return {} if self._markers is None else self._markers.running()
 
-    def fault(self) -> KernelFault | None:
-        """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""
-        return self._fault
-
     def close(self) -> None:
         """Leave the context to the end of the process, which ends it whatever state it is in."""
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except cuda.Error as error:
-            raise self._error(error) from None
-
-    def _error(self, error: Exception) -> DriverError:
-        """What a failed call was: of that call alone, or the context's end."""
-        return DriverError(str(error)) if self._is_usable() else self._lost(error)
-
-    def _is_usable(self) -> bool:
-        """A sticky error is given again by every call; any other was the failed call's own."""
-        try:
-            self._stream.is_done()
-        except cuda.Error:
-            return False
-        return True
-
-    def _lost(self, error: Exception | str) -> KernelFault:
-        """The context's sticky fault, told as well as CUDA lets us."""
-        if self._fault is None:
-            reason = str(error).rpartition("failed: ")[2]
-            launches = self._launcher.state.launches
-            which = "no launch was waiting for its end"
-            if launches == 1:
-                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
-            elif launches:
-                last = self._last_kernel or "a graph's"
-                which = f"one of {launches} launches since the last sync, the last of them {last}"
-            self._fault = KernelFault(
-                f"{reason} ({which}); the context is lost",
-                tag=self._launcher.state.tag if launches == 1 else 0,
-                kernel=self._last_kernel if launches == 1 else "",
-                context_lost=True,
-                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
-            )
-        return self._fault

@@ -165,7 +165,7 @@ def test_what_follows_a_selection_goes_into_that_stream(rig: Rig) -> None:
     ]
 
 
-def test_a_quiet_arena_copy_is_begun_only_outside_the_default_stream(rig: Rig) -> None:
+def test_a_quiet_arena_copy_is_only_begun(rig: Rig) -> None:
     os.close(rig.session.arena.open(4 << 20).fd)
     copy, stream = ArenaCopy(rig.address, 0, 0, 16), rig.stream()
     rig.send(Opcode.ARENA_WRITE, copy, quiet=True)
@@ -173,7 +173,7 @@ def test_a_quiet_arena_copy_is_begun_only_outside_the_default_stream(rig: Rig) -
     rig.send(Opcode.ARENA_WRITE, copy, quiet=True)
     rig.send(Opcode.ARENA_READ, copy, quiet=True)
     assert rig.ask(Opcode.ARENA_WRITE, copy) == Empty()
-    sizes = [("write", 0, 16), ("begin_write", 101, 16), ("begin_read", 101, 16), ("write", 101, 16)]
+    sizes = [("begin_write", 0, 16), ("begin_write", 101, 16), ("begin_read", 101, 16), ("write", 101, 16)]
     assert rig.told.calls == sizes
     rig.send(Opcode.ARENA_WRITE, ArenaCopy(rig.address, 0, 4 << 20, 1), quiet=True)
     assert rig.refused(Opcode.SYNC, Empty()) is Status.INVALID_REQUEST

@@ -1,0 +1,65 @@
+"""What a failed call of the driver means for its context.
+
+Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
+same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
+"""
+
+from typing import Any
+
+import pycuda.driver as cuda
+
+from gpulease.daemon.drivers.cuda.native import Launcher
+from gpulease.daemon.drivers.interface import DriverError, KernelFault
+
+
+class Faults:
+    """A context's calls, and the fault that ended it."""
+
+    _stream: Any
+    _launcher: Launcher
+
+    def __init__(self) -> None:
+        self._fault: KernelFault | None = None
+        self._last_kernel = ""
+
+    def fault(self) -> KernelFault | None:
+        """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""
+        return self._fault
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except cuda.Error as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> DriverError:
+        """What a failed call was: of that call alone, or the context's end."""
+        return DriverError(str(error)) if self._is_usable() else self._lost(error)
+
+    def _is_usable(self) -> bool:
+        """A sticky error is given again by every call; any other was the failed call's own."""
+        try:
+            self._stream.is_done()
+        except cuda.Error:
+            return False
+        return True
+
+    def _lost(self, error: Exception | str) -> KernelFault:
+        """The context's sticky fault, told as well as CUDA lets us."""
+        if self._fault is None:
+            reason = str(error).rpartition("failed: ")[2]
+            launches = self._launcher.state.launches
+            which = "no launch was waiting for its end"
+            if launches == 1:
+                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
+            elif launches:
+                last = self._last_kernel or "a graph's"
+                which = f"one of {launches} launches since the last sync, the last of them {last}"
+            self._fault = KernelFault(
+                f"{reason} ({which}); the context is lost",
+                tag=self._launcher.state.tag if launches == 1 else 0,
+                kernel=self._last_kernel if launches == 1 else "",
+                context_lost=True,
+                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
+            )
+        return self._fault
