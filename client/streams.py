@@ -12,7 +12,7 @@ class Stream(StreamHandle):
 
     What is put in one stream runs in that order. Between two streams there is no order but what `wait_for` makes, so
     copies and kernels in different streams may run at the same time. `GpuSession.sync` waits for all streams, and so
-    do `mem_free` and `module_unload`. A failure in any stream is told by the session's next operation that has an
+    does `module_unload`. A failure in any stream is told by the session's next operation that has an
     answer, whichever that is.
 
     A copy of an array of `GpuSession.empty` in a stream is only begun when the call returns: leave the array alone
