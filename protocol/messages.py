@@ -1,5 +1,7 @@
 """Every body on the wire: one frozen dataclass each, which is also its construct definition.
 
+All are named here, wherever they stand.
+
 `BODIES` says which class a frame's payload is, by operation and direction. An error reply's payload is `ErrorBody`
 whatever its operation.
 """
@@ -8,6 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.protocol import limits
+from gpulease.protocol.capability_messages import Audience as Audience
+from gpulease.protocol.capability_messages import CapabilityGrant as CapabilityGrant
+from gpulease.protocol.capability_messages import CapabilityHeld as CapabilityHeld
+from gpulease.protocol.capability_messages import CapabilityIssue as CapabilityIssue
+from gpulease.protocol.capability_messages import CapabilityPresent as CapabilityPresent
+from gpulease.protocol.graph_messages import GraphCreate as GraphCreate
+from gpulease.protocol.graph_messages import GraphLaunch as GraphLaunch
+from gpulease.protocol.graph_messages import GraphNode as GraphNode
+from gpulease.protocol.graph_messages import GraphParameter as GraphParameter
+from gpulease.protocol.graph_messages import GraphPlace as GraphPlace
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     LEASE_PARAMETERS,
@@ -183,53 +195,6 @@ class FenceCleared:
 
 
 @dataclass(frozen=True, slots=True)
-class CapabilityIssue:
-    """Ask for a token: `Permission` bits, whose it is to be (empty: the asker's own), a nonce (0: any)."""
-
-    lease_id: int = wire(U128)
-    permissions: int = wire(U32)
-    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
-    ttl_ms: int = wire(U32)
-    nonce: int = wire(U128)
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityGrant:
-    """A token. `public_key` is the signer's: with it a holder can narrow the token without asking anybody."""
-
-    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
-    public_key: bytes = wire(sized_bytes(limits.PUBLIC_KEY_BYTES))
-    generation: int = wire(U64)
-    ttl_ms: int = wire(U32)
-    expires_at_unix_s: int = wire(U64)
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityPresent:
-    """A token that is to count for the rest of this control connection."""
-
-    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class CapabilityHeld:
-    """What a presented token permits, all its narrowings taken into account."""
-
-    lease_id: int = wire(U128)
-    permissions: int = wire(U32)
-    generation: int = wire(U64)
-    ttl_ms: int = wire(U32)
-    expires_at_unix_s: int = wire(U64)
-
-
-@dataclass(frozen=True, slots=True)
-class Audience:
-    """The name that this node has for the peer: who is to get a token tells it to whoever asks for one."""
-
-    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """A msgpack value: LEASE_QUERY's map, LEASE_LIST_ACTIVE's list of maps."""
 
@@ -332,50 +297,6 @@ class Launch:
     shared_bytes: int = wire(U32)
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
     arg_sizes: tuple[int, ...] = wire(list_of(U32, limits.MAX_ARGUMENTS))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphNode:
-    """One operation of a graph, with the body it has as a request: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
-
-    op: int = wire(U16)
-    body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphParameter:
-    """Something each GRAPH_LAUNCH says anew: a `ParameterKind`, and how many bytes of a launch's arguments it is."""
-
-    name: str = wire(text(limits.MAX_PARAMETER_NAME_BYTES))
-    kind: int = wire(U8)
-    size_bytes: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphPlace:
-    """An argument that is a parameter's: numbers of the parameter and the node, and where the node's `args` have it."""
-
-    parameter: int = wire(U16)
-    node: int = wire(U16)
-    at: int = wire(U32)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCreate:
-    """A sequence to be done again and again. `buffers` are the allocations its launches have pointers to."""
-
-    nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
-    buffers: tuple[int, ...] = wire(list_of(U64, limits.MAX_GRAPH_HANDLES))
-    parameters: tuple[GraphParameter, ...] = wire(list_of(Record(GraphParameter), limits.MAX_GRAPH_PARAMETERS))
-    places: tuple[GraphPlace, ...] = wire(list_of(Record(GraphPlace), limits.MAX_GRAPH_PLACES))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLaunch:
-    """Do a graph's nodes in order. `args` has its parameters' values; a buffer's is handle and offset, 8 bytes each."""
-
-    graph: int = wire(U64)
-    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
 
 
 Body = (
