@@ -5,7 +5,8 @@ from typing import Any
 from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ParameterKind
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
