@@ -42,6 +42,9 @@ HEADER: Final = c.Struct(
 )
 HEADER_BYTES: Final[int] = HEADER.sizeof()
 
+_OP_AT: Final = len(MAGIC) + 2
+"""Behind the version and the flags."""
+
 _FAST: Final = struct.Struct(">QhHIQ16s")
 """head (magic, version, flags, op), status, reserved, payload length, request id, session id."""
 
@@ -188,6 +191,11 @@ class FrameReader:
             self.start, self.end = 0, pending
         self.view[self.end : self.end + len(data)] = data
         self.buffer_updated(len(data))
+
+    def peek_op(self) -> int:
+        """The operation of the frame that comes next, unchecked; 0 if too little of it has arrived."""
+        begin = self.start + _OP_AT
+        return self.buffer[begin] << 8 | self.buffer[begin + 1] if self.end > begin + 1 else 0
 
     def next_frame(self) -> Frame | None:
         """The next whole frame, or None until more arrives. Raises FramingError; the reader is useless then."""

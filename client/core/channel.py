@@ -56,6 +56,20 @@ class Channel:
         """The same for a frame that is packed of five fields."""
         return False
 
+    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
+        """Send a small request and look for its reply: whether exactly that came; None if nothing was sent.
+
+        If not, `feed` is to be called once the link expects the reply. `more_ns`: how long the work itself takes.
+        """
+        return None
+
+    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
+        """The same for a reply that begins with `reply` and goes on with data for all of `into`."""
+        return None
+
+    def feed(self) -> None:
+        """Give the link what `ask` received and could not use."""
+
     def send_rest(self) -> None:
         """Send what was taken over and is still here, waiting for a bounded time: the channel is about to be closed."""
 

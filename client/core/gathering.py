@@ -46,6 +46,8 @@ CLOSE_LIMIT_S: Final = 0.2
 """How long closing a session waits for its socket to take what is left. Stops a peer that never reads from holding up
 a program's end."""
 
+_NOTHING: Final = memoryview(bytearray())
+
 
 class _Outbox:
     """Bytes that are to be sent, and how many of them were.
@@ -72,6 +74,7 @@ class GatheringChannel(Channel):
         self._patience = patience
         self._outbox = _Outbox(bytearray())
         self._is_first = True
+        self._unfed = 0
         # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
         self._lock = threading.RLock()
         _channels.add(self)
@@ -131,6 +134,57 @@ class GatheringChannel(Channel):
             if patience.yields:
                 os.sched_yield()
         return False
+
+    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
+        """See Channel; takes along what gathered."""
+        return self._ask(request, reply, _NOTHING, more_ns)
+
+    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
+        """See Channel."""
+        return self._ask(request, reply, into)
+
+    def _ask(self, request: bytes, reply: bytes, into: memoryview, more_ns: int = 0) -> bool | None:
+        if not self._patience.spin_ns:
+            return None
+        with self._lock:
+            self._is_first = True
+            if len(self._settled()) > MAX_OUTBOX_BYTES:
+                return None
+            self._outbox.data.extend(request)
+            try:
+                if not self._flush():
+                    return False
+            except OSError:
+                return False  # no peer: whoever waits for the reply finds out
+            finally:
+                self._have_rest_sent()
+        room = self.link.get_buffer()
+        count = self._look_into(room, more_ns)
+        if count == len(reply) + len(into) and room[: len(reply)] == reply:
+            into[:] = room[len(reply) : count]
+            return True
+        self._unfed = count
+        return False
+
+    def _look_into(self, room: memoryview, more_ns: int) -> int:
+        """How many bytes came within a bounded time."""
+        clock, patience = time.monotonic_ns, self._patience
+        receive, until = self.sock.recv_into, clock() + patience.spin_ns + more_ns
+        while clock() < until:
+            try:
+                return receive(room)
+            except BlockingIOError:
+                if patience.yields:
+                    os.sched_yield()
+            except OSError:
+                break  # the next look finds it again
+        return 0
+
+    def feed(self) -> None:
+        """See Channel."""
+        count, self._unfed = self._unfed, 0
+        if count:
+            self.link.buffer_updated(count)
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there

@@ -8,7 +8,6 @@ else, a failure or a long wait, is left to the general way.
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.core.exchange import receive
-from gpulease.client.core.ring_channel import RingChannel
 from gpulease.client.core.steps import Procedure
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, data_prefix, mem_read_frame
@@ -41,7 +40,7 @@ class Prompter:
         None if the session can't be asked this way now: nothing was sent. `more_ns`: how long the work takes itself.
         """
         channel = session.channel
-        if not isinstance(channel, RingChannel) or not session.is_at_rest:
+        if not session.is_at_rest:
             return None
         link = channel.link
         request_id = link.connection.next_request_id()
@@ -57,6 +56,7 @@ class Prompter:
             if outcome is False:
                 self._late_id = request_id
                 link.expect_late(self._op, request_id)
+                channel.feed()
         if outcome:
             session.settle(None, "")
         return outcome
@@ -64,7 +64,7 @@ class Prompter:
     def ask_for(self, session: "SessionState", payload: bytes) -> bytes | bool | None:
         """The same where a reply carries `answer_bytes`: they stand for True."""
         channel = session.channel
-        if not isinstance(channel, RingChannel) or not session.is_at_rest:
+        if not session.is_at_rest:
             return None
         request_id = channel.link.connection.next_request_id()
         number = request_id.to_bytes(8, "big")
@@ -80,6 +80,7 @@ class Prompter:
             if outcome is False:
                 self._late_id = request_id
                 channel.link.expect_late(self._op, request_id)
+                channel.feed()
         if not outcome:
             return outcome
         session.settle(None, "")
@@ -113,7 +114,7 @@ class SmallRead:
     def ask(self, session: "SessionState", handle: int, offset: int, into: memoryview) -> bool | None:
         """See Prompter."""
         channel, connection = session.channel, session.connection
-        if not isinstance(channel, RingChannel) or not session.is_at_rest:
+        if not session.is_at_rest:
             return None
         request_id = connection.last_request_id = connection.last_request_id + 1
         numbers = {"request_id": request_id, "session_id": session.session_id}
@@ -125,6 +126,7 @@ class SmallRead:
             if outcome is False:
                 self._late_id = request_id
                 channel.link.expect_late(Opcode.MEM_READ, request_id, into)
+                channel.feed()
         if outcome:
             session.settle(None, "")
         return outcome

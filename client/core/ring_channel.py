@@ -97,7 +97,7 @@ class RingChannel(Channel):
         return True
 
     def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
-        """Send a small request and look for its reply: whether exactly that came; None if nothing could be sent."""
+        """See Channel."""
         requests, replies = self._requests, self._replies
         try:
             if replies.has_bytes or not requests.put_whole(request):
@@ -107,7 +107,7 @@ class RingChannel(Channel):
             return False  # no peer: whoever waits for the reply finds out
 
     def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
-        """The same for a reply that begins with `reply` and goes on with data for all of `into`."""
+        """See Channel."""
         requests, replies = self._requests, self._replies
         size = len(reply) + len(into)
         try:

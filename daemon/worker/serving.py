@@ -49,6 +49,10 @@ READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
 
 
+_LAUNCH: Final = int(Opcode.LAUNCH)
+_SYNC: Final = int(Opcode.SYNC)
+
+
 class _Connection:
     """One attached socket and what has arrived on it."""
 
@@ -295,8 +299,13 @@ class Server:
         if connection.guest is not None:
             self._serve_guest(connection, connection.guest)
         while connection.guest is None and (reader.start != reader.end or intake.has_whole):
-            session.take_launches(reader)
-            reply: bytes | memoryview | None = session.take_sync(reader)
+            reply: bytes | memoryview | None = None
+            op = reader.peek_op()
+            if op == _LAUNCH:
+                session.take_launches(reader)
+                op = reader.peek_op()
+            if op == _SYNC:
+                reply = session.take_sync(reader)
             if reply is None:
                 frame = intake.next_frame()
                 if frame is None:

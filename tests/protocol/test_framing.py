@@ -239,3 +239,15 @@ def test_growing_copies_little() -> None:
         sizes.add(len(reader.buffer))
     assert len(sizes) < 16
     assert len(frames_of(reader)) == 1
+
+
+def test_the_next_frames_operation_before_all_of_it_has_come() -> None:
+    reader = FrameReader(MAX_PAYLOAD_BYTES)
+    stream = build_frame(Opcode.LAUNCH, b"x", request_id=1) + build_frame(Opcode.SYNC, request_id=2)
+    for at in range(len(stream)):
+        assert reader.peek_op() == (Opcode.LAUNCH if at >= 8 else 0)
+        reader.receive_data(stream[at : at + 1])
+    reader.next_frame()
+    assert reader.peek_op() == Opcode.SYNC
+    reader.next_frame()
+    assert reader.peek_op() == 0
