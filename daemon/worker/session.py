@@ -177,12 +177,12 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        desks = (self._modules, self.streams, self._graphs)
-        has_grown = self._may_have_grown or any(desk.may_have_grown for desk in desks)
-        self._may_have_grown = False
-        for desk in desks:
-            desk.may_have_grown = False
-        return has_grown
+        modules, streams, graphs = self._modules, self.streams, self._graphs
+        # Written out, because it is asked after every reply.
+        if not (self._may_have_grown or modules.may_have_grown or streams.may_have_grown or graphs.may_have_grown):
+            return False
+        self._may_have_grown = modules.may_have_grown = streams.may_have_grown = graphs.may_have_grown = False
+        return True
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:
