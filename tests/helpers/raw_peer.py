@@ -1,6 +1,7 @@
 """A peer that speaks the protocol's bytes by hand: it says what no well-behaved client would."""
 
 import socket
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -65,6 +66,15 @@ class RawPeer:
         """Ask to be that session; the answer."""
         self.session_id = session_id
         return self.ask(Opcode.ATTACH, Attach(()), session_id)
+
+    def ask_or_goodbye(self, op: Opcode, body: Body, session_id: int = 0) -> Body | Failure:
+        """The same, or what the daemon said when it closed the connection first."""
+        _, frame = self.connection.send_request(op, body, session_id=session_id)
+        with suppress(OSError):
+            self.sock.sendall(frame)
+        event = self.next_event()
+        assert isinstance(event, Reply | Goodbye), event
+        return event.result if isinstance(event, Reply) else event.failure
 
     def ask(self, op: Opcode, body: Body, session_id: int = 0) -> Body | Failure:
         """One request, and the reply to it."""
