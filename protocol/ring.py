@@ -43,6 +43,9 @@ PIECES_PER_RING: Final = 4
 LOOKS_PER_CLOCK: Final = 16
 """Looks between two at the clock, which on some hosts takes as long."""
 
+NO_DATA: Final = memoryview(bytearray())
+"""For a frame whose end nobody wants elsewhere."""
+
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
@@ -94,9 +97,13 @@ class RingWriter:
         ring: Which one: its first word, and its data's place and capacity.
         barrier: See the module.
         wake: Wakes the reader; may raise OSError if there is none any more.
+
+    Attributes:
+        tail: The counter of what was put in. Who moves the shared counter by other means moves this one too.
+        head: The reader's, as it was when it was last looked at.
     """
 
-    __slots__ = ("_acquire", "_capacity", "_data", "_head", "_lap", "_limit", "_release", "_tail", "_wake", "_words")
+    __slots__ = ("_acquire", "_capacity", "_data", "_lap", "_limit", "_release", "_wake", "_words", "head", "tail")
 
     def __init__(
         self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
@@ -106,7 +113,7 @@ class RingWriter:
         self._data = memory[data_at : data_at + self._capacity]
         self._acquire, self._release = barrier.acquire, barrier.release
         self._wake = wake
-        self._tail = self._head = 0
+        self.tail = self.head = 0
         # The counter up to which there is room in one piece, as far as was looked; where the data's start lies in it.
         self._limit = self._lap = 0
 
@@ -115,7 +122,7 @@ class RingWriter:
 
         Raises FramingError if the reader's counter makes no sense, OSError if it could not be woken.
         """
-        size, tail = len(data), self._tail
+        size, tail = len(data), self.tail
         end = tail + size
         if end > self._limit:
             end = min(end, self._look_ahead())
@@ -124,7 +131,7 @@ class RingWriter:
                 data = memoryview(data)[:size]
         at = tail - self._lap
         self._data[at : at + size] = data
-        self._tail = self._words[_TAIL] = end
+        self.tail = self._words[_TAIL] = end
         self._see_to_reader()
         return size
 
@@ -133,7 +140,7 @@ class RingWriter:
 
         So a frame is never half sent, wherever its sender is interrupted.
         """
-        tail = self._tail
+        tail = self.tail
         middle = tail + len(first)
         end = middle + len(second)
         if end > self._limit and end > self._look_ahead():
@@ -146,7 +153,7 @@ class RingWriter:
             data[tail - lap : middle - lap] = first
             if second:
                 data[middle - lap : end - lap] = second
-        self._tail = self._words[_TAIL] = end
+        self.tail = self._words[_TAIL] = end
         self._see_to_reader()
         return True
 
@@ -155,13 +162,13 @@ class RingWriter:
 
         Named one by one, because a list of them would cost a third of the call.
         """
-        tail = self._tail
+        tail = self.tail
         end = tail + layout.size
         if end > self._limit and end > self._look_ahead():
             return False
         layout.pack_into(self._data, tail - self._lap, a, b, c, d, e)
         words = self._words
-        self._tail = words[_TAIL] = end
+        self.tail = words[_TAIL] = end
         try:
             self._acquire(False)
             self._release()
@@ -199,7 +206,7 @@ class RingWriter:
 
     def _look_ahead(self) -> int:
         """Find out how far the data can go on in one piece of a bounded size."""
-        room, tail = self.room(), self._tail
+        room, tail = self.room(), self.tail
         self._lap = tail & -self._capacity
         self._limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
         return self._limit
@@ -215,10 +222,10 @@ class RingWriter:
     def room(self) -> int:
         """How many bytes fit now. Raises FramingError."""
         head = self._words[_HEAD]
-        if not self._head <= head <= self._tail:
-            raise FramingError(f"the ring's reader claims to be at {head}, not from {self._head} to {self._tail}")
-        self._head = head
-        return self._capacity - self._tail + head
+        if not self.head <= head <= self.tail:
+            raise FramingError(f"the ring's reader claims to be at {head}, not from {self.head} to {self.tail}")
+        self.head = head
+        return self._capacity - self.tail + head
 
     def doze(self) -> bool:
         """Say that this side waits for half of the ring to be free; False if it is already. Raises FramingError."""
@@ -241,9 +248,13 @@ class RingWriter:
 
 
 class RingReader:
-    """The end that takes bytes out; see RingWriter for its arguments."""
+    """The end that takes bytes out; see RingWriter for its arguments.
 
-    __slots__ = ("_barrier", "_capacity", "_data", "_head", "_wake", "_words")
+    Attributes:
+        head: The counter of what was taken. Who moves the shared counter by other means moves this one too.
+    """
+
+    __slots__ = ("_barrier", "_capacity", "_data", "_wake", "_words", "head")
 
     def __init__(
         self, memory: memoryview, ring: tuple[int, int, int], barrier: Barrier, wake: Callable[[], object]
@@ -253,18 +264,18 @@ class RingReader:
         self._data = memory[data_at : data_at + self._capacity]
         self._barrier = barrier
         self._wake = wake
-        self._head = 0
+        self.head = 0
 
     @property
     def has_bytes(self) -> bool:
         """Whether there seems to be something; what it is worth, `take` finds out."""
-        return self._words[_TAIL] != self._head
+        return self._words[_TAIL] != self.head
 
-    def look(self, times: int) -> bool:
-        """Whether there is something, looked for so many times."""
-        words, head = self._words, self._head
+    def look(self, times: int, least: int = 1) -> bool:
+        """Whether there seem to be so many bytes at least, looked for so many times; see `has_bytes`."""
+        words, tail = self._words, self.head + least
         for _ in range(times):
-            if words[_TAIL] != head:
+            if words[_TAIL] >= tail:
                 break
         else:
             return False
@@ -276,7 +287,7 @@ class RingReader:
         Raises FramingError if the writer's counter makes no sense. A writer that can't be woken is gone: what it wrote
         last can still be taken.
         """
-        head = self._head
+        head = self.head
         there = self._words[_TAIL] - head
         if not there:
             return 0
@@ -291,46 +302,32 @@ class RingReader:
             here = self._capacity - at
             into[:here] = self._data[at:]
             into[here:size] = self._data[: size - here]
-        self._pass(size, there - size)
+        self.advance(size, there - size)
         return size
 
-    def take_if(self, expected: bytes) -> bool:
-        """Take all that is there if it is these bytes and in one piece; else nothing is taken."""
-        size, at = len(expected), self._head & self._capacity - 1
-        if self._words[_TAIL] - self._head != size or self._data[at : at + size] != expected:
-            return False
-        self._pass(size, 0)
-        return True
+    def take_if(self, expected: bytes, into: memoryview = NO_DATA) -> bool:
+        """Take all that is there if it begins with these bytes and what is behind them fills `into`; else nothing.
 
-    def look_for(self, size: int, times: int) -> bool:
-        """Whether there seem to be so many bytes, looked for so many times."""
-        words, tail = self._words, self._head + size
-        for _ in range(times):
-            if words[_TAIL] >= tail:
-                break
-        else:
-            return False
-        return True
-
-    def take_data_if(self, expected: bytes, into: memoryview) -> bool:
-        """Take all that is there if it begins with these bytes and what is behind them fills `into`; else nothing."""
-        size, at = len(expected) + len(into), self._head & self._capacity - 1
+        What goes around the ring's end within `expected` is left to `take`.
+        """
+        size, at = len(expected) + len(into), self.head & self._capacity - 1
         data_at = at + len(expected)
-        # Where the first bytes go around the end they are left to `take`.
-        if self._words[_TAIL] - self._head != size or self._data[at:data_at] != expected:
+        if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
-        here = self._capacity - data_at
-        if here >= len(into):
-            into[:] = self._data[data_at : data_at + len(into)]
-        else:
-            into[:here] = self._data[data_at:]
-            into[here:] = self._data[: len(into) - here]
-        self._pass(size, 0)
+        if into:
+            here = self._capacity - data_at
+            if here >= len(into):
+                into[:] = self._data[data_at : data_at + len(into)]
+            else:
+                into[:here] = self._data[data_at:]
+                into[here:] = self._data[: len(into) - here]
+        self.advance(size, 0)
         return True
 
-    def _pass(self, size: int, left: int) -> None:
+    def advance(self, size: int, left: int) -> None:
+        """Count so many bytes as taken, and wake the writer if it waits for room and no more than `left` are in it."""
         words = self._words
-        words[_HEAD] = self._head = self._head + size
+        words[_HEAD] = self.head = self.head + size
         self._barrier.acquire(False)
         self._barrier.release()
         if words[_WRITER_SLEEPS] and left * 2 <= self._capacity:

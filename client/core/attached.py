@@ -89,6 +89,7 @@ class Attached:
         attached: What the worker said of it.
         end: How it ended; None while it lives.
         dropped: Handles whose last reference went, to be freed by the next operation.
+        freed: Those whose free is under way, with its number: done once any later request is answered.
         limit: How long an operation may take.
         chunk_bytes: Into what pieces copies are cut.
         quiet_bytes: How large a write is not waited for.
@@ -112,7 +113,7 @@ class Attached:
         self.chunk_bytes = DATA_CHUNK_BYTES
         self.quiet_bytes = 0
         self._max_payload_bytes = 0
-        self._freed: deque[tuple[int, Opcode, int]] = deque()
+        self.freed: deque[tuple[int, Opcode, int]] = deque()
         self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
         self._alloc = Prompter(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
         self.recorder: object = None
@@ -243,9 +244,9 @@ class Attached:
 
         Raises its failure, LinkEnded where why it failed is still to be found out.
         """
-        if not self._freed and not isinstance(result, Failure):
+        if not self.freed and not isinstance(result, Failure):
             return
-        freed, self._freed = self._freed, deque()
+        freed, self.freed = self.freed, deque()
         if not isinstance(result, Failure):
             return
         failed_at = result.failed_request_id
@@ -264,7 +265,7 @@ class Attached:
         for _ in range(min(len(self.dropped), FREES_PER_FLUSH)):
             op, handle = self.dropped.popleft()
             request_id = self.connection.next_request_id()
-            self._freed.append((request_id, op, handle))
+            self.freed.append((request_id, op, handle))
             payload = HANDLE.pack(handle)
             frames.append(build_frame(op, payload, request_id=request_id, session_id=self.session_id, flags=Flag.QUIET))
         return b"".join(frames)

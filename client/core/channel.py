@@ -12,6 +12,7 @@ from typing import Any, Final
 from gpulease.client.core.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
+from gpulease.protocol.ring import NO_DATA
 from gpulease.protocol.sharing import MAX_DESCRIPTORS
 
 MAX_PARTS_PER_SEND: Final = 16
@@ -56,15 +57,12 @@ class Channel:
         """The same for a frame that is packed of five fields."""
         return False
 
-    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
         """Send a small request and look for its reply: whether exactly that came; None if nothing was sent.
 
-        If not, `feed` is to be called once the link expects the reply. `more_ns`: how long the work itself takes.
+        The reply is `reply`, and behind it data for all of `into`. If another came, or none in time, `feed` is to be
+        called once the link expects it. `more_ns`: how long the work itself takes.
         """
-        return None
-
-    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
-        """The same for a reply that begins with `reply` and goes on with data for all of `into`."""
         return None
 
     def feed(self) -> None:

@@ -77,11 +77,7 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
         yield from session.staging.write(session, buffer.handle, offset, data)
         return
     if len(data) <= session.quiet_bytes:
-        number = session.connection.next_request_id()
-        prefix = mem_write_prefix(
-            buffer.handle, offset, len(data), request_id=number, session_id=session.session_id, quiet=True
-        )
-        yield from send(session.channel, (prefix, data), limit)
+        yield from send(session.channel, (quiet_prefix(session, buffer, offset, data), data), limit)
         return
     own_requests = []
     for at in range(0, len(data), session.chunk_bytes):
@@ -102,6 +98,14 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
         )
         yield from send(session.channel, (prefix, piece), limit)
     session.settle((yield from receive(session.channel, request_id, limit)), "mem_write", own_requests)
+
+
+def quiet_prefix(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> bytes:
+    """What goes before the data of a write that is not waited for."""
+    number = session.connection.next_request_id()
+    return mem_write_prefix(
+        buffer.handle, offset, len(data), request_id=number, session_id=session.session_id, quiet=True
+    )
 
 
 def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.patience import Patience
+from gpulease.protocol.ring import NO_DATA
 
 FLUSH_BYTES: Final = 8 << 10
 """So much is sent at once: between 4 and 16 KiB a launch costs the least, client and worker together."""
@@ -45,8 +46,6 @@ BLOCKED_PAUSE_S: Final = 2e-3
 CLOSE_LIMIT_S: Final = 0.2
 """How long closing a session waits for its socket to take what is left. Stops a peer that never reads from holding up
 a program's end."""
-
-_NOTHING: Final = memoryview(bytearray())
 
 
 class _Outbox:
@@ -135,15 +134,8 @@ class GatheringChannel(Channel):
                 os.sched_yield()
         return False
 
-    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
         """See Channel; takes along what gathered."""
-        return self._ask(request, reply, _NOTHING, more_ns)
-
-    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
-        """See Channel."""
-        return self._ask(request, reply, into)
-
-    def _ask(self, request: bytes, reply: bytes, into: memoryview, more_ns: int = 0) -> bool | None:
         if not self._patience.spin_ns:
             return None
         with self._lock:

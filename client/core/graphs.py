@@ -1,6 +1,5 @@
 """Launch graphs on this side: what a recorded one knows, and how it is made, launched and closed."""
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -13,7 +12,7 @@ from gpulease.client.handles import Buffer, Handle, Module, StreamHandle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET, graph_launch_payload
+from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET, graph_launch_payload
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_GRAPH_BYTES
 from gpulease.protocol.messages import GraphCreate
@@ -166,7 +165,7 @@ class Graphed(Streamed):
 
     def close_graph(self, graph: GraphHandle) -> Procedure[None]:
         """Free it; what was queued of it runs to its end."""
-        yield from self._operation("close", self.ask(Opcode.GRAPH_DESTROY, struct.pack(">Q", graph.handle)))
+        yield from self._operation("close", self.ask(Opcode.GRAPH_DESTROY, HANDLE.pack(graph.handle)))
         graph.let_go()
 
 

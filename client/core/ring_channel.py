@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,7 @@ from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, TcpAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import LOOKS_PER_CLOCK, RingLayout, client_ends
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, RingLayout, client_ends
 from gpulease.protocol.sharing import Given, Wanted
 
 BELLS_BYTES: Final = 4096
@@ -83,39 +83,28 @@ class RingChannel(Channel):
 
     def spin(self) -> bool:
         """See Channel."""
-        return self._spin(self._replies.look) and self.pump()
+        return self._spin(1) and self.pump()
 
-    def _spin(self, look: Callable[[int], bool], more_ns: int = 0) -> bool:
-        """Whether a look found something; `more_ns`: how much longer to look, where the work itself takes so long."""
-        clock, yields = time.monotonic_ns, self._yields
+    def _spin(self, least: int, more_ns: int = 0) -> bool:
+        """Whether so many bytes came; `more_ns`: how much longer to look, where the work itself takes so long."""
+        clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
-        while not look(1 if yields else LOOKS_PER_CLOCK):
+        while not look(1 if yields else LOOKS_PER_CLOCK, least):
             if clock() >= until:
                 return False
             if yields:
                 os.sched_yield()
         return True
 
-    def ask(self, request: bytes, reply: bytes, more_ns: int = 0) -> bool | None:
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
         """See Channel."""
         requests, replies = self._requests, self._replies
         try:
             if replies.has_bytes or not requests.put_whole(request):
                 return None
-            return self._spin(replies.look, more_ns) and replies.take_if(reply)
+            return self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into)
         except (OSError, FramingError):
             return False  # no peer: whoever waits for the reply finds out
-
-    def ask_data(self, request: bytes, reply: bytes, into: memoryview) -> bool | None:
-        """See Channel."""
-        requests, replies = self._requests, self._replies
-        size = len(reply) + len(into)
-        try:
-            if replies.has_bytes or not requests.put_whole(request):
-                return None
-            return self._spin(partial(replies.look_for, size)) and replies.take_data_if(reply, into)
-        except (OSError, FramingError):
-            return False
 
     def doze(self, *, for_room: bool) -> bool:
         """See Channel."""

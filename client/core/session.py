@@ -16,7 +16,7 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC, mem_write_prefix
+from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
 from gpulease.protocol.messages import ModuleLoad
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
@@ -73,15 +73,7 @@ class SessionState(Graphed):
             try:
                 view = memoryview(data).cast("B")
                 if 0 < len(view) <= self.quiet_bytes and 0 <= offset <= buffer.size_bytes - len(view):
-                    prefix = mem_write_prefix(
-                        buffer.handle,
-                        offset,
-                        len(view),
-                        request_id=self.connection.next_request_id(),
-                        session_id=self.session_id,
-                        quiet=True,
-                    )
-                    if self.put(prefix, view):
+                    if self.put(copies.quiet_prefix(self, buffer, offset, view), view):
                         return None
                 elif self.arena is not None:
                     return self._write_arena(buffer, offset, data)

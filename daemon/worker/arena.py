@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context
-from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.replies import empty
 from gpulease.daemon.worker.wires import sealed_memory
 from gpulease.protocol.errors import BodyError
@@ -99,13 +98,11 @@ class Arena:
             first = after
 
 
-class ArenaDesk:
-    """A session's copies between its allocations and its arena, once it has one."""
+class ArenaDesk(Desk):
+    """A session's copies between its allocations and its arena, once it has one; see Desk."""
 
-    def __init__(self, ledger: Ledger, context: Context, check_lease: Callable[[], None]) -> None:
-        self._ledger = ledger
-        self._context = context
-        self._check_lease = check_lease
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
         self._arena: Arena | None = None
 
     def open(self, wanted_bytes: int) -> Arena:
@@ -121,7 +118,7 @@ class ArenaDesk:
             self._arena = None
 
     def write(self, frame: Frame) -> bytes:
-        """ARENA_WRITE. Raises BodyError, Refused, DriverError, and what the look at the lease raises.
+        """ARENA_WRITE.
 
         A quiet one is only begun: a later copy in its stream with a reply, or a wait for the stream, waits for it too.
         """

@@ -5,16 +5,15 @@ nothing of it is kept but why. So a replay has nothing to check but what its own
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from struct import Struct
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context
 from gpulease.daemon.drivers.steps import CopyStep, DataStep, Graph, KernelStep, Step
 from gpulease.daemon.worker.arena import ArenaDesk
+from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.launching import Plan, Planner
-from gpulease.daemon.worker.ledger import Ledger, Refused, invalid_handle
+from gpulease.daemon.worker.ledger import Refused, invalid_handle
 from gpulease.daemon.worker.page import Counter
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.codec import parse_body
@@ -110,33 +109,19 @@ class _Recorded:
     latest: bytes | None = None
 
 
-class GraphDesk:
-    """Each of `create`, `launch` and `destroy` does one operation and gives its reply; see `MemoryDesk` for errors.
+class GraphDesk(Desk):
+    """See Desk.
 
     Attributes:
-        may_have_grown: The context was made to take memory of the card; whoever looks resets it.
         recent: Request ids of the latest replays.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        context: Context,
-        planner: Planner,
-        arena: ArenaDesk,
-        counters: memoryview,
-        count: Callable[[], None],
-        check_lease: Callable[[], None],
-    ) -> None:
-        """Args: counters: The control page's. count: Called when what the session holds has changed."""
-        self._ledger = ledger
-        self._context = context
+    def __init__(self, holdings: Holdings, planner: Planner, arena: ArenaDesk, counters: memoryview) -> None:
+        """Args: counters: The control page's."""
+        super().__init__(holdings)
         self._planner = planner
         self._arena = arena
         self._counters = counters
-        self._count = count
-        self._check_lease = check_lease
-        self.may_have_grown = False
         self.recent: deque[int] = deque(maxlen=RECENT)
         self._graphs: dict[int, _Recorded] = {}
         self._last_number = 0
@@ -152,7 +137,7 @@ class GraphDesk:
         part_count = len(body.nodes) + len(body.buffers) + len(body.parameters) + len(body.places)
         self._check_room(part_count, size_bytes)
         built, parameters = self._checked(body)
-        self.may_have_grown = True
+        self._holdings.may_have_grown = True
         graph = self._context.graph(built.steps, self._ledger.check_graph, self._check_lease)
         self._last_number += 1
         number = self._last_number

@@ -1,12 +1,10 @@
 """A session's allocations, and copies to and from them whose bytes are on the wire."""
 
 import mmap
-from collections.abc import Callable
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context
+from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.intake import Slots
-from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.replies import empty, number
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import HANDLE, MEM_ALLOC, MEM_READ, data_prefix, parse_fixed, parse_mem_write
@@ -21,26 +19,18 @@ PINNED_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Of the memory for that: a reply of the advised size. Pinned memory stays, so what is larger goes another way."""
 
 
-class MemoryDesk:
-    """Each method does one operation and gives its reply.
-
-    They raise BodyError, Refused, DriverError, and what the look at the lease raises.
+class MemoryDesk(Desk):
+    """See Desk.
 
     Attributes:
         slots: Pinned memory that large writes may be received into.
     """
 
-    def __init__(
-        self, ledger: Ledger, context: Context, count: Callable[[], None], check_lease: Callable[[], None]
-    ) -> None:
-        """Args: count: Called when what the session holds has changed."""
-        self._ledger = ledger
-        self._context = context
-        self._count = count
-        self._check_lease = check_lease
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
         self._staging = bytearray()
         self._pinned: memoryview | None = None
-        self.slots = Slots(context)
+        self.slots = Slots(holdings.context)
 
     def alloc(self, frame: Frame) -> bytes:
         """MEM_ALLOC."""

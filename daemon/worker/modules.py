@@ -1,10 +1,8 @@
 """A session's modules: loading, telling what is in them, unloading."""
 
-from collections.abc import Callable
-
-from gpulease.daemon.drivers.interface import Context, ImageRejected, Module
+from gpulease.daemon.drivers.interface import ImageRejected, Module
+from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.launching import Planner
-from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
@@ -13,34 +11,19 @@ from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded
 
 
-class ModuleDesk:
-    """Each method does one operation and gives its reply; see `MemoryDesk` for what they raise.
+class ModuleDesk(Desk):
+    """See Desk."""
 
-    Attributes:
-        may_have_grown: The context was made to load something; whoever looks resets it.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        context: Context,
-        planner: Planner,
-        count: Callable[[], None],
-        check_lease: Callable[[], None],
-    ) -> None:
-        self._ledger = ledger
-        self._context = context
+    def __init__(self, holdings: Holdings, planner: Planner) -> None:
+        super().__init__(holdings)
         self._planner = planner
-        self._count = count
-        self._check_lease = check_lease
-        self.may_have_grown = False
 
     def load(self, frame: Frame) -> bytes:
         """MODULE_LOAD."""
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
         module = self._context.module_load(image, self._ledger.check_module)
-        self.may_have_grown = True
+        self._holdings.may_have_grown = True
         number = self._ledger.add_module(module, len(image))
         self._count()
         try:

@@ -16,6 +16,7 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected, NativeLaunch
 from gpulease.daemon.worker.arena import ArenaDesk
+from gpulease.daemon.worker.desks import Holdings
 from gpulease.daemon.worker.graphs import GraphDesk
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.launching import Planner
@@ -33,9 +34,7 @@ from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader
-from gpulease.protocol.messages import (
-    Ping,
-)
+from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
 # Plain integers: looking a member up on its enum costs as much as the rest of a check.
@@ -78,7 +77,6 @@ class Session:
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
-        self._may_have_grown = False
         self._context = context
         self._ledger = ledger
         self._page = page
@@ -89,14 +87,13 @@ class Session:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
-        memory = MemoryDesk(ledger, context, self._count, self._check_lease)
+        self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease)
+        memory = MemoryDesk(holdings)
         self.slots = memory.slots
-        self._modules = modules = ModuleDesk(ledger, context, self._planner, self._count, self._check_lease)
-        self.arena = ArenaDesk(ledger, context, self._check_lease)
-        self.streams = streams = StreamDesk(context, ledger, self._count, self._check_lease)
-        self._graphs = graphs = GraphDesk(
-            ledger, context, self._planner, self.arena, page.counters, self._count, self._check_lease
-        )
+        modules = ModuleDesk(holdings, self._planner)
+        self.arena = ArenaDesk(holdings)
+        self.streams = streams = StreamDesk(holdings)
+        self._graphs = graphs = GraphDesk(holdings, self._planner, self.arena, page.counters)
         self._sync_pattern = SyncPattern(lease_id)
         self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
         if native is not None and not self.watch.is_on:
@@ -177,12 +174,8 @@ class Session:
 
     def take_growth(self) -> bool:
         """Whether the context was made to do what can take memory of the card by itself; told once."""
-        modules, streams, graphs = self._modules, self.streams, self._graphs
-        # Written out, because it is asked after every reply.
-        if not (self._may_have_grown or modules.may_have_grown or streams.may_have_grown or graphs.may_have_grown):
-            return False
-        self._may_have_grown = modules.may_have_grown = streams.may_have_grown = graphs.may_have_grown = False
-        return True
+        has_grown, self._holdings.may_have_grown = self._holdings.may_have_grown, False
+        return has_grown
 
     @contextlib.contextmanager
     def serving(self, guest: Guest) -> Iterator[None]:
@@ -306,7 +299,7 @@ class Session:
             raise
         if self._planner.has_new_kernel:
             self._planner.has_new_kernel = False
-            self._may_have_grown = True
+            self._holdings.may_have_grown = True
             self._count()
         self._counters[_LAUNCHES] += 1
         return b"" if frame.flags else empty(frame)

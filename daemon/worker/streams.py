@@ -4,11 +4,10 @@ Each connection has a place of its own: its streams are nobody else's, and go wi
 is selected whenever that changes, so that launches and copies need not know of streams at all.
 """
 
-from collections.abc import Callable
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context
-from gpulease.daemon.worker.ledger import Ledger, Refused, invalid_handle
+from gpulease.daemon.worker.desks import Desk, Holdings
+from gpulease.daemon.worker.ledger import Refused, invalid_handle
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
@@ -36,30 +35,18 @@ class Place:
         self.known = {DEFAULT: DEFAULT}
 
 
-class StreamDesk:
-    """Each method that takes a frame does one operation and gives its reply; see `MemoryDesk` for what they raise.
+class StreamDesk(Desk):
+    """See Desk.
 
     Attributes:
         place: The connection's that is served now.
-        may_have_grown: A stream was made, which can take memory of the card; whoever looks resets it.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        count: Callable[[], None],
-        check_lease: Callable[[], None],
-    ) -> None:
-        """Args: count: Called when what the session holds has changed."""
-        self._context = context
-        self._ledger = ledger
-        self._count_bytes = count
-        self._check_lease = check_lease
-        self._count = 0
+    def __init__(self, holdings: Holdings) -> None:
+        super().__init__(holdings)
+        self._stream_count = 0
         self._last = DEFAULT
         self.place = Place()
-        self.may_have_grown = False
 
     def sit(self, place: Place) -> None:
         """Serve this connection from now on."""
@@ -76,7 +63,7 @@ class StreamDesk:
         """STREAM_CREATE."""
         if frame.payload:
             raise BodyError("STREAM_CREATE takes no payload")
-        if self._count >= MAX_STREAMS:
+        if self._stream_count >= MAX_STREAMS:
             raise Refused(
                 Failure(
                     Status.BUSY,
@@ -84,11 +71,11 @@ class StreamDesk:
                     hint="Use fewer, and let go of those that are no longer needed.",
                 )
             )
-        self._ledger.keep_streams(self._context.streams_bytes(self._count + 1))
-        self._count_bytes()
+        self._ledger.keep_streams(self._context.streams_bytes(self._stream_count + 1))
+        self._count()
         stream = self._context.stream_create()
-        self.may_have_grown = True
-        self._count += 1
+        self._holdings.may_have_grown = True
+        self._stream_count += 1
         self._last += 1
         self.place.known[self._last] = stream
         return done(frame, Handle(self._last))
@@ -137,7 +124,7 @@ class StreamDesk:
 
     def _let_go(self, place: Place, number: int) -> None:
         self._context.stream_destroy(place.known.pop(number))
-        self._count -= 1
+        self._stream_count -= 1
         if place.selected == number:
             place.selected = DEFAULT
             if place is self.place:

@@ -211,12 +211,12 @@ class RingWire:
         It moves this side's counters, and wakes nobody: that is done here.
         """
         ends, requests, replies = self._ends, self._requests, self._replies
-        ends.head, ends.spins_left = requests._head, spins_left
-        ends.tail, ends.reply_head = replies._tail, replies._head
+        ends.head, ends.spins_left = requests.head, spins_left
+        ends.tail, ends.reply_head = replies.tail, replies.head
         outcome = serve_ring(ends)
-        requests._head, replies._tail, replies._head = ends.head, ends.tail, ends.reply_head
+        requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
         if outcome is Outcome.WAKE_WRITER:
-            requests._pass(0, 0)
+            requests.advance(0, 0)
         elif outcome is Outcome.WAKE_READER:
             try:
                 replies.put(b"")

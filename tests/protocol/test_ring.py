@@ -256,9 +256,9 @@ def test_expected_data(before: int, head: bytes, surplus: int) -> None:
     ring.take(MIN_RING_BYTES)
     ring.writer.put_whole(head, data + bytes(surplus))
     size = len(head) + 100 + surplus
-    assert ring.reader.look_for(size, 3)
-    assert not ring.reader.look_for(size + 1, 3)
-    taken = ring.reader.take_data_if(b"head", memoryview(into))
+    assert ring.reader.look(3, size)
+    assert not ring.reader.look(3, size + 1)
+    taken = ring.reader.take_if(b"head", memoryview(into))
     is_whole = before + 4 <= MIN_RING_BYTES
     assert taken == (head == b"head" and not surplus and is_whole)
     assert into == (data if taken else bytes(100))
@@ -298,7 +298,7 @@ def test_what_is_behind_a_known_front_is_taken_only_if_that_is_all() -> None:
     for data in (b"frontabc", b"frontab", b"frontabcd", b"fr0ntabc"):
         ring.writer.put(data)
         into = bytearray(3)
-        assert ring.reader.take_data_if(b"front", memoryview(into)) == (data == b"frontabc")
+        assert ring.reader.take_if(b"front", memoryview(into)) == (data == b"frontabc")
         assert into == (b"abc" if data == b"frontabc" else bytes(3))
         assert ring.take(9) == (b"" if data == b"frontabc" else data)
 
@@ -309,6 +309,6 @@ def test_a_known_front_that_wraps_is_left_to_the_general_way() -> None:
     while is_taken:
         into = bytearray(4)
         assert ring.writer.put_whole(b"frontabc!")
-        is_taken = ring.reader.take_data_if(b"front", memoryview(into))
+        is_taken = ring.reader.take_if(b"front", memoryview(into))
         assert into == (b"abc!" if is_taken else bytes(4))
     assert ring.take(9) == b"frontabc!"
