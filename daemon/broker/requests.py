@@ -9,7 +9,7 @@ from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, inventory, lease_report, remaining_ms
-from gpulease.daemon.broker.runtime import Outcome, Runtime
+from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import (
@@ -21,6 +21,7 @@ from gpulease.daemon.core import (
     FreeRequested,
     Granted,
     LeaseSnapshot,
+    Outcome,
     Renewed,
     RenewRequested,
     RequesterGone,

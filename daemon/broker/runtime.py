@@ -27,8 +27,6 @@ from gpulease.daemon.core import (
     Denied,
     Effect,
     Event,
-    FenceCleared,
-    Freed,
     Granted,
     HoldTimerFired,
     KillWorker,
@@ -36,12 +34,12 @@ from gpulease.daemon.core import (
     LeaseSnapshot,
     LeaseState,
     LeaseTable,
+    Outcome,
     PoolTimerFired,
     ProveReclaimed,
     RefuseWork,
     RenameWorker,
     Renewed,
-    RevokeDone,
     SetDeadline,
     SpawnWorker,
     TimerFired,
@@ -51,12 +49,12 @@ from gpulease.daemon.core import (
     WarmState,
     WarmUp,
 )
+from gpulease.daemon.journal import Journal
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity
 
 NS_PER_S = 1_000_000_000
 
-Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied
 OnOutcome = Callable[[Outcome], None]
 
 _log = logging.getLogger("gpulease.leases")
@@ -66,14 +64,22 @@ class Runtime:
     """Carries out what the lease table wants done."""
 
     def __init__(
-        self, table: LeaseTable, source: CardSource, workers: Workers, tokens: TokenOffice, recorder: Recorder
+        self,
+        table: LeaseTable,
+        source: CardSource,
+        workers: Workers,
+        tokens: TokenOffice,
+        recorder: Recorder,
+        journal: Journal | None = None,
     ) -> None:
         self.table = table
         self.tokens = tokens
         self.turns = Turns()
         self.workers = workers
         self.recorder = recorder
+        self.journal = journal or Journal()
         recorder.observe(table.get, self.post)
+        self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
@@ -131,7 +137,8 @@ class Runtime:
             while self._events:
                 event, now_ns = self._events.popleft(), time.monotonic_ns()
                 effects = self.table.handle(event, now_ns)
-                # Before any of it is carried out: nobody is told what is not on its way to the audit log.
+                # Before any of it is carried out: nobody is told what is on its way to neither journal nor audit log.
+                self.journal.saw(event, effects, now_ns)
                 self.recorder.saw(event, effects, now_ns)
                 for effect in effects:
                     self._try(effect)
@@ -241,7 +248,15 @@ class Runtime:
         on_outcome = self._waiting.pop(outcome.request, None)
         if on_outcome is None:
             return
-        if isinstance(outcome, Granted):
-            self.recorder.answer(outcome, on_outcome)
-        else:
-            on_outcome(outcome)
+        self.journal.answer(outcome, lambda told: self._answer_kept(outcome, told, on_outcome))
+
+    def _answer_kept(self, outcome: Outcome, told: Outcome, on_outcome: OnOutcome) -> None:
+        """What the table said is on the disk, or `told` says that it can't be brought there."""
+        if isinstance(told, Granted):
+            self.recorder.answer(told, on_outcome)
+            return
+        if isinstance(outcome, Granted | Renewed) and isinstance(told, Denied):
+            operation = "LEASE_ALLOC" if isinstance(outcome, Granted) else "LEASE_RENEW"
+            lease = outcome.lease
+            self.recorder.refused(operation, lease.tenant, lease.lease_id, told.denial.message)
+        on_outcome(told)

@@ -17,6 +17,7 @@ from gpulease.daemon.core.effects import (
     Granted,
     KillWorker,
     LeaseEnded,
+    Outcome,
     ProveReclaimed,
     RefuseWork,
     RenameWorker,
@@ -33,6 +34,7 @@ from gpulease.daemon.core.events import (
     FenceClearRequested,
     FreeRequested,
     HoldTimerFired,
+    LeaseRestored,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -47,9 +49,11 @@ from gpulease.daemon.core.events import (
     WaitTimerFired,
     WorkerExited,
     WorkerFailed,
+    WorkerFound,
     WorkerReady,
 )
 from gpulease.daemon.core.invariants import InvariantBroken
+from gpulease.daemon.core.keeping import KeptCard, KeptLease, KeptWarm, Past
 from gpulease.daemon.core.leases import (
     TRANSITIONS,
     Cause,
@@ -89,11 +93,17 @@ __all__ = [
     "HoldTimerFired",
     "InvalidTransition",
     "InvariantBroken",
+    "KeptCard",
+    "KeptLease",
+    "KeptWarm",
     "KillWorker",
     "LeaseEnded",
+    "LeaseRestored",
     "LeaseSnapshot",
     "LeaseState",
     "LeaseTable",
+    "Outcome",
+    "Past",
     "PoolTimerFired",
     "ProveReclaimed",
     "ReclaimFailed",
@@ -122,5 +132,6 @@ __all__ = [
     "WarmUp",
     "WorkerExited",
     "WorkerFailed",
+    "WorkerFound",
     "WorkerReady",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from gpulease.daemon.core.cards import Card, CardAccount
 from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.core.limits import CoreLimits
+from gpulease.daemon.core.revoked import RevokedIds
 from gpulease.daemon.core.waiting import WaitingLine
 from gpulease.daemon.core.warm import WarmContext
 
@@ -22,6 +23,7 @@ class Book:
         bytes_by_tenant: Of what size they are together; likewise.
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
+        revoked: Every lease that was revoked, also those that are forgotten otherwise.
         warm: The contexts of the pool, by number.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
@@ -36,6 +38,7 @@ class Book:
         self.bytes_by_tenant: Counter[str] = Counter()
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
+        self.revoked = RevokedIds()
         self.warm: dict[int, WarmContext] = {}
         self.line = WaitingLine(limits)
         self.has_freed_room = False
@@ -52,15 +55,23 @@ class Book:
 
     def is_used(self, lease_id: int) -> bool:
         """Whether a lease had, has or is to have this id."""
-        return lease_id in self.live or lease_id in self.ended or self.line.has_lease_id(lease_id)
+        is_known = lease_id in self.live or lease_id in self.ended or lease_id in self.revoked
+        return is_known or self.line.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
         """Enter a new lease and hold its bytes."""
-        self.live[lease.lease_id] = lease
+        self._enter(lease)
         self.pending[lease.request] = lease.lease_id
-        self.live_by_tenant[lease.tenant] += 1
-        self.bytes_by_tenant[lease.tenant] += lease.size_bytes
         self.account_by_uuid[lease.card_uuid].take(lease)
+
+    def restore(self, lease: Lease) -> None:
+        """Enter a lease that was there before this table, and hold its bytes."""
+        self._enter(lease)
+        account = self.account_by_uuid[lease.card_uuid]
+        account.restore(lease)
+        if lease.state is LeaseState.FENCED:
+            self.fenced[lease.lease_id] = lease
+            account.fenced_bytes += lease.charge_bytes
 
     def leave_pending(self, lease: Lease) -> None:
         """Nobody waits for the lease's worker any more."""
@@ -101,7 +112,17 @@ class Book:
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
-        self.ended[lease.lease_id] = lease.snapshot()
+        if lease.tenant:
+            self.remember(lease.snapshot())
+        self.has_freed_room = True
+
+    def remember(self, ended: LeaseSnapshot) -> None:
+        """Know of a lease that was torn down, until too many others were."""
+        self.ended[ended.lease_id] = ended
         if len(self.ended) > self.limits.max_tombstones:
             self.ended.popitem(last=False)
-        self.has_freed_room = True
+
+    def _enter(self, lease: Lease) -> None:
+        self.live[lease.lease_id] = lease
+        self.live_by_tenant[lease.tenant] += 1
+        self.bytes_by_tenant[lease.tenant] += lease.size_bytes

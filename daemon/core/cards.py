@@ -190,6 +190,13 @@ class CardAccount:
         self.leases_by_tenant[lease.tenant] += 1
         self.exclusive_leases += lease.exclusivity in ALONE
 
+    def restore(self, lease: Lease) -> None:
+        """Hold the bytes of a lease that was there before this table."""
+        self.held_bytes += lease.charge_bytes
+        self.leases += 1
+        self.leases_by_tenant[lease.tenant] += 1
+        self.exclusive_leases += lease.exclusivity in ALONE
+
     def give_back(self, lease: Lease) -> None:
         """Let go of a lease's bytes; they are proved free, or an operator vouched for them."""
         self.held_bytes -= lease.charge_bytes

@@ -142,6 +142,12 @@ def not_found(lease_id: int) -> Denial:
     )
 
 
+def revoked_long_ago(lease_id: int) -> Denial:
+    """A lease of which nothing is remembered but that it was revoked."""
+    reason, what, hint = _ENDED[Cause.REVOKED]
+    return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
+
+
 def shutting_down() -> Denial:
     """Nobody is let in any more."""
     return Denial(

@@ -177,6 +177,9 @@ class LeaseEnded:
     story: tuple[StoryEntry, ...]
 
 
+Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied
+"""What a request is answered with."""
+
 Effect = (
     SpawnWorker
     | WarmUp

@@ -8,6 +8,7 @@ proofs is said of warm contexts too, by their numbers.
 from dataclasses import dataclass
 from enum import Enum
 
+from gpulease.daemon.core.keeping import KeptLease
 from gpulease.daemon.core.leases import Cause
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
@@ -174,6 +175,33 @@ class FenceClearRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseRestored:
+    """A lease that an earlier table left; told before anything else, once each.
+
+    Attributes:
+        kept: What was kept of it, and what its control page says: the later deadline, the higher generation; DRAINING
+            if its revocation word is flipped.
+        has_worker: Its worker lives. If not, it was reaped, or will be by whoever its parent is.
+    """
+
+    kept: KeptLease
+    has_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFound:
+    """A worker of an earlier daemon that no kept lease has, alive or dead; told before anything else, once each.
+
+    `lease_id` is what it is known by: a lease's id, or a warm context's number. It is killed, its bytes are proved
+    back, and nothing is remembered of it.
+    """
+
+    lease_id: int
+    card_uuid: str
+    charge_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon stops: nobody is let in, everybody is let go."""
 
@@ -196,5 +224,7 @@ Event = (
     | ReclaimProved
     | ReclaimFailed
     | FenceClearRequested
+    | LeaseRestored
+    | WorkerFound
     | ShutdownRequested
 )

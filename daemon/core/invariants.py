@@ -75,7 +75,8 @@ def _validate_story(book: Book, lease: Lease) -> None:
     _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
     ends = sum(entry.finish is LeaseState.DRAINING for entry in story)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
-    _require(lease.charge_bytes >= lease.size_bytes > 0, f"{name} is charged {lease.charge_bytes} bytes.")
+    is_charged = lease.charge_bytes >= lease.size_bytes and (lease.size_bytes > 0 or lease.is_restored)
+    _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
 
 
 def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
@@ -85,14 +86,20 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     alone = sum(lease.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
-    _require(0 <= held <= card.capacity_bytes, f"{name} holds {held} of {card.capacity_bytes} bytes.")
+    # What was restored may be more than there is, or what belongs alone; then nothing was let in beside it.
+    is_all_restored = all(lease.is_restored for lease in leases)
+    _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
     by_tenant = Counter(lease.tenant for lease in leases)
     _require(account.leases_by_tenant == by_tenant, f"{name} counts leases per tenant that are not there.")
     _require(account.exclusive_leases == alone, f"{name} counts {account.exclusive_leases} lone leases.")
-    _require(not alone or len(leases) == 1, f"{name} has a lease that must be alone, and {len(leases)} in all.")
+    _require(
+        not alone or len(leases) == 1 or is_all_restored,
+        f"{name} has a lease that must be alone, and {len(leases)} in all.",
+    )
     for lease in leases:
-        _require(lease.charge_bytes == account.charge_bytes(lease.size_bytes), f"{_name(lease)} is mischarged.")
+        is_rightly_charged = lease.charge_bytes == account.charge_bytes(lease.size_bytes) or lease.is_restored
+        _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
         is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
 
@@ -114,9 +121,14 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     knows = set(account.awaiting) == {lease.lease_id for lease in waiting}
     _require(knows, f"{name} does not know who waits for warm contexts to leave.")
     used = held - awaited + warm
-    _require(used <= capacity, f"{name} may have {used} of {capacity} bytes in use.")
+    is_new_in = any(lease.charge_bytes > lease.awaited_bytes and not lease.is_restored for lease in leases)
+    is_new_in = is_new_in or not all(context.is_restored for context in contexts)
+    _require(used <= capacity or not is_new_in, f"{name} may have {used} of {capacity} bytes in use.")
     promised = held - never + stuck + yielding
-    _require(promised <= capacity, f"{name} promises {promised} of {capacity} bytes, and nobody leaves.")
+    is_new_in = is_new_in or bool(waiting)
+    _require(
+        promised <= capacity or not is_new_in, f"{name} promises {promised} of {capacity} bytes, and nobody leaves."
+    )
     first = next(iter(account.awaiting.values()), None)
     _require(first is None or used + first.awaited_bytes > capacity, f"{name} has room for a lease that waits for it.")
     pending = sum(lease.state is LeaseState.PENDING for lease in leases)
@@ -136,19 +148,23 @@ def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> No
     _require(context.warm_id >= FIRST_WARM_ID, f"{name} has a lease's number.")
     _require(book.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
     _require(context.card_uuid == account.card.uuid, f"{name} is on another card.")
-    _require(context.charge_bytes == account.card.overhead_bytes, f"{name} is mischarged.")
+    is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
+    _require(is_rightly_charged, f"{name} is mischarged.")
     _require(not (context.is_worker_gone and context.state in YIELDING), f"{name} has no worker.")
 
 
 def _validate_counts(book: Book) -> None:
     limits = book.limits
     by_tenant = Counter(lease.tenant for lease in book.live.values())
+    # Bounds may have been lowered while leases outlived a daemon; whoever has some of those gets no more.
+    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored}
     on_cards = sum(len(account.warm) for account in book.accounts)
     _require(len(book.warm) == on_cards, f"{len(book.warm)} warm contexts, {on_cards} on cards.")
     _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
-    _require(len(book.live) <= limits.max_leases, f"There are {len(book.live)} leases.")
+    _require(len(book.live) <= limits.max_leases or bool(has_restored), f"There are {len(book.live)} leases.")
     for tenant, count in by_tenant.items():
-        _require(count <= limits.max_leases_of(tenant), f"Tenant {tenant!r} has {count} leases.")
+        is_allowed = count <= limits.max_leases_of(tenant) or tenant in has_restored
+        _require(is_allowed, f"Tenant {tenant!r} has {count} leases.")
     _validate_bytes(book)
     pending = sum(lease.state is LeaseState.PENDING for lease in book.live.values())
     _require(len(book.pending) == pending, f"{len(book.pending)} acquires wait for {pending} pending leases.")
@@ -161,18 +177,20 @@ def _validate_counts(book: Book) -> None:
 
 def _validate_bytes(book: Book) -> None:
     by_tenant: Counter[str] = Counter()
+    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored}
     for lease in book.live.values():
         by_tenant[lease.tenant] += lease.size_bytes
         devices = book.limits.tenants.of(lease.tenant).devices
         card = book.account_by_uuid[lease.card_uuid].card
-        may_use = devices is None or any(card.answers_to(device) for device in devices)
+        may_use = lease.is_restored or devices is None or any(card.answers_to(device) for device in devices)
         _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
     _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
     for waiter in book.line:
         by_tenant[waiter.acquire.tenant] += waiter.acquire.size_bytes
     for tenant, size_bytes in by_tenant.items():
         bound = book.limits.tenants.of(tenant).max_vram_bytes
-        _require(bound is None or size_bytes <= bound, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
+        is_allowed = bound is None or size_bytes <= bound or tenant in has_restored
+        _require(is_allowed, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
 def _validate_line(book: Book) -> None:

@@ -171,6 +171,7 @@ class Lease:
         is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
         free_request: The free that is answered when the teardown is over.
         revoke_requests: The revokes that are answered when the teardown is over.
+        is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
     """
 
     lease_id: int
@@ -199,6 +200,7 @@ class Lease:
     ended_ns: int | None = None
     is_kill_sent: bool = False
     is_worker_gone: bool = False
+    is_restored: bool = False
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
     story: list[StoryEntry] = field(default_factory=list)

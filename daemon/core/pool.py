@@ -22,12 +22,14 @@ from gpulease.daemon.core.effects import (
     Effect,
     KillWorker,
     ProveReclaimed,
+    RefuseWork,
     RenameWorker,
     SpawnWorker,
     WarmEnded,
     WarmUp,
 )
 from gpulease.daemon.core.events import Event, TimerKind
+from gpulease.daemon.core.keeping import KeptWarm
 from gpulease.daemon.core.leases import Cause, Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
 from gpulease.daemon.core.teardown import Teardown
@@ -144,6 +146,31 @@ class Pool:
             self._book.remove_warm(context)
             self._book.has_freed_room = True
         return tuple(context.warm_id for context in cleared)
+
+    # --- An earlier daemon's. -------------------------------------------------
+
+    def restore_fence(self, kept: KeptWarm) -> None:
+        """Hold the bytes of a context that could not be proved gone."""
+        context = self._enter_restored(kept.warm_id, kept.card_uuid, kept.charge_bytes, kept.reason)
+        context.state = WarmState.FENCED
+        account = self._account(kept.card_uuid)
+        account.stuck_bytes += kept.charge_bytes
+        account.fenced_bytes += kept.charge_bytes
+
+    def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
+        """Drop one that nobody here has made."""
+        context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
+        out.append(RefuseWork(warm_id, Cause.ABANDONED))
+        self._drop(context, "it was made by the daemon before this one", now_ns, out)
+
+    def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
+        # Its number is its worker's name still, in the zygote too: no other may get it.
+        self._last_id = max(self._last_id, warm_id)
+        context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
+        self._book.add_warm(context)
+        return context
+
+    # --- Room. ----------------------------------------------------------------
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Kill what is in the way of placed leases: those that are being made first, then the newest."""

@@ -24,9 +24,11 @@ from gpulease.daemon.core.effects import (
     SetDeadline,
 )
 from gpulease.daemon.core.events import Event, TimerKind
+from gpulease.daemon.core.keeping import KeptLease, KeptWarm, Past, keep
 from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState, StoryEntry, Trigger
 from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
 from gpulease.daemon.core.pool import Pool
+from gpulease.daemon.core.restoring import Restoring
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.waiting import WaiterSnapshot
 from gpulease.daemon.core.warm import WarmSnapshot
@@ -40,22 +42,32 @@ class LeaseTable:
         cards: What there is to lease.
         limits: What nobody may go over.
         warm_contexts: How many contexts each card is to have ready for leases to come.
+        past: What an earlier table left. Its leases come as events, before all others.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
     """
 
-    def __init__(self, cards: Iterable[Card], limits: CoreLimits | None = None, warm_contexts: int = 0) -> None:
+    def __init__(
+        self,
+        cards: Iterable[Card],
+        limits: CoreLimits | None = None,
+        warm_contexts: int = 0,
+        past: Past | None = None,
+    ) -> None:
         self._limits = limits or CoreLimits()
         self._book = Book(cards, self._limits, warm_contexts)
         self._teardown = Teardown(self._book)
         self._pool = Pool(self._book, self._teardown)
         self._admission = Admission(self._book, self._pool)
+        self._restoring = Restoring(self._book, self._teardown, self._pool)
+        self._restoring.recall(past or Past())
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.FreeRequested: self._on_free_requested,
+            events.LeaseRestored: self._restoring.on_lease_restored,
             events.HoldTimerFired: self._on_hold_timer_fired,
             events.PoolTimerFired: self._on_pool_timer_fired,
             events.ReclaimFailed: self._on_reclaim_failed,
@@ -70,6 +82,7 @@ class LeaseTable:
             events.WaitTimerFired: self._on_wait_timer_fired,
             events.WorkerExited: self._on_worker_exited,
             events.WorkerFailed: self._on_worker_failed,
+            events.WorkerFound: self._restoring.on_worker_found,
             events.WorkerReady: self._on_worker_ready,
         }
 
@@ -97,6 +110,16 @@ class LeaseTable:
         lease = self._book.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
+    def keep(self, lease_id: int) -> KeptLease | None:
+        """What is to outlive this table of a live lease; None of one that is pending, or not there."""
+        lease = self._book.live.get(lease_id)
+        return None if lease is None else keep(lease)
+
+    def keep_warm(self, warm_id: int) -> KeptWarm | None:
+        """The same of a warm context."""
+        found = self._book.warm.get(warm_id)
+        return None if found is None else KeptWarm(warm_id, found.card_uuid, found.charge_bytes, found.reason)
+
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
         """Every live lease, the fenced ones too, oldest first."""
         return tuple(lease.snapshot() for lease in self._book.live.values())
@@ -123,7 +146,7 @@ class LeaseTable:
         lease = self._book.live.get(lease_id)
         if lease is None:
             ended = self._book.ended.get(lease_id)
-            return denials.not_found(lease_id) if ended is None else denials.lease_ended(ended)
+            return self._unknown(lease_id) if ended is None else denials.lease_ended(ended)
         if lease.state is LeaseState.PENDING:
             return denials.lease_pending(lease.snapshot())
         if lease.state is not LeaseState.ACTIVE:
@@ -160,11 +183,11 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
 
     def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
-        if self._is_hidden(event.lease_id, event.tenant, event.is_operator):
-            out.append(Denied(event.request, denials.not_found(event.lease_id)))
+        if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+            out.append(Denied(event.request, denial))
             return
         lease = self._book.live.get(event.lease_id)
-        self._expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, out)
         denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
             event.ttl_ms, self._limits, event.tenant if lease is None else lease.tenant
         )
@@ -179,11 +202,11 @@ class LeaseTable:
         out.append(Renewed(event.request, lease.snapshot()))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
-        if self._is_hidden(event.lease_id, event.tenant, event.is_operator):
-            out.append(Denied(event.request, denials.not_found(event.lease_id)))
+        if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
+            out.append(Denied(event.request, denial))
             return
         lease = self._book.live.get(event.lease_id)
-        self._expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             lease.free_request = event.request
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
@@ -196,11 +219,11 @@ class LeaseTable:
         lease = self._book.live.get(event.lease_id)
         if lease is None:
             # Revoking twice is no mistake: the second answer is that of the first.
-            was_here = event.lease_id in self._book.ended
+            was_here = event.lease_id in self._book.ended or event.lease_id in self._book.revoked
             outcome = RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
             out.append(RevokeDone(event.request, outcome))
             return
-        self._expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.FENCED:
             out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
@@ -226,7 +249,7 @@ class LeaseTable:
         self._book.is_shutting_down = True
         self._admission.close_line(out)
         for lease in self._book.live.values():
-            self._expire_if_due(lease, now_ns, out)
+            self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was asked for", now_ns, out)
 
@@ -257,17 +280,9 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
         elif lease.state is LeaseState.ACTIVE:
             lease.is_worker_gone = True
-            self._on_active_worker_lost(lease, event.reason, now_ns, out)
+            self._teardown.on_active_worker_lost(lease, event.reason, now_ns, out)
         else:
             self._teardown.on_worker_exited(lease, now_ns, out)
-
-    def _on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        if lease.is_expired(now_ns):
-            self._expire_if_due(lease, now_ns, out)
-        elif lease.fault:
-            self._teardown.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
-        else:
-            self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
 
     def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
@@ -277,7 +292,7 @@ class LeaseTable:
 
     def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
-        self._expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state is LeaseState.ACTIVE:
             self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
 
@@ -325,7 +340,7 @@ class LeaseTable:
         if now_ns < lease.deadline_ns:
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
             return
-        self._expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, out)
 
     def _on_wait_timer_fired(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
         self._admission.on_wait_timer(event.request, now_ns, out)
@@ -340,15 +355,18 @@ class LeaseTable:
 
     # --- Shared steps. --------------------------------------------------------
 
-    def _is_hidden(self, lease_id: int, tenant: str, is_operator: bool) -> bool:
-        """Whether the lease must look to the caller as if it were not there."""
-        lease = self._book.live.get(lease_id) or self._book.ended.get(lease_id)
-        return lease is None or (lease.tenant != tenant and not is_operator)
+    def _unknown(self, lease_id: int) -> Denial:
+        """Of a lease that is neither live nor remembered; whose it was is not known any more."""
+        if lease_id in self._book.revoked:
+            return denials.revoked_long_ago(lease_id)
+        return denials.not_found(lease_id)
 
-    def _expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
-        if lease is not None and lease.is_expired(now_ns):
-            self._teardown.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+    def _hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
+        """What the caller is told if it has no business with the lease, or if there is none: the two look the same."""
+        lease = self._book.live.get(lease_id) or self._book.ended.get(lease_id)
+        if lease is None:
+            return self._unknown(lease_id)
+        return denials.not_found(lease_id) if lease.tenant != tenant and not is_operator else None
 
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns

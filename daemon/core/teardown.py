@@ -36,6 +36,8 @@ class Teardown:
         lease.move(cause, now_ns)
         lease.cause = cause
         lease.reason = reason
+        if cause is Cause.REVOKED:
+            self._book.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
         if was_pending:
             self._book.leave_pending(lease)
@@ -51,6 +53,29 @@ class Teardown:
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
         else:
             self._kill(lease, now_ns, out)
+
+    def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Go on with a teardown that an earlier table began: the grace is over, and the word may not be flipped yet."""
+        if lease.cause is not None:
+            out.append(RefuseWork(lease.lease_id, lease.cause))
+        if lease.is_worker_gone:
+            self._prove(lease, now_ns, out)
+        else:
+            self._kill(lease, now_ns, out)
+
+    def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
+        if lease is not None and lease.is_expired(now_ns):
+            self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+
+    def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End an active lease whose worker was reaped."""
+        if lease.is_expired(now_ns):
+            self.expire_if_due(lease, now_ns, out)
+        elif lease.fault:
+            self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
+        else:
+            self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
 
     def on_grace_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Kill the worker unless it is dead or the timer came early."""

@@ -39,6 +39,7 @@ class WarmContext:
         due_ns: When one that is WARMING is given up, or the slice of one that is DROPPING is fenced.
         is_worker_gone: Its process was reaped, so a proof of its bytes means something.
         reason: Why it goes, "" while it does not.
+        is_restored: An earlier daemon's.
     """
 
     warm_id: int
@@ -48,3 +49,4 @@ class WarmContext:
     state: WarmState = WarmState.WARMING
     is_worker_gone: bool = False
     reason: str = ""
+    is_restored: bool = False
