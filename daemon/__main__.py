@@ -57,6 +57,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.broker.zygote import ZygoteBroken
         from gpulease.daemon.cards.source import CardsUnavailable
         from gpulease.daemon.config import ConfigError, load_config
+        from gpulease.daemon.journal import JournalBroken
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
     try:
@@ -67,6 +68,8 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         return _fail(str(error), "", EXIT_CONFIG)
     except (CardsUnavailable, ZygoteBroken) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
+    except JournalBroken as error:
+        return _fail(str(error), error.hint, error.status)
     except (CannotListen, CannotRecord) as error:
         return _fail(str(error), "", EXIT_UNAVAILABLE)
     return 0

@@ -59,14 +59,15 @@ class Config:
         warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
+        state: The folder of what survives the daemon; None to keep nothing.
         audit: The folder of the audit log; None to keep none.
         audit_head: Where the log's head is written, for a place apart from it; None for the log's folder.
         audit_required: Whether no lease is granted unless its record is on the disk.
         audit_file_bytes: The size at which the log goes on in another file.
         audit_keep_files: How many of the log's files are kept; 0 for all.
         require_token: What tenants need a token of an operator's for: "alloc", "renew", and "attach", which takes any.
-        token_key_file: Where the keys that sign tokens are kept; None: in this process alone, so that a restart ends
-            every token.
+        token_key_file: Where the keys that sign tokens are kept; None: in `state`, or without one in this process
+            alone, so that a restart ends every token.
         tenant_of_uid: Whose leases a local user's are; users that are not named are tenants of their own, `uid:N`.
         limits: The lease table's bounds, those of single tenants among them.
     """
@@ -78,6 +79,7 @@ class Config:
     warm_contexts: int = 0
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
+    state: Path | None = None
     audit: Path | None = None
     audit_head: Path | None = None
     audit_required: bool = False
@@ -154,7 +156,7 @@ def _convert(key: str, value: Any) -> Any:
             return frozenset(_demand(text) for text in _texts(value))
         if key == "driver":
             return str(value)
-        if key in ("audit", "audit_head", "token_key_file"):
+        if key in ("state", "audit", "audit_head", "token_key_file"):
             return _path(value)
         if key == "audit_required":
             return _truth(value)

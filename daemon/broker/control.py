@@ -261,11 +261,16 @@ class ControlConnection(asyncio.BufferedProtocol):
         except Refusal as refusal:
             self._refuse_attach(request, refusal.failure)
             return
-        if self._hand_over(request, guest):
-            desk.attached()
-            self._runtime.recorder.attached(request.session_id, self.peer.tenant)
+        desk.spend_token(lambda is_spent: self._attach_spent(request, desk, guest, is_spent=is_spent))
+
+    def _attach_spent(self, request: Request, desk: Desk, guest: Guest | None, *, is_spent: bool) -> None:
+        """The token of an ATTACH, if it has one, opens no other connection; unless it could not open this one."""
+        if is_spent and self.is_open and self._hand_over(request, guest):
+            desk.attached(request.session_id)
             return
-        failure = Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
+        failure = desk.not_attached(request.session_id)
+        if not is_spent:
+            failure = Failure(Status.BUSY, "that the token is used can't be written down now", hint="Try again.")
         self._refuse_attach(request, failure)
 
     def _hand_over(self, request: Request, guest: Guest | None) -> bool:

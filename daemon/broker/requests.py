@@ -117,9 +117,22 @@ class Desk:
             return None
         return self._tokens.guest(request.session_id, token)
 
-    def attached(self) -> None:
+    def spend_token(self, on_done: Callable[[bool], None]) -> None:
+        """Use up the token that the peer attaches with, if any; told is whether that is written down."""
+        self._tokens.spend(self._runtime.journal, on_done)
+
+    def attached(self, lease_id: int) -> None:
         """The connection was handed over."""
         self._tokens.attached()
+        self._runtime.recorder.attached(lease_id, self._peer.tenant)
+
+    def not_attached(self, lease_id: int) -> Failure:
+        """The connection could not be handed over: what to say."""
+        self._tokens.not_attached()
+        denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
+        if denial is not None:
+            return failure_of(denial)
+        return Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
 
     def _check_own(self, lease_id: int) -> None:
         lease = self._runtime.table.get(lease_id)
@@ -142,7 +155,7 @@ class Desk:
                 )
             )
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
-        if (denial := self._runtime.recorder.denial()) is not None:
+        if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refusal(failure_of(denial))
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
@@ -205,6 +218,8 @@ class Desk:
 
         self._tokens.check_demand(Demand.RENEW, body.lease_id, Permission.LEASE_RENEW)
         tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_RENEW)
+        if (denial := self._runtime.journal.denial()) is not None:
+            raise Refusal(failure_of(denial))
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(RenewRequested(number, body.lease_id, tenant, body.ttl_ms, self._peer.is_operator))
@@ -257,7 +272,8 @@ class Desk:
         lease = self._runtime.table.get(body.lease_id)
         tenant = self._tokens.acting_tenant(body.lease_id, ALL_PERMISSIONS)
         if lease is None or (lease.tenant != tenant and not self._peer.is_operator):
-            raise Refusal(failure_of(not_found(body.lease_id)))
+            denial = self._runtime.table.denial_for(body.lease_id, 0) if lease is None else None
+            raise Refusal(failure_of(denial or not_found(body.lease_id)))
         self._answerer.answer(request, messages.Report(self._report(lease)))
 
     def _lease_list_active(self, request: Request, body: messages.Empty) -> None:

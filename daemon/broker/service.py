@@ -11,14 +11,15 @@ from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.probe import measure_overhead
-from gpulease.daemon.broker.recording import recording
+from gpulease.daemon.broker.recording import boot_id, recording
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config
-from gpulease.daemon.core import Card, LeaseTable, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.core import Card, LeaseRestored, LeaseTable, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.journal import Journal, open_journal
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.protocol.address import Address
 from gpulease.protocol.failures import Failure
@@ -38,19 +39,27 @@ class Service:
     """
 
     def __init__(
-        self, config: Config, source: CardSource, cards: list[Card], workers: Workers, recorder: Recorder
+        self,
+        config: Config,
+        source: CardSource,
+        cards: list[Card],
+        workers: Workers,
+        recorder: Recorder,
+        journal: Journal,
     ) -> None:
         self.addresses: list[Address] = []
-        table = LeaseTable(cards, config.limits, config.warm_contexts)
-        tokens = TokenOffice(table, config.require_token, config.token_key_file)
-        self.runtime = Runtime(table, source, workers, tokens, recorder)
+        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
+        tokens = TokenOffice(table, config.require_token, config.token_key_file, config.state, journal.spent)
+        self.runtime = Runtime(table, source, workers, tokens, recorder, journal)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
 
     async def start(self) -> None:
-        """Listen, and begin to make warm contexts. Raises CannotListen."""
+        """Enter what an earlier daemon left, listen, and begin to make warm contexts. Raises CannotListen."""
+        for kept in self.runtime.journal.kept:
+            self.runtime.post(LeaseRestored(kept, has_worker=False))
         for address in self._config.listen:
             self.addresses.append(await self._listeners.listen(address))
         self.runtime.post(PoolTimerFired())
@@ -78,9 +87,28 @@ class Service:
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable or CannotListen, each with a sentence for the
-    operator.
+    Raises JournalBroken, CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable or CannotListen, each with a
+    sentence for the operator.
     """
+    async with _keeping(config) as journal, _working(config, journal) as service:
+        yield service
+
+
+@contextlib.asynccontextmanager
+async def _keeping(config: Config) -> AsyncIterator[Journal]:
+    """The journal, if the operator wants one."""
+    if config.state is None:
+        yield Journal()
+        return
+    journal = await asyncio.to_thread(open_journal, config.state, boot_id())
+    try:
+        yield journal
+    finally:
+        await journal.stop()
+
+
+@contextlib.asynccontextmanager
+async def _working(config: Config, journal: Journal) -> AsyncIterator[Service]:
     adopt_orphans()
     raise_descriptor_limit()
     source = choose_cards(config.driver, config.vram_bytes)
@@ -94,7 +122,7 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
             cards = await _measured(source, facts, workers)
             async with (
                 recording(config, source.driver, cards) as recorder,
-                _serving(Service(config, source, cards, workers, recorder)) as service,
+                _serving(Service(config, source, cards, workers, recorder, journal)) as service,
             ):
                 yield service
         finally:

@@ -1,7 +1,7 @@
 """Tokens at the broker: the node's authority, and what each control connection has shown."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -12,8 +12,10 @@ from gpulease.daemon.capabilities.claims import NONCE_BYTES, CapabilityDenied, C
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.capabilities.key_file import KeyFileBroken, load_or_make, save
 from gpulease.daemon.capabilities.keys import KeyRing
-from gpulease.daemon.core import LeaseSnapshot, LeaseTable
+from gpulease.daemon.capabilities.nonces import NonceStore
+from gpulease.daemon.core import Denial, LeaseSnapshot, LeaseTable
 from gpulease.daemon.core.denials import not_found
+from gpulease.daemon.journal import Journal
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import (
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
 MAX_PRESENTED: Final = 64
 """Leases that one control connection can hold tokens for. Stops a peer that presents tokens in a loop."""
 
-NS_PER_MS: Final = 1_000_000
+KEY_FILE_NAME: Final = "token.key"
+"""In the state folder."""
 
+NS_PER_MS: Final = 1_000_000
 
 T = TypeVar("T")
 
@@ -45,16 +49,34 @@ class TokensUnavailable(Exception):
 class TokenOffice:
     """The node's authority, made when it is first needed, and what needs a token here.
 
+    Args:
+        table: The leases that tokens are about.
+        demands: What needs a token.
+        key_file: Where the keys are, if the operator says so.
+        state: The folder of what survives the daemon, where they are else.
+        spent: Tokens that were used before the daemon was started: lease, nonce, and until when that is remembered.
+
     Raises:
-        TokensUnavailable: `demands` or a key file were asked for, and there can be none.
+        TokensUnavailable: `demands` or a key file were asked for, and there can be none; or the keys can't be read.
     """
 
-    def __init__(self, table: LeaseTable, demands: frozenset[Demand], key_file: Path | None) -> None:
+    def __init__(
+        self,
+        table: LeaseTable,
+        demands: frozenset[Demand],
+        key_file: Path | None,
+        state: Path | None = None,
+        spent: Iterable[tuple[int, bytes, int]] = (),
+    ) -> None:
         self.demands = demands
         self._table = table
-        self._key_file = key_file
+        self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
+        self._nonces = NonceStore()
+        for lease_id, nonce, expires_ms in spent:
+            self._nonces.use(lease_id, nonce, expires_ms)
         self._authority: CapabilityAuthority | None = None
-        if demands or key_file is not None:
+        is_kept = self._key_file is not None and self._key_file.exists()
+        if demands or key_file is not None or is_kept:
             self._open()
 
     def authority(self) -> "CapabilityAuthority":
@@ -70,6 +92,13 @@ class TokenOffice:
             return None
         return self._table.get(lease_id)
 
+    def denial(self, lease_id: int, peer: Peer) -> Denial:
+        """Why a peer can't issue tokens for a lease: how its own ended, and of others' nothing."""
+        known = self._table.get(lease_id)
+        is_shown = known is None or known.tenant == peer.tenant or peer.is_operator
+        denial = self._table.denial_for(lease_id, time.monotonic_ns()) if is_shown else None
+        return denial or not_found(lease_id)
+
     def _open(self) -> "CapabilityAuthority":
         try:
             from gpulease.daemon.capabilities.authority import CapabilityAuthority
@@ -82,7 +111,7 @@ class TokenOffice:
             ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
         except KeyFileBroken as error:
             raise TokensUnavailable(str(error)) from None
-        self._authority = CapabilityAuthority(ring, self._facts, save=self._save)
+        self._authority = CapabilityAuthority(ring, self._facts, save=self._save, nonces=self._nonces)
         return self._authority
 
     def _save(self, ring: KeyRing) -> None:
@@ -186,7 +215,7 @@ class TokenDesk:
     def guest(self, lease_id: int, token: bytes) -> Guest:
         """To what a connection is bound that attaches to a lease with a token. Raises Refusal.
 
-        Nothing is used up yet: see `attached`.
+        Nothing is used up yet: see `spend`.
         """
         claims = self._validate(token, SESSION_PERMISSIONS)
         if claims.lease_id != lease_id:
@@ -194,10 +223,25 @@ class TokenDesk:
         self._to_use = claims
         return Guest(claims.permissions, claims.expires_ns, claims.generation)
 
+    def spend(self, journal: Journal, on_done: Callable[[bool], None]) -> None:
+        """Use up the token that `guest` looked at, if there was one; told is whether a restart will know that too.
+
+        `attached` or `not_attached` follows.
+        """
+        if self._to_use is None:
+            on_done(True)
+            return
+        claims, until_ms = self._to_use, self._office.authority().use(self._to_use)
+        journal.spend(claims.lease_id, claims.nonce, until_ms, on_done)
+
     def attached(self) -> None:
         """The connection was handed over: its token opens no other."""
+        self._to_use = None
+
+    def not_attached(self) -> None:
+        """The connection could not be handed over: its token may be tried again."""
         if self._to_use is not None:
-            self._office.authority().use(self._to_use)
+            self._office.authority().give_back(self._to_use)
             self._to_use = None
 
     def _check_wish(self, body: messages.CapabilityIssue) -> Permission:
@@ -228,7 +272,7 @@ class TokenDesk:
         lease = self._office.lease(lease_id)
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (lease is not None and self._peer.is_operator and not permissions & SESSION_PERMISSIONS):
-            raise Refusal(failure_of(not_found(lease_id)))
+            raise Refusal(failure_of(self._office.denial(lease_id, self._peer)))
 
     def _validate(self, token: bytes, permission: Permission) -> Claims:
         authority = self._office.authority()

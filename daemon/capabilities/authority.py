@@ -140,11 +140,16 @@ class CapabilityAuthority:
             )
         return claims
 
-    def use(self, claims: Claims) -> None:
-        """The token did what it can do once: from now on it is refused, REPLAYED."""
+    def use(self, claims: Claims) -> int:
+        """The token does what it can do once: from now on it is refused, REPLAYED. Until when, in monotonic ms."""
         # Narrowed copies of a token have its nonce and may expire earlier: it is kept for as long as any could live.
         latest_ms = self._clock_ns() // NS_PER_MS + MAX_TOKEN_TTL_S * 1000
         self._nonces.use(claims.lease_id, claims.nonce, latest_ms)
+        return latest_ms
+
+    def give_back(self, claims: Claims) -> None:
+        """The token could not do it, and may be tried again."""
+        self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
         """Whether what was validated earlier holds still: not expired, the lease alive and not renewed."""

@@ -34,10 +34,14 @@ class NonceStore:
             used.add(nonce)
             heapq.heappush(self._ends, (expires_ms, lease_id, nonce))
 
+    def give_back(self, lease_id: int, nonce: bytes) -> None:
+        """It was not used after all."""
+        used = self._used.get(lease_id, set())
+        used.discard(nonce)
+        if not used:
+            self._used.pop(lease_id, None)
+
     def _forget(self, now_ms: int) -> None:
         while self._ends and self._ends[0][0] < now_ms:
             _, lease_id, nonce = heapq.heappop(self._ends)
-            used = self._used[lease_id]
-            used.discard(nonce)
-            if not used:
-                del self._used[lease_id]
+            self.give_back(lease_id, nonce)

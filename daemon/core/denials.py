@@ -166,6 +166,25 @@ def not_recorded(problem: str) -> Denial:
     )
 
 
+def not_kept(problem: str) -> Denial:
+    """A restart would not know of the grant, as the journal can't be written; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"No lease can be granted or renewed because the journal can't be written: {problem}.",
+        "Try again later; an operator must look after the disk.",
+    )
+
+
+def done_but_not_kept(what: str, problem: str) -> Denial:
+    """Something was done, as the sentence `what` says, and the journal can't be written now."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
+        " forgotten.",
+        "Look at the lease to see how it stands; an operator must look after the disk.",
+    )
+
+
 def invalid(message: str, hint: str) -> Denial:
     """The request makes no sense as it stands."""
     return Denial(DenialReason.INVALID_REQUEST, message, hint)

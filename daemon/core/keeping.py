@@ -69,7 +69,8 @@ class Past:
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.
-        revoked: Marks of the ids of leases that ended by revocation (`revoked.mark_of`), all there ever were.
+        revoked: Marks of the ids of leases that ended by revocation (`revoked.mark_of`), ascending, all there
+            ever were.
         fenced_warm: Contexts made ahead whose bytes are fenced; those of cards that are not here are passed over.
     """
 

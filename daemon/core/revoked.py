@@ -3,10 +3,8 @@
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final
-
-MAX_RECENT: Final = 4096
-"""Marks outside the sorted array: each merge copies all of it, 8 MB for a million, so merges must be rare."""
 
 _MARK_MASK: Final = (1 << 64) - 1
 
@@ -21,30 +19,30 @@ def mark_of(lease_id: int) -> int:
 
 
 class RevokedIds:
-    """A set of ids, at 8 bytes each."""
+    """A set of ids, at 8 bytes each: a sorted array. To add one to a million moves 8 MB, in half a millisecond.
+
+    Args:
+        marks: Of those that are in it from the start, in ascending order.
+
+    Raises:
+        ValueError: They are not.
+    """
 
     def __init__(self, marks: Iterable[int] = ()) -> None:
-        self._sorted = array("Q", sorted(set(marks)))
-        self._recent: set[int] = set()
+        self._marks = array("Q", marks)
+        if any(low >= high for low, high in pairwise(self._marks)):
+            raise ValueError("The marks of revoked ids are not in ascending order.")
 
     def __len__(self) -> int:
-        return len(self._sorted) + len(self._recent)
+        return len(self._marks)
 
     def __contains__(self, lease_id: int) -> bool:
         mark = mark_of(lease_id)
-        return mark in self._recent or self._has_sorted(mark)
+        place = bisect_left(self._marks, mark)
+        return place < len(self._marks) and self._marks[place] == mark
 
     def add(self, lease_id: int) -> None:
         """Remember an id."""
-        mark = mark_of(lease_id)
-        if self._has_sorted(mark):
-            return
-        self._recent.add(mark)
-        if len(self._recent) >= MAX_RECENT:
-            # Two sorted runs: Python's sort merges them in linear time.
-            self._sorted = array("Q", sorted([*self._sorted, *sorted(self._recent)]))
-            self._recent.clear()
-
-    def _has_sorted(self, mark: int) -> bool:
-        place = bisect_left(self._sorted, mark)
-        return place < len(self._sorted) and self._sorted[place] == mark
+        if lease_id not in self:
+            mark = mark_of(lease_id)
+            self._marks.insert(bisect_left(self._marks, mark), mark)

@@ -4,6 +4,7 @@ A journal is told every event before its effects are carried out (`saw`), and no
 that led to it is on the disk (`answer`). `Journal` is that of a daemon that keeps none.
 """
 
-from gpulease.daemon.journal.journal import FileJournal, Journal, JournalBroken, open_journal
+from gpulease.daemon.journal.broken import JournalBroken
+from gpulease.daemon.journal.journal import FileJournal, Journal, open_journal
 
 __all__ = ["FileJournal", "Journal", "JournalBroken", "open_journal"]

@@ -1,35 +1,55 @@
-"""The broker's side of the journal."""
+"""The broker's side of the journal: it is told everything, and holds outcomes back until they are on the disk.
 
+Nothing here decides what the lease table does, with one exception: a grant that can't be written down in time is
+revoked before anybody hears of it.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import logging
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from gpulease.daemon.core import (
     Card,
     Denial,
+    Denied,
     Effect,
     Event,
+    FenceCleared,
+    Freed,
+    Granted,
     KeptCard,
     KeptLease,
     LeaseTable,
     Outcome,
     Past,
+    Renewed,
+    RevokeDone,
+    RevokeRequested,
 )
+from gpulease.daemon.core.denials import done_but_not_kept, not_kept
+from gpulease.daemon.journal.contents import Contents, Spent
+from gpulease.daemon.journal.folder import prepare
+from gpulease.daemon.journal.following import Follower
+from gpulease.daemon.journal.rows import Change, RowKind, spent_key
+from gpulease.daemon.journal.store import Store
+from gpulease.daemon.journal.writer import Writer
+
+MAX_WAIT_S: Final = 5.0
+"""For what an outcome says to become durable. A tenant that waits longer is better off elsewhere."""
+
+NS_PER_MS: Final = 1_000_000
 
 OnOutcome = Callable[[Outcome], None]
 
-
-class JournalBroken(Exception):
-    """The journal can't be used; the message is a sentence for the operator.
-
-    Attributes:
-        hint: What to do, and what that costs.
-        status: The exit status of a daemon that can't start for it, one of sysexits(3).
-    """
-
-    def __init__(self, message: str, hint: str, status: int) -> None:
-        super().__init__(message)
-        self.hint = hint
-        self.status = status
+_log = logging.getLogger("gpulease.journal")
 
 
 class Journal:
@@ -38,13 +58,13 @@ class Journal:
     Attributes:
         kept: The leases that an earlier daemon left, for `LeaseRestored`.
         past: What else it left, for the lease table.
-        spent: Tokens that were used: lease, nonce, and until when no token of that nonce can be valid.
+        spent: Tokens that were used: lease, nonce, and until when no token of that nonce can be valid (monotonic ms).
         cards: What was measured of the cards in this boot of the host, by uuid.
     """
 
     kept: tuple[KeptLease, ...] = ()
     past: Past = Past()
-    spent: tuple[tuple[int, bytes, int], ...] = ()
+    spent: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
@@ -72,12 +92,162 @@ class Journal:
         """Write what is left."""
 
 
+@dataclass(slots=True)
+class _Held:
+    """Somebody waits for a ticket to be durable. `tell` gets the journal's problem, "" if there is none."""
+
+    ticket: int
+    tell: Callable[[str], None]
+    timer: asyncio.TimerHandle | None = None
+    is_done: bool = False
+
+
 class FileJournal(Journal):
-    """Of a daemon that keeps one."""
+    """Of a daemon that keeps one; made by `open_journal`, used in one event loop from `observe` on."""
+
+    def __init__(self, writer: Writer, contents: Contents, lock_fd: int) -> None:
+        self.kept = tuple(contents.leases)
+        self.past = contents.past()
+        self.spent = tuple(contents.spent)
+        self.cards = dict(contents.cards)
+        self._writer = writer
+        self._lock_fd = lock_fd
+        self._follower = Follower(contents.leases, contents.next_tombstone)
+        self._spent_ends = [(expires_ms, lease_id, nonce) for lease_id, nonce, expires_ms in contents.spent]
+        heapq.heapify(self._spent_ends)
+        self._held: deque[_Held] = deque()
+        self._fault = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._table: LeaseTable | None = None
+        self._pid_of: Callable[[int], int] = lambda _: 0
+        self._post: Callable[[Event], None] = lambda _: None
+
+    # --- what the broker tells ---
+
+    def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
+        """As above."""
+        self._loop = asyncio.get_running_loop()
+        self._table, self._pid_of, self._post = table, pid_of, post
+        self._writer.start(self._on_change)
+
+    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        """As above. A fault here must not keep the effects from being carried out; but nothing is granted any more."""
+        if self._table is None:
+            return
+        try:
+            changes = self._follower.changes(event, effects, self._table, self._pid_of)
+        except Exception:
+            _log.exception("could not follow %r", event)
+            self._fault = "the daemon could not follow what happened to a lease"
+            return
+        if changes:
+            self._writer.put(changes)
+
+    def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
+        """As above."""
+        changes = [Change(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms)]
+        # Each that comes takes along two that are over, so that the file does not grow.
+        now_ms = time.monotonic_ns() // NS_PER_MS
+        while self._spent_ends and self._spent_ends[0][0] < now_ms and len(changes) < 3:
+            _, over_id, over_nonce = heapq.heappop(self._spent_ends)
+            changes.insert(0, Change(RowKind.SPENT, spent_key(over_id, over_nonce), None))
+        heapq.heappush(self._spent_ends, (expires_ms, lease_id, nonce))
+        self._writer.put(changes)
+        self._hold(lambda problem: on_done(not problem))
+
+    def remember_cards(self, cards: Sequence[Card]) -> None:
+        """As above."""
+        kept = [KeptCard(card.uuid, card.capacity_bytes, card.overhead_bytes) for card in cards]
+        self._writer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in kept])
+
+    # --- what is told ---
+
+    def denial(self) -> Denial | None:
+        """As above."""
+        problem = self._problem()
+        return not_kept(problem) if problem else None
+
+    def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
+        """As above. It waits for all that happened before, which is simpler than to know what of it matters."""
+        if isinstance(outcome, Denied):
+            on_outcome(outcome)
+            return
+        self._hold(lambda problem: on_outcome(self._without(outcome, problem) if problem else outcome))
+
+    async def stop(self) -> None:
+        """As above. The lease table is at rest by now."""
+        is_whole = await asyncio.to_thread(self._writer.stop)
+        if not is_whole:
+            _log.error("the last changes are not in the journal: %s", self._problem() or "the disk is too slow")
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _without(self, outcome: Outcome, problem: str) -> Denied:
+        """What is told in the place of an outcome that can't be written down."""
+        match outcome:
+            case Granted(request, lease):
+                denial = not_kept(problem)
+                self._post(RevokeRequested(0, lease.lease_id, denial.message))
+                return Denied(request, denial)
+            case Renewed(request, lease):
+                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was renewed", problem))
+            case Freed(request, lease):
+                return Denied(request, done_but_not_kept(f"Lease {lease.lease_id:032x} was given back", problem))
+            case RevokeDone(request):
+                return Denied(request, done_but_not_kept("The lease has ended", problem))
+            case FenceCleared(request, count):
+                return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
+            case Denied():
+                return outcome
+
+    def _hold(self, tell: Callable[[str], None]) -> None:
+        """Have somebody told once all that was put so far is durable, or why it is not."""
+        ticket, problem = self._writer.accepted, self._problem()
+        if self._fault or (problem and self._writer.durable < ticket):
+            tell(problem)
+        elif self._writer.durable >= ticket or self._loop is None:
+            tell("")
+        else:
+            held = _Held(ticket, tell)
+            held.timer = self._loop.call_later(MAX_WAIT_S, self._give_up, held)
+            self._held.append(held)
+
+    def _problem(self) -> str:
+        return self._fault or self._writer.problem()
+
+    def _on_change(self) -> None:
+        """For the writer's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has ended: nobody waits.
+                self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        durable = self._writer.durable
+        while self._held and self._held[0].ticket <= durable:
+            self._tell(self._held.popleft(), "")
+        if problem := self._problem():
+            while self._held:
+                self._tell(self._held.popleft(), problem)
+
+    def _give_up(self, held: _Held) -> None:
+        self._tell(held, self._problem() or f"it took more than {MAX_WAIT_S:g} s")
+
+    def _tell(self, held: _Held, problem: str) -> None:
+        if held.is_done:
+            return
+        held.is_done = True
+        if held.timer is not None:
+            held.timer.cancel()
+        try:
+            held.tell(problem)
+        except Exception:
+            # A bug of ours; whoever else waits must be told all the same.
+            _log.exception("could not tell an outcome")
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:
-    """The journal in a folder, made if there is none. Waits for the disk; belongs in a thread or before the loop.
+    """The journal in a folder, made if there is none. Waits for the disk: belongs in a thread, or before the loop.
 
     The folder is locked until `stop`, or the end of this process.
 
@@ -85,6 +255,15 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
         folder: Made, with mode 0700, if only it is missing.
         boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay.
 
-    Raises JournalBroken.
+    Raises:
+        JournalBroken: It can't be used.
     """
-    raise NotImplementedError
+    lock_fd = prepare(folder)
+    try:
+        contents = Contents()
+        store = Store(folder, boot_id, contents.take)
+        store.begin(contents.cross_boot() if store.last_boot != boot_id else [])
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return FileJournal(Writer(store), contents, lock_fd)

@@ -1,0 +1,95 @@
+"""What is in a journal when it is opened, and what the host's restart changes in it."""
+
+from array import array
+from dataclasses import dataclass, field, replace
+
+from gpulease.daemon.core import Cause, KeptCard, KeptLease, LeaseSnapshot, LeaseState, Past
+from gpulease.daemon.core.keeping import KeptWarm
+from gpulease.daemon.journal import rows
+from gpulease.daemon.journal.rows import LEASE_ID_BYTES, Change, RowKind
+
+Spent = tuple[int, bytes, int]
+"""A token that was used: its lease, its nonce, and until when no token of that nonce can be valid (monotonic ms)."""
+
+
+@dataclass(slots=True)
+class Contents:
+    """The rows, read.
+
+    Attributes:
+        next_tombstone: The place of the tombstone that comes next.
+    """
+
+    leases: list[KeptLease] = field(default_factory=list)
+    warm: list[KeptWarm] = field(default_factory=list)
+    tombstones: list[LeaseSnapshot] = field(default_factory=list)
+    revoked: "array[int]" = field(default_factory=lambda: array("Q"))
+    spent: list[Spent] = field(default_factory=list)
+    cards: dict[str, KeptCard] = field(default_factory=dict)
+    next_tombstone: int = 0
+
+    def take(self, kind: int, key: bytes, value: bytes) -> None:
+        """One row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError if it makes no sense."""
+        match RowKind(kind):
+            case RowKind.REVOKED:
+                self.revoked.append(int.from_bytes(key, "big"))
+            case RowKind.LEASE:
+                self.leases.append(rows.read_lease(value))
+            case RowKind.WARM:
+                self.warm.append(rows.read_warm(value))
+            case RowKind.TOMBSTONE:
+                self.tombstones.append(rows.read_tombstone(value))
+                self.next_tombstone = int.from_bytes(key, "big") + 1
+            case RowKind.SPENT:
+                lease_id = int.from_bytes(key[:LEASE_ID_BYTES], "big")
+                self.spent.append((lease_id, key[LEASE_ID_BYTES:], int(value)))
+            case RowKind.CARD:
+                card = rows.read_card(value)
+                self.cards[card.uuid] = card
+
+    def past(self) -> Past:
+        """What needs no doing."""
+        return Past(tuple(self.tombstones), self.revoked, tuple(self.warm))
+
+    def cross_boot(self) -> list[Change]:
+        """The host was restarted: what that ended, in these contents and as changes to the rows.
+
+        Nothing of another boot runs, and its times mean nothing now; what is fenced stays so until an operator says
+        otherwise. Tokens of another boot verify with no key.
+        """
+        changes: list[Change] = []
+        for lease in self.leases:
+            changes.append(Change(RowKind.LEASE, rows.lease_key(lease.lease_id), None))
+            if lease.state is LeaseState.FENCED:
+                deadline_ns = None if lease.deadline_ns is None else 0
+                fenced = replace(lease, created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0)
+                changes[-1] = replace(changes[-1], content=fenced)
+            else:
+                self.tombstones.append(_ended_with_host(lease))
+                changes.append(Change(RowKind.TOMBSTONE, rows.number_key(self.next_tombstone), self.tombstones[-1]))
+                self.next_tombstone += 1
+        changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
+        changes += [Change(RowKind.SPENT, rows.spent_key(lease_id, nonce), None) for lease_id, nonce, _ in self.spent]
+        self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
+        self.cards.clear()
+        self.spent.clear()
+        return changes
+
+
+def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:
+    return LeaseSnapshot(
+        lease.lease_id,
+        lease.tenant,
+        lease.card_uuid,
+        lease.size_bytes,
+        lease.exclusivity,
+        lease.generation,
+        LeaseState.TORNDOWN,
+        lease.cause or Cause.WORKER_DIED,
+        lease.reason or "the host was restarted",
+        lease.fault,
+        created_ns=0,
+        deadline_ns=0,
+        ended_ns=0,
+        ttl_ms=lease.ttl_ms,
+    )

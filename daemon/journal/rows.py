@@ -1,0 +1,123 @@
+"""What is kept, as rows: a kind, a key and a value. Values are JSON, by the names of the fields."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum, IntEnum
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Final, TypeVar
+
+from gpulease.daemon.core import Cause, KeptCard, KeptLease, KeptWarm, LeaseSnapshot, LeaseState
+from gpulease.protocol.opcodes import Exclusivity, Waiting
+
+LEASE_ID_BYTES: Final = 16
+_WARM_ID_BYTES: Final = 24
+_NUMBER_BYTES: Final = 8
+
+Kept = KeptLease | KeptWarm | KeptCard | LeaseSnapshot | int
+
+
+class RowKind(IntEnum):
+    """What a row tells of. The numbers are the file's format."""
+
+    LEASE = 1
+    WARM = 2
+    TOMBSTONE = 3
+    REVOKED = 4
+    SPENT = 5
+    CARD = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row's new content, or that it is gone (None)."""
+
+    kind: RowKind
+    key: bytes
+    content: Kept | None
+
+    def value(self) -> bytes | None:
+        """The row's value, None if it is to be gone."""
+        return None if self.content is None else encode(self.content)
+
+
+def lease_key(lease_id: int) -> bytes:
+    """Of a lease's row."""
+    return lease_id.to_bytes(LEASE_ID_BYTES, "big")
+
+
+def warm_key(warm_id: int) -> bytes:
+    """Of a warm context's row: its numbers begin where those of leases end."""
+    return warm_id.to_bytes(_WARM_ID_BYTES, "big")
+
+
+def number_key(number: int) -> bytes:
+    """Of a tombstone's row, by its place among them, and of a revoked id's, by its mark."""
+    return number.to_bytes(_NUMBER_BYTES, "big")
+
+
+def spent_key(lease_id: int, nonce: bytes) -> bytes:
+    """Of a used token's row."""
+    return lease_key(lease_id) + nonce
+
+
+def digest_of(kind: int, key: bytes, value: bytes) -> int:
+    """What a row adds to the sum over all of them (mod 2^128): a row changed, lost, doubled or forged shows in it."""
+    data = b"%d %d %b%b" % (kind, len(key), key, value)
+    return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
+
+
+def encode(content: Kept) -> bytes:
+    """A row's value."""
+    if isinstance(content, int):
+        return b"%d" % content
+    values = {item: getattr(content, item) for item in content.__slots__}
+    return _encode(values).encode()
+
+
+def read_lease(value: bytes) -> KeptLease:
+    """Raises ValueError, KeyError or TypeError for what `encode` did not write; so do the other readers."""
+    return _read(KeptLease, value)
+
+
+def read_tombstone(value: bytes) -> LeaseSnapshot:
+    """As above."""
+    return _read(LeaseSnapshot, value)
+
+
+def read_warm(value: bytes) -> KeptWarm:
+    """As above."""
+    return _read(KeptWarm, value)
+
+
+def read_card(value: bytes) -> KeptCard:
+    """As above."""
+    return _read(KeptCard, value)
+
+
+Shape = TypeVar("Shape", KeptLease, KeptWarm, KeptCard, LeaseSnapshot)
+
+_ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
+    "exclusivity": Exclusivity,
+    "state": LeaseState,
+    "cause": Cause,
+    "waiting": Waiting,
+}
+
+
+def _plain(value: Enum) -> Any:
+    return value.value
+
+
+_encode: Final = partial(json.dumps, default=_plain, separators=(",", ":"))
+
+
+def _read(shape: type[Shape], value: bytes) -> Shape:
+    members = json.loads(value)
+    if not isinstance(members, dict) or members.keys() != {item.name for item in fields(shape)}:
+        raise ValueError(f"it is no {shape.__name__}")
+    for name, kind in _ENUMS.items():
+        if members.get(name) is not None:
+            members[name] = kind(members[name])
+    return shape(**members)

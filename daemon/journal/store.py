@@ -1,0 +1,267 @@
+"""The journal's file: an SQLite database of one connection, read and checked as a whole once, then only written.
+
+Rules:
+
+1. The log is written ahead (WAL) and synced at each commit (`synchronous=FULL`): a commit that returned is on the disk
+   (sqlite.org/pragma.html). Every pragma is asked for after it was set: SQLite ignores what it does not know.
+2. Nobody else may open it (`locking_mode=EXCLUSIVE`); so the log's index is never a file, and always made anew.
+3. Each commit writes its number and the sum of all rows' digests; the head tells the number from outside. If either
+   does not agree, nothing is taken from the file.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.journal.broken import EX_IOERR, JournalBroken, not_whole
+from gpulease.daemon.journal.folder import FILE_MODE, JOURNAL_NAME, HeadFile, sync
+from gpulease.daemon.journal.rows import Change, digest_of
+
+APPLICATION_ID: Final = 0x67704C4A
+"""What file(1) knows the file by ("gpLJ")."""
+
+VERSION: Final = 1
+"""Of the rows and tables; a higher number is another format."""
+
+BUSY_TIMEOUT_S: Final = 1.0
+"""For whoever looks into the file with a tool of their own."""
+
+_MODULUS: Final = 1 << 128
+_SCHEMA: Final = (
+    "CREATE TABLE entry (kind INTEGER NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (kind, key))"
+    " WITHOUT ROWID",
+    "CREATE TABLE state (one INTEGER PRIMARY KEY, boot TEXT NOT NULL, commits INTEGER NOT NULL, total BLOB NOT NULL,"
+    " digest BLOB NOT NULL)",
+)
+_PRAGMAS: Final = (
+    ("locking_mode", "EXCLUSIVE", "exclusive"),
+    ("journal_mode", "WAL", "wal"),
+    ("synchronous", "FULL", 2),
+    ("cell_size_check", "ON", 1),
+    ("trusted_schema", "OFF", 0),
+)
+
+_OF_THE_DISK: Final = frozenset(
+    {
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+"""Errors that say nothing of what is in the file (sqlite.org/rescode.html); a primary code is an error's low byte."""
+
+TakeRow = Callable[[int, bytes, bytes], None]
+
+
+@dataclass(slots=True)
+class _State:
+    boot: str
+    commits: int = 0
+    total: int = 0
+
+    def digest(self) -> bytes:
+        return blake2b(f"{self.boot} {self.commits} {self.total}".encode(), digest_size=16).digest()
+
+
+class Store:
+    """An open journal; one thread at a time.
+
+    Args:
+        boot: This boot of the host.
+        take: Gets the kind, key and value of every row, in their order; whether all is well is known only afterwards.
+
+    Attributes:
+        last_boot: The boot of the host in which it was last written.
+
+    Raises:
+        JournalBroken: It can't be used.
+    """
+
+    def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
+        self._path = folder / JOURNAL_NAME
+        self._connection: sqlite3.Connection | None = None
+        self._head: HeadFile | None = None
+        try:
+            self._head = HeadFile(folder)
+            self._make_files(folder, self._head)
+            self._open()
+            self._state = self._make_tables(boot, self._head.commits or 0)
+            self._check(take)
+        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
+            self.close()
+            raise _broken(self._path, error) from None
+        except JournalBroken:
+            self.close()
+            raise
+        self.last_boot = self._state.boot
+        self._boot = boot
+
+    def begin(self, changes: Iterable[Change]) -> None:
+        """Commit what the opening changes, which also shows that the disk can be written. Raises JournalBroken."""
+        try:
+            self.apply(changes)
+        except (sqlite3.Error, OSError, ValueError) as error:
+            self.close()
+            raise _broken(self._path, error) from None
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Commit changes, all or none; returned means durable. Raises sqlite3.Error, OSError or ValueError.
+
+        After that it may be called again with the same changes, and those behind them.
+        """
+        if self._connection is None:
+            self._open()
+            self._state = self._read_state()
+        connection = self._connection
+        if connection is None or self._head is None:
+            raise OSError("the journal is closed")
+        state = _State(self._boot, self._state.commits + 1, self._state.total)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for change in changes:
+                state.total = (state.total + self._put(connection, change)) % _MODULUS
+            self._write_state(connection, state)
+            connection.execute("COMMIT")
+        except BaseException:
+            # What became of a commit that failed is the file's to say: the next try reads it.
+            self._disconnect()
+            raise
+        self._state = state
+        self._head.write(state.commits)
+
+    def close(self) -> None:
+        """Close the files; without unfinished business SQLite then folds its log into the database."""
+        self._disconnect()
+        if self._head is not None:
+            self._head.close()
+            self._head = None
+
+    # --- opening ---
+
+    def _make_files(self, folder: Path, head: HeadFile) -> None:
+        is_there = self._path.exists()
+        if is_there and head.commits is None:
+            raise not_whole(self._path, "its head, journal.head, is missing")
+        if not is_there and head.commits:
+            raise not_whole(self._path, "it is missing")
+        if head.commits is None:
+            head.make()
+        if not is_there:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+            sync(folder)
+
+    def _open(self) -> None:
+        self._connection = connection = sqlite3.connect(
+            f"{self._path.absolute().as_uri()}?mode=rw",
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        for name, wanted, answer in _PRAGMAS:
+            connection.execute(f"PRAGMA {name}={wanted}")
+            ((got,),) = connection.execute(f"PRAGMA {name}")
+            if got != answer:
+                raise sqlite3.OperationalError(f"SQLite sets {name} to {got}, not {wanted}")
+
+    def _make_tables(self, boot: str, head_commits: int) -> _State:
+        connection = self._connected()
+        ((application,),) = connection.execute("PRAGMA application_id")
+        ((version,),) = connection.execute("PRAGMA user_version")
+        ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
+        if not (application or version or tables or head_commits):
+            state = _State(boot)
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={VERSION}")
+            self._write_state(connection, state)
+            connection.execute("COMMIT")
+            return state
+        if application != APPLICATION_ID:
+            raise ValueError("it is not a journal of gpulease")
+        if version > VERSION:
+            raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
+        if version != VERSION or [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")] != list(
+            _SCHEMA
+        ):
+            raise ValueError("its tables are not those of a journal")
+        return self._read_state()
+
+    def _check(self, take: TakeRow) -> None:
+        connection = self._connected()
+        ((said,),) = connection.execute("PRAGMA quick_check(1)")
+        if said != "ok":
+            raise ValueError(f"SQLite finds it damaged: {said}")
+        total = 0
+        for kind, key, value in connection.execute("SELECT kind, key, value FROM entry ORDER BY kind, key"):
+            total += digest_of(kind, key, value)
+            take(kind, key, value)
+        if total % _MODULUS != self._state.total:
+            raise ValueError("its rows are not those that were written")
+
+    # --- state ---
+
+    def _read_state(self) -> _State:
+        rows = list(self._connected().execute("SELECT one, boot, commits, total, digest FROM state"))
+        if len(rows) != 1:
+            raise ValueError("its state is not one row")
+        _, boot, commits, total, digest = rows[0]
+        state = _State(boot, commits, int.from_bytes(total, "big"))
+        if state.digest() != digest:
+            raise ValueError("its state is not what was written")
+        known = 0 if self._head is None else self._head.commits or 0
+        if commits < known:
+            raise ValueError(f"it ends with commit {commits}, and there were {known}")
+        return state
+
+    def _write_state(self, connection: sqlite3.Connection, state: _State) -> None:
+        values = (state.boot, state.commits, state.total.to_bytes(16, "big"), state.digest())
+        connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?, ?)", values)
+
+    def _put(self, connection: sqlite3.Connection, change: Change) -> int:
+        """Write one row; by how much the sum over all rows changes."""
+        kind, key, value = int(change.kind), change.key, change.value()
+        where: tuple[Any, ...] = (kind, key)
+        found = connection.execute("SELECT value FROM entry WHERE kind = ? AND key = ?", where).fetchone()
+        more = -digest_of(kind, key, found[0]) if found is not None else 0
+        if value is None:
+            connection.execute("DELETE FROM entry WHERE kind = ? AND key = ?", where)
+            return more
+        connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?)", (*where, value))
+        return more + digest_of(kind, key, value)
+
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise OSError("the journal is closed")
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+
+def _broken(path: Path, error: Exception) -> JournalBroken:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if not isinstance(error, OSError) and code not in _OF_THE_DISK:
+        return not_whole(path, str(error))
+    said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return JournalBroken(
+        f"the journal {path} can't be opened: {said}",
+        "Look after the disk, its free space and the file's owner, then start again; nothing was changed.",
+        EX_IOERR,
+    )
