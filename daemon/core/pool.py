@@ -68,6 +68,7 @@ class Pool:
         self._last_id = FIRST_WARM_ID - 1
         self._refills = {account.card.uuid: _Refill() for account in book.accounts}
         self._timer_ns: int | None = None
+        self._is_begun = False
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[WarmContext, Any, int, list[Effect]], None]] = {
             events.WorkerReady: self._on_ready,
@@ -127,11 +128,12 @@ class Pool:
             if account.warm and not self._may_keep(account):
                 for context in account.yielding():
                     self._drop(context, "its card is to have none", now_ns, out)
-            elif account.warm_wanted:
+            elif account.warm_wanted and self._is_begun:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """The timer ran out; `tend` does the rest."""
+        """The timer ran out, or all that an earlier table left is entered; `tend` does the rest."""
+        self._is_begun = True
         self._timer_ns = None
 
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:

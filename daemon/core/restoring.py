@@ -76,7 +76,7 @@ class Restoring:
                 spawn_due_ns=0,
                 max_story_entries=self._book.limits.max_story_entries,
                 state=LeaseState.DRAINING,
-                cause=Cause.ABANDONED,
+                cause=Cause.REVOKED if event.lease_id in self._book.revoked else Cause.ABANDONED,
                 reason="nobody was told of it before the daemon ended",
                 is_restored=True,
             )

@@ -4,6 +4,8 @@ It executes effects in any order and at any time, and loses orders to workers. W
 lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
 """
 
+from dataclasses import replace
+
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
     ArmHoldTimer,
@@ -11,6 +13,7 @@ from gpulease.daemon.core import (
     ArmTimer,
     ArmWaitTimer,
     Card,
+    Cause,
     CoreLimits,
     Denied,
     Effect,
@@ -19,8 +22,10 @@ from gpulease.daemon.core import (
     Freed,
     Granted,
     HoldTimerFired,
+    KeptLease,
     KillWorker,
     LeaseEnded,
+    LeaseRestored,
     LeaseState,
     LeaseTable,
     PoolTimerFired,
@@ -40,10 +45,12 @@ from gpulease.daemon.core import (
     WarmUp,
     WorkerExited,
     WorkerFailed,
+    WorkerFound,
     WorkerReady,
 )
 from gpulease.protocol.opcodes import Exclusivity
 
+from .disk import Disk
 from .tenant_books import RULES, TenantBooks
 
 MS = 1_000_000
@@ -78,6 +85,11 @@ class Shell:
 
     def __init__(self, warm_contexts: int = 0) -> None:
         self.table = LeaseTable(CARDS, LIMITS, warm_contexts)
+        self.warm_contexts = warm_contexts
+        self.disk = Disk()
+        self.words: dict[int, Cause] = {}
+        self.revoked: set[int] = set()
+        self.revoked_last: set[int] = set()
         self.now_ns = 5_000 * MS
         self.open_requests: set[int] = set()
         self.timers: list[tuple[int, AnyTimer]] = []
@@ -100,6 +112,8 @@ class Shell:
             self.unproved.pop(event.lease_id, None)
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
+        self.disk.saw(event, effects, self.table)
+        self.revoked_last.clear()
         # Bytes let go by an operator may be granted by the same call.
         for effect in effects:
             if isinstance(effect, FenceCleared):
@@ -137,10 +151,15 @@ class Shell:
             assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
             generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
-            assert (effect.generation, effect.deadline_ns) >= (generation + 1, deadline_ns)
+            is_again = self.disk.is_being_read and effect.generation == generation
+            assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
             self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
         elif isinstance(effect, RefuseWork):
             self.ended.add(effect.lease_id)
+            self.words.setdefault(effect.lease_id, effect.cause)
+            if self.words[effect.lease_id] is Cause.REVOKED:
+                self.revoked.add(effect.lease_id)
+                self.revoked_last.add(effect.lease_id)
         elif isinstance(effect, KillWorker | ProveReclaimed):
             if isinstance(effect, ProveReclaimed):
                 assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
@@ -233,6 +252,62 @@ class Shell:
             lease = self.table.get(event.lease_id)
             if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
                 assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
+
+    def restart(self, *, is_tail_lost: bool) -> None:
+        """The daemon is killed and comes back: it knows what its journal knows, and what workers and pages show.
+
+        What the last event changed may not have reached the disk, though its effects were carried out; then nobody
+        was told of it.
+        """
+        before = self.table
+        if is_tail_lost:
+            self.disk.lose_tail()
+        contents = self.disk.read()
+        # One that was revoked before its grant, in what was lost: nobody knows its id.
+        if is_tail_lost:
+            self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
+        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past())
+        self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
+        self.asked_to_prove, self.once = set(), {(kind, number) for kind, number in self.once if kind is Granted}
+        found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
+        for kept in contents.leases:
+            self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive))
+        for number in sorted(found - {kept.warm_id for kept in contents.warm}):
+            uuid, held_bytes = self.unproved[number]
+            self.tenants.leases.pop(number, None)
+            self.exclusivity[number] = Exclusivity.SHARED
+            self.send(WorkerFound(number, uuid, held_bytes))
+        self.disk.is_being_read = False
+        if not is_tail_lost:
+            self.check_answers(before, {*(kept.lease_id for kept in contents.leases), *self.disk.buried()})
+        self.send(PoolTimerFired())
+
+    def as_its_page_says(self, kept: KeptLease) -> KeptLease:
+        """What the daemon does when it comes back: the later deadline counts, and a flipped word ends a lease."""
+        generation, deadline_ns = self.deadlines.get(kept.lease_id, (0, 0))
+        if kept.state is not LeaseState.ACTIVE or kept.deadline_ns is None:
+            return kept
+        cause = self.words.get(kept.lease_id)
+        state = LeaseState.ACTIVE if cause is None else LeaseState.DRAINING
+        return replace(
+            kept,
+            generation=max(generation, kept.generation),
+            deadline_ns=max(deadline_ns, kept.deadline_ns),
+            state=state,
+            cause=cause,
+        )
+
+    def check_answers(self, before: LeaseTable, lease_ids: set[int]) -> None:
+        """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired."""
+        for lease_id in lease_ids:
+            then, now = before.get(lease_id), self.table.get(lease_id)
+            if then is None:
+                continue
+            denials = [table.denial_for(lease_id, self.now_ns) for table in (before, self.table)]
+            reasons = [denial and denial.reason for denial in denials]
+            assert reasons[0] == reasons[1], "a restart changed an answer"
+            is_over = then.deadline_ns is not None and then.deadline_ns <= self.now_ns
+            assert then == now or is_over, "a restart changed a lease"
 
     def finish(self) -> None:
         """Everything that was slow or lost happens after all, in due order."""

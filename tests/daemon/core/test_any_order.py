@@ -1,6 +1,7 @@
 """The lease table against a shell that is slow, forgetful and out of order, judged from outside.
 
-Timers fire early, late, twice or never, orders to workers get lost, and workers die at random: see `simulated`.
+Timers fire early, late, twice or never, orders to workers get lost, workers die at random, and the daemon is killed and
+comes back with what was on its disk: see `simulated`.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gpulease.daemon.core import (
     AcquireRequested,
     Cause,
+    DenialReason,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -212,6 +214,11 @@ class AnyOrder(RuleBasedStateMachine):
     def stray_timer(self, pick: int, kind: TimerKind, generation: int) -> None:
         self.shell.send(TimerFired(self.some_lease(pick), generation, kind))
 
+    @rule(luck=ANY, is_tail_lost=st.booleans())
+    def restart(self, luck: int, is_tail_lost: bool) -> None:
+        if luck % 3 == 1:
+            self.shell.restart(is_tail_lost=is_tail_lost)
+
     @rule(luck=ANY)
     def shutdown(self, luck: int) -> None:
         if luck % 64 == 1:
@@ -226,7 +233,10 @@ class AnyOrder(RuleBasedStateMachine):
         }
         assert not active & self.shell.ended
         for lease_id in self.shell.ended:
-            assert self.shell.table.denial_for(lease_id, self.shell.now_ns) is not None
+            denial = self.shell.table.denial_for(lease_id, self.shell.now_ns)
+            assert denial is not None
+            if lease_id in self.shell.revoked:
+                assert denial.reason in (DenialReason.REVOKED, DenialReason.FENCED), "a revocation was forgotten"
 
     def teardown(self) -> None:
         shell = self.shell

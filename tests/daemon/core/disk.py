@@ -1,0 +1,51 @@
+"""What a journal would have on its disk, as rows, and what the last event changed of it."""
+
+from collections.abc import Sequence
+
+from gpulease.daemon.core import Effect, Event, LeaseTable
+from gpulease.daemon.journal.contents import Contents
+from gpulease.daemon.journal.following import Follower
+from gpulease.daemon.journal.rows import RowKind, read_tombstone
+
+Place = tuple[RowKind, bytes]
+
+
+class Disk:
+    """The rows that the real follower of a lease table writes."""
+
+    def __init__(self) -> None:
+        self.is_being_read = False
+        self._follower = Follower()
+        self._rows: dict[Place, bytes] = {}
+        self._before: dict[Place, bytes | None] = {}
+
+    def saw(self, event: Event, effects: Sequence[Effect], table: LeaseTable) -> None:
+        self._before = {}
+        for change in self._follower.changes(event, effects, table, lambda number: number + 1):
+            place = (change.kind, change.key)
+            self._before.setdefault(place, self._rows.get(place))
+            self._write(place, change.value())
+
+    def lose_tail(self) -> None:
+        """What the last event changed had not got there."""
+        for place, value in self._before.items():
+            self._write(place, value)
+
+    def read(self) -> Contents:
+        """What a daemon that comes back finds; it follows from there."""
+        contents = Contents()
+        for (kind, key), value in sorted(self._rows.items()):
+            contents.take(kind, key, value)
+        self._follower = Follower(contents.leases, contents.next_tombstone)
+        self.is_being_read = True
+        return contents
+
+    def buried(self) -> list[int]:
+        """The leases that have tombstones."""
+        return [read_tombstone(value).lease_id for (kind, _), value in self._rows.items() if kind is RowKind.TOMBSTONE]
+
+    def _write(self, place: Place, value: bytes | None) -> None:
+        if value is None:
+            self._rows.pop(place, None)
+        else:
+            self._rows[place] = value
