@@ -17,11 +17,15 @@ from gpulease.daemon.audit.inbox import MINOR
 from gpulease.daemon.audit.records import ENDS, Kind, clean_text
 from gpulease.daemon.audit.witness import Lookup, Told, Witness, lease_text
 from gpulease.daemon.audit.writer import Writer
+from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.core import Denial, Denied, Effect, Event, Granted, RevokeRequested
 from gpulease.daemon.core.denials import not_recorded
+from gpulease.protocol.capabilities import names_of
 
 MAX_WAIT_S: Final = 5.0
 """For a grant's record to become durable. A tenant that waits longer is better off elsewhere."""
+
+US_PER_MS: Final = 1000
 
 _log = logging.getLogger("gpulease.audit")
 
@@ -42,6 +46,12 @@ class Recorder:
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """A connection was handed to a lease's worker."""
+
+    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
+        """A token was given to `by`, about a lease of `tenant` or, if it has none, about the node.
+
+        `audience` is the tenant that may use it, if it is one that is known here.
+        """
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """A request that never got to the lease table; `lease_id` is 0 if it named none."""
@@ -115,6 +125,18 @@ class LogRecorder(Recorder):
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
         self._record((Kind.ATTACH, {"lease": lease_text(lease_id), "tenant": tenant}))
+
+    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
+        """As above."""
+        lease = {"lease": lease_text(grant.lease_id), "generation": grant.generation} if grant.lease_id else {}
+        told = {
+            "tenant": tenant,
+            "by": by,
+            "permissions": list(names_of(grant.permissions)),
+            "audience": audience,
+            "expires_us": grant.expires_ms * US_PER_MS,
+        }
+        self._record((Kind.ISSUE, lease | told))
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """As above."""

@@ -5,7 +5,8 @@ The rules:
 - A lease counts from its grant to the moment work under it was refused, for whatever cause; the time until its memory
   was proved free, and a fence, are the node's. Its byte seconds are the bytes asked for times that.
 - Renewals change nothing: what is counted is what was had, not what was promised.
-- If a daemon died, its leases ended with it. The next `start` record tells when it was last known to live
+- A daemon's leases end with it, unless the next one adopts them (`adopt`): those go on as if nothing had been. If it
+  stopped, they ended at its `stop` record. If it died, the next `start` record tells when it was last known to live
   (`data.previous.alive_us`, at most a second before its end if the host lived on); without that, or on another boot
   than it tells of, they count to the last record of theirs.
 - If records of ends were dropped (`gap`), a lease that no later record speaks of counts until they began to be
@@ -51,6 +52,15 @@ class _Open:
 
 
 @dataclass(slots=True)
+class _Left:
+    """A lease whose daemon is gone: it counts to `end_us` unless the daemon that starts next adopts it."""
+
+    opened: _Open
+    end_us: int
+    starts: int
+
+
+@dataclass(slots=True)
 class UsageSum:
     """Takes records, oldest first; any that make no sense are passed over, as `verify` is who tells of them.
 
@@ -60,6 +70,7 @@ class UsageSum:
 
     tenants: dict[str, Used] = field(default_factory=dict)
     _open: dict[str, _Open] = field(default_factory=dict)
+    _left: dict[str, _Left] = field(default_factory=dict)
     _ending: set[str] = field(default_factory=set)
     _last_us: dict[str, int] = field(default_factory=dict)
 
@@ -72,16 +83,17 @@ class UsageSum:
         if record.kind == Kind.GAP:
             self._on_gap(record)
         elif record.kind == Kind.STOP:
-            self._close_all(record.boot, record.mono_us)
+            self._leave_all(record.boot, record.mono_us, starts=0)
         lease = record.data.get("lease")
         if isinstance(lease, str):
             self._on_lease(lease, record)
 
     def finish(self, head: Head | None = None) -> dict[str, Used]:
         """The sums, with those leases that are open."""
-        for lease in list(self._open.values()):
-            self._used(lease.tenant).open_leases += 1
-        self._close_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
+        for opened in self._open.values():
+            self._used(opened.tenant).open_leases += 1
+        self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us, starts=0)
+        self._count_left(0)
         return self.tenants
 
     # --- kinds of records ---
@@ -92,6 +104,8 @@ class UsageSum:
             self._open[lease] = _Open(
                 _text(data, "tenant"), _count(data, "size_bytes"), record.mono_us, record.boot, record.mono_us
             )
+        elif record.kind == Kind.ADOPT:
+            self._adopt(lease, record)
         elif record.kind == Kind.OVER:
             self._close_by(lease, record)
             self._ending.add(lease)
@@ -117,8 +131,23 @@ class UsageSum:
 
     def _on_start(self, previous: Any) -> None:
         known: dict[str, Any] = previous if isinstance(previous, dict) else {}
-        self._close_all(_text(known, "boot"), _count(known, "alive_us"))
+        for left in self._left.values():
+            left.starts += 1
+        self._count_left(2)
+        self._leave_all(_text(known, "boot"), _count(known, "alive_us"), starts=1)
         self._ending.clear()
+
+    def _adopt(self, lease: str, record: Record) -> None:
+        """It goes on; one that no record has granted counts from here."""
+        left = self._left.get(lease)
+        if left is not None and left.opened.boot == record.boot:
+            self._open[lease] = self._left.pop(lease).opened
+        elif lease not in self._open:
+            size_bytes = _count(record.data, "size_bytes")
+            opened = _Open(_text(record.data, "tenant"), size_bytes, record.mono_us, record.boot, record.mono_us)
+            self._open[lease] = opened
+        self._open[lease].seen_us = record.mono_us
+        self._open[lease].doubt_us = None
 
     def _on_gap(self, record: Record) -> None:
         dropped = record.data.get("dropped")
@@ -131,13 +160,23 @@ class UsageSum:
 
     # --- sums ---
 
-    def _close_all(self, boot: str, until_us: int) -> None:
-        for opened in self._open.values():
+    def _leave_all(self, boot: str, until_us: int, *, starts: int) -> None:
+        """A daemon is gone: what is open ended then, unless it is adopted."""
+        for lease, opened in self._open.items():
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
             if opened.doubt_us is not None:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
-            self._count(opened, end_us)
+            if (twice := self._left.pop(lease, None)) is not None:
+                self._count(twice.opened, twice.end_us)
+            self._left[lease] = _Left(opened, end_us, starts)
         self._open.clear()
+
+    def _count_left(self, starts: int) -> None:
+        """Count those that so many daemons have had their chance to adopt."""
+        for lease, left in list(self._left.items()):
+            if left.starts >= starts:
+                self._count(left.opened, left.end_us)
+                del self._left[lease]
 
     def _count(self, opened: _Open, until_us: int) -> None:
         used, span_us = self._used(opened.tenant), max(0, until_us - opened.since_us)

@@ -20,6 +20,7 @@ from gpulease.daemon.core import (
     FreeRequested,
     Granted,
     LeaseEnded,
+    LeaseRestored,
     LeaseSnapshot,
     LeaseState,
     RefuseWork,
@@ -64,7 +65,8 @@ class Witness:
         self._lookup = lookup
         self._asked: dict[int, _Asked] = {}
         self._askers: dict[int, str] = {}
-        self._granted_us: dict[int, int] = {}
+        # None of one that an earlier daemon granted: its record is there to tell.
+        self._granted_us: dict[int, int | None] = {}
         self._over_us: dict[int, int] = {}
         self._faulted: set[int] = set()
 
@@ -77,6 +79,8 @@ class Witness:
         now_us = now_ns // NS_PER_US
         if isinstance(event, SessionFaulted):
             yield from self._fault(event)
+        elif isinstance(event, LeaseRestored):
+            yield from self._adopt(event.kept.lease_id)
         elif isinstance(event, RequesterGone):
             self._asked.pop(event.request, None)
         else:
@@ -148,6 +152,13 @@ class Witness:
         if lease is not None and lease.state is LeaseState.ACTIVE and event.lease_id not in self._faulted:
             self._faulted.add(event.lease_id)
             yield Kind.FAULT, _lease(lease) | {"reason": clean_text(event.reason)}
+
+    def _adopt(self, lease_id: int) -> Iterator[Told]:
+        """A lease of an earlier daemon that goes on. Of one that does not, its end tells."""
+        lease = self._lookup(lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE:
+            self._granted_us[lease_id] = None
+            yield Kind.ADOPT, _lease(lease) | {"generation": lease.generation, "ttl_ms": lease.ttl_ms}
 
     def _over(self, lease_id: int, now_us: int) -> Iterator[Told]:
         self._over_us[lease_id] = now_us

@@ -87,7 +87,9 @@ class Desk:
             Opcode.LEASE_LIST_ACTIVE: self._lease_list_active,
             Opcode.LEASE_REVOKE: self._lease_revoke,
             Opcode.FENCE_CLEAR: self._fence_clear,
-            Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(request, self._tokens.issue(body)),
+            Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(
+                request, self._tokens.issue(body, runtime.recorder)
+            ),
             Opcode.CAPABILITY_PRESENT: lambda request, body: answerer.answer(request, self._tokens.present(body)),
             Opcode.CAPABILITY_AUDIENCE: lambda request, body: answerer.answer(request, self._tokens.audience()),
         }

@@ -1,10 +1,12 @@
 """Tokens at the broker: the node's authority, and what each control connection has shown."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 MAX_PRESENTED: Final = 64
 """Leases that one control connection can hold tokens for. Stops a peer that presents tokens in a loop."""
+
+MAX_NAMES: Final = 4096
+"""Tenants whose audience is known by name, for the audit log. More than a host has users."""
 
 KEY_FILE_NAME: Final = "token.key"
 """In the state folder."""
@@ -71,6 +76,7 @@ class TokenOffice:
         self.demands = demands
         self._table = table
         self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
+        self._names: OrderedDict[bytes, str] = OrderedDict()
         self._nonces = NonceStore()
         for lease_id, nonce, expires_ms in spent:
             self._nonces.use(lease_id, nonce, expires_ms)
@@ -91,6 +97,19 @@ class TokenOffice:
         if self._table.denial_for(lease_id, time.monotonic_ns()) is not None:
             return None
         return self._table.get(lease_id)
+
+    def audience_of(self, tenant: str) -> bytes:
+        """What a tenant is called on this node, where it asks for that itself. Raises Refusal."""
+        audience = self.authority().audience_of(tenant)
+        self._names[audience] = tenant
+        self._names.move_to_end(audience)
+        if len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
+        return audience
+
+    def name_of(self, audience: bytes, peer: str) -> str | None:
+        """Which tenant that is, if it is the peer, or has lately asked what it is called."""
+        return peer if audience == self.authority().audience_of(peer) else self._names.get(audience)
 
     def denial(self, lease_id: int, peer: Peer) -> Denial:
         """Why a peer can't issue tokens for a lease: how its own ended, and of others' nothing."""
@@ -138,7 +157,7 @@ class TokenDesk:
 
     # --- operations ---
 
-    def issue(self, body: messages.CapabilityIssue) -> messages.CapabilityGrant:
+    def issue(self, body: messages.CapabilityIssue, recorder: Recorder) -> messages.CapabilityGrant:
         """CAPABILITY_ISSUE. Raises Refusal."""
         permissions = self._check_wish(body)
         authority = self._office.authority()
@@ -151,6 +170,11 @@ class TokenDesk:
         )
         grant = _checked(lambda: authority.issue(request))
         claims = grant.claims
+        peer = self._peer.tenant
+        lease = self._office.lease(body.lease_id)
+        recorder.issued(
+            peer if lease is None else lease.tenant, peer, claims, self._office.name_of(request.audience, peer)
+        )
         return messages.CapabilityGrant(
             grant.token, grant.public_key, claims.generation, _left_ms(claims), _unix_s(claims)
         )
@@ -171,7 +195,7 @@ class TokenDesk:
 
     def audience(self) -> messages.Audience:
         """CAPABILITY_AUDIENCE. Raises Refusal."""
-        return messages.Audience(self._office.authority().audience_of(self._peer.tenant))
+        return messages.Audience(self._office.audience_of(self._peer.tenant))
 
     # --- what is permitted ---
 
