@@ -11,15 +11,17 @@ Rules:
 
 import contextlib
 import os
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gpulease.daemon.journal.broken import EX_IOERR, JournalBroken, not_whole
-from gpulease.daemon.journal.folder import FILE_MODE, JOURNAL_NAME, HeadFile, sync
+from gpulease.daemon.journal.folder import FILE_MODE, HEAD_NAME, JOURNAL_NAME, HeadFile, sync
 from gpulease.daemon.journal.rows import Change, digest_of
 
 APPLICATION_ID: Final = 0x67704C4A
@@ -31,6 +33,9 @@ VERSION: Final = 1
 BUSY_TIMEOUT_S: Final = 1.0
 """For whoever looks into the file with a tool of their own."""
 
+COPY_PREFIX: Final = "examined-"
+"""Of a folder for a copy of the file, which is looked through before the file itself is opened."""
+
 _MODULUS: Final = 1 << 128
 _SCHEMA: Final = (
     "CREATE TABLE entry (kind INTEGER NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (kind, key))"
@@ -41,11 +46,11 @@ _SCHEMA: Final = (
 _PRAGMAS: Final = (
     ("locking_mode", "EXCLUSIVE", "exclusive"),
     ("journal_mode", "WAL", "wal"),
-    ("synchronous", "FULL", 2),
     ("cell_size_check", "ON", 1),
     ("trusted_schema", "OFF", 0),
 )
 
+_SYNCHRONOUS: Final = {"FULL": 2, "OFF": 0}
 _OF_THE_DISK: Final = frozenset(
     {
         sqlite3.SQLITE_AUTH,
@@ -78,6 +83,7 @@ class Store:
     """An open journal; one thread at a time.
 
     Args:
+        folder: Its folder, which nobody else has.
         boot: This boot of the host.
         take: Gets the kind, key and value of every row, in their order; whether all is well is known only afterwards.
 
@@ -85,27 +91,28 @@ class Store:
         last_boot: The boot of the host in which it was last written.
 
     Raises:
-        JournalBroken: It can't be used.
+        JournalBroken: It can't be used. What is there is as it was.
     """
 
     def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
         self._path = folder / JOURNAL_NAME
+        self._boot = boot
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
         try:
             self._head = HeadFile(folder)
-            self._make_files(folder, self._head)
-            self._open()
-            self._state = self._make_tables(boot, self._head.commits or 0)
-            self._check(take)
-        except (sqlite3.Error, OSError, ValueError, TypeError, KeyError) as error:
+            if self._is_new(self._head):
+                self._make(folder, self._head)
+            _examine(self._path, boot, self._head.commits or 0, take)
+            self._connection = _connect(self._path)
+            self._state = _state_in(self._connection, boot, self._head.commits or 0)
+        except (sqlite3.Error, OSError, ValueError) as error:
             self.close()
             raise _broken(self._path, error) from None
         except JournalBroken:
             self.close()
             raise
         self.last_boot = self._state.boot
-        self._boot = boot
 
     def begin(self, changes: Iterable[Change]) -> None:
         """Commit what the opening changes, which also shows that the disk can be written. Raises JournalBroken."""
@@ -120,18 +127,18 @@ class Store:
 
         After that it may be called again with the same changes, and those behind them.
         """
-        if self._connection is None:
-            self._open()
-            self._state = self._read_state()
-        connection = self._connection
-        if connection is None or self._head is None:
+        if self._head is None:
             raise OSError("the journal is closed")
+        if self._connection is None:
+            self._connection = _connect(self._path)
+            self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
+        connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
             connection.execute("BEGIN IMMEDIATE")
             for change in changes:
-                state.total = (state.total + self._put(connection, change)) % _MODULUS
-            self._write_state(connection, state)
+                state.total = (state.total + _put(connection, change)) % _MODULUS
+            _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
             # What became of a commit that failed is the file's to say: the next try reads it.
@@ -141,118 +148,139 @@ class Store:
         self._head.write(state.commits)
 
     def close(self) -> None:
-        """Close the files; without unfinished business SQLite then folds its log into the database."""
+        """Close the files; SQLite then folds its log into the database, if it can."""
         self._disconnect()
         if self._head is not None:
             self._head.close()
             self._head = None
 
-    # --- opening ---
-
-    def _make_files(self, folder: Path, head: HeadFile) -> None:
+    def _is_new(self, head: HeadFile) -> bool:
         is_there = self._path.exists()
         if is_there and head.commits is None:
-            raise not_whole(self._path, "its head, journal.head, is missing")
+            raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
         if not is_there and head.commits:
             raise not_whole(self._path, "it is missing")
+        return not is_there
+
+    def _make(self, folder: Path, head: HeadFile) -> None:
         if head.commits is None:
             head.make()
-        if not is_there:
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
-            sync(folder)
-
-    def _open(self) -> None:
-        self._connection = connection = sqlite3.connect(
-            f"{self._path.absolute().as_uri()}?mode=rw",
-            timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,
-            check_same_thread=False,
-            uri=True,
-        )
-        for name, wanted, answer in _PRAGMAS:
-            connection.execute(f"PRAGMA {name}={wanted}")
-            ((got,),) = connection.execute(f"PRAGMA {name}")
-            if got != answer:
-                raise sqlite3.OperationalError(f"SQLite sets {name} to {got}, not {wanted}")
-
-    def _make_tables(self, boot: str, head_commits: int) -> _State:
-        connection = self._connected()
-        ((application,),) = connection.execute("PRAGMA application_id")
-        ((version,),) = connection.execute("PRAGMA user_version")
-        ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
-        if not (application or version or tables or head_commits):
-            state = _State(boot)
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version={VERSION}")
-            self._write_state(connection, state)
-            connection.execute("COMMIT")
-            return state
-        if application != APPLICATION_ID:
-            raise ValueError("it is not a journal of gpulease")
-        if version > VERSION:
-            raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
-        if version != VERSION or [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")] != list(
-            _SCHEMA
-        ):
-            raise ValueError("its tables are not those of a journal")
-        return self._read_state()
-
-    def _check(self, take: TakeRow) -> None:
-        connection = self._connected()
-        ((said,),) = connection.execute("PRAGMA quick_check(1)")
-        if said != "ok":
-            raise ValueError(f"SQLite finds it damaged: {said}")
-        total = 0
-        for kind, key, value in connection.execute("SELECT kind, key, value FROM entry ORDER BY kind, key"):
-            total += digest_of(kind, key, value)
-            take(kind, key, value)
-        if total % _MODULUS != self._state.total:
-            raise ValueError("its rows are not those that were written")
-
-    # --- state ---
-
-    def _read_state(self) -> _State:
-        rows = list(self._connected().execute("SELECT one, boot, commits, total, digest FROM state"))
-        if len(rows) != 1:
-            raise ValueError("its state is not one row")
-        _, boot, commits, total, digest = rows[0]
-        state = _State(boot, commits, int.from_bytes(total, "big"))
-        if state.digest() != digest:
-            raise ValueError("its state is not what was written")
-        known = 0 if self._head is None else self._head.commits or 0
-        if commits < known:
-            raise ValueError(f"it ends with commit {commits}, and there were {known}")
-        return state
-
-    def _write_state(self, connection: sqlite3.Connection, state: _State) -> None:
-        values = (state.boot, state.commits, state.total.to_bytes(16, "big"), state.digest())
-        connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?, ?)", values)
-
-    def _put(self, connection: sqlite3.Connection, change: Change) -> int:
-        """Write one row; by how much the sum over all rows changes."""
-        kind, key, value = int(change.kind), change.key, change.value()
-        where: tuple[Any, ...] = (kind, key)
-        found = connection.execute("SELECT value FROM entry WHERE kind = ? AND key = ?", where).fetchone()
-        more = -digest_of(kind, key, found[0]) if found is not None else 0
-        if value is None:
-            connection.execute("DELETE FROM entry WHERE kind = ? AND key = ?", where)
-            return more
-        connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?)", (*where, value))
-        return more + digest_of(kind, key, value)
-
-    def _connected(self) -> sqlite3.Connection:
-        if self._connection is None:
-            raise OSError("the journal is closed")
-        return self._connection
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        sync(folder)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
+
+
+def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw",
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=True,
+    )
+    try:
+        for name, wanted, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
+            connection.execute(f"PRAGMA {name}={wanted}")
+            ((got,),) = connection.execute(f"PRAGMA {name}")
+            if got != answer:
+                raise OSError(f"SQLite sets {name} to {got}, not {wanted}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
+    """Read and check all of it, in a copy: SQLite cuts and folds in what it finds when it opens and closes a file.
+
+    Raises sqlite3.Error, OSError or ValueError.
+    """
+    for left in path.parent.glob(f"{COPY_PREFIX}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path.parent) as folder:
+        for name in (path.name, f"{path.name}-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(path.with_name(name), Path(folder, name))
+        connection = _connect(Path(folder, path.name), "OFF")
+        try:
+            state = _state_in(connection, boot, head_commits)
+            _check_rows(connection, state, take)
+        finally:
+            connection.close()
+
+
+def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _State:
+    """What the file says of itself; the tables are made if there are none and have never been."""
+    ((application,),) = connection.execute("PRAGMA application_id")
+    ((version,),) = connection.execute("PRAGMA user_version")
+    tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
+    if not (application or version or tables or head_commits):
+        return _make_tables(connection, boot)
+    if application != APPLICATION_ID:
+        raise ValueError("it is not a journal of gpulease, or not all of it is there")
+    if version > VERSION:
+        raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
+    if version != VERSION or tables != list(_SCHEMA):
+        raise ValueError("its tables are not those of a journal")
+    rows = list(connection.execute("SELECT one, boot, commits, total, digest FROM state"))
+    if len(rows) != 1 or [type(value) for value in rows[0]] != [int, str, int, bytes, bytes]:
+        raise ValueError("its state is not what was written")
+    _, last_boot, commits, total, digest = rows[0]
+    state = _State(last_boot, commits, int.from_bytes(total, "big"))
+    if state.digest() != digest:
+        raise ValueError("its state is not what was written")
+    if commits < head_commits:
+        raise ValueError(f"it ends with commit {commits}, and there were {head_commits}")
+    return state
+
+
+def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
+    state = _State(boot)
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={VERSION}")
+    _write_state(connection, state)
+    connection.execute("COMMIT")
+    return state
+
+
+def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
+    ((said,),) = connection.execute("PRAGMA quick_check(1)")
+    if said != "ok":
+        raise ValueError(f"SQLite finds it damaged: {said}")
+    total = 0
+    for kind, key, value in connection.execute("SELECT kind, key, value FROM entry ORDER BY kind, key"):
+        try:
+            total += digest_of(kind, key, value)
+            take(kind, key, value)
+        except (ValueError, TypeError, KeyError):
+            raise ValueError("a row is not what was written") from None
+    if total % _MODULUS != state.total:
+        raise ValueError("its rows are not those that were written")
+
+
+def _write_state(connection: sqlite3.Connection, state: _State) -> None:
+    values = (state.boot, state.commits, state.total.to_bytes(16, "big"), state.digest())
+    connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?, ?)", values)
+
+
+def _put(connection: sqlite3.Connection, change: Change) -> int:
+    """Write one row; by how much the sum over all rows changes."""
+    kind, key, value = int(change.kind), change.key, change.value()
+    found = connection.execute("SELECT value FROM entry WHERE kind = ? AND key = ?", (kind, key)).fetchone()
+    more = -digest_of(kind, key, found[0]) if found is not None else 0
+    if value is None:
+        connection.execute("DELETE FROM entry WHERE kind = ? AND key = ?", (kind, key))
+        return more
+    connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?)", (kind, key, value))
+    return more + digest_of(kind, key, value)
 
 
 def _broken(path: Path, error: Exception) -> JournalBroken:
