@@ -1,0 +1,114 @@
+"""The disk under the journal: full, or with something on it that is no journal. Also what a restart remembers."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Busy, GpuSession, Revoked
+from gpulease.client.blocking import ask
+from gpulease.daemon.journal.broken import EX_DATAERR, EX_UNAVAILABLE
+from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
+from gpulease.daemon.worker.page import PAGE_BYTES
+from gpulease.protocol.messages import LeaseRenew
+from gpulease.protocol.opcodes import Opcode, RevokeOutcome
+from helpers.audit_log import stop
+from helpers.daemon import Daemon
+from helpers.kernels import check_main_job
+from helpers.waiting import wait_until
+
+from .test_startup import check_sentence, start_in_vain
+
+CAN_NOT_BE_WRITTEN = "the journal can't be written"
+
+
+class Disk:
+    """A daemon's: full or not. Two pages fit, which a worker's page needs; no commit does."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._pid = daemon.process.pid
+        _, self._hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
+
+    def fill(self) -> None:
+        resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (2 * PAGE_BYTES, self._hard))
+
+    def empty(self) -> None:
+        resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (self._hard, self._hard))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon], folder: Path) -> Daemon:
+    return start_daemon(config=f'state = "{folder}"')
+
+
+def can_acquire(daemon: Daemon) -> bool:
+    try:
+        with daemon.builder().acquire():
+            return True
+    except Busy:
+        return False
+
+
+def test_a_full_disk_stops_grants_and_not_leases(
+    daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]
+) -> None:
+    daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
+    disk = Disk(daemon)
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        other = daemon.builder().acquire()
+        disk.fill()
+        with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
+            daemon.builder().acquire()
+        assert CAN_NOT_BE_WRITTEN in daemon.log()
+        with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
+            daemon.builder().acquire()
+        with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
+            lease.renew(90)
+        check_main_job(session)
+        with pytest.raises(Busy, match=f"was given back, but {CAN_NOT_BE_WRITTEN}"):
+            other.free()
+        daemon.wait_for_end(other.lease_id)
+        disk.empty()
+        wait_until(lambda: can_acquire(daemon), "leases are granted again")
+        lease.renew(90)
+        check_main_job(session)
+    stop(daemon)
+    again = start_daemon(config=f'state = "{folder}"')
+    assert again.query(other.lease_id)["state"] == "torndown"
+
+
+def test_a_restart_remembers_who_was_revoked(daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]) -> None:
+    lease = daemon.builder().acquire()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    stop(daemon)
+    again = start_daemon(config=f'state = "{folder}"')
+    assert again.query(lease.lease_id)["state"] == "torndown"
+    assert again.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
+    with pytest.raises(Revoked):
+        ask(Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 60_000), again.address)
+
+
+def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "second.toml"
+    settings.write_text(f'state = "{folder}"')
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
+    assert status == EX_UNAVAILABLE
+    check_sentence(said, "another daemon has the state folder")
+
+
+@pytest.mark.parametrize(("name", "content"), [(JOURNAL_NAME, b"x" * 9000), (HEAD_NAME, b"x")])
+def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / name).write_bytes(content)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'state = "{folder}"')
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
+    assert status == EX_DATAERR
+    check_sentence(said, "is broken: .* move the folder's journal files aside")
+    assert (folder / name).read_bytes() == content
