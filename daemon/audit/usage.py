@@ -53,11 +53,10 @@ class _Open:
 
 @dataclass(slots=True)
 class _Left:
-    """A lease whose daemon is gone: it counts to `end_us` unless the daemon that starts next adopts it."""
+    """A lease whose daemon is gone: it counts to `end_us` unless a later one of the same boot adopts it."""
 
     opened: _Open
     end_us: int
-    starts: int
 
 
 @dataclass(slots=True)
@@ -78,12 +77,12 @@ class UsageSum:
         """One record."""
         last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
         if record.kind == Kind.START:
-            self._on_start(record.data.get("previous"))
+            self._on_start(record.data.get("previous"), record.boot)
         self._last_us = {record.boot: last_us}
         if record.kind == Kind.GAP:
             self._on_gap(record)
         elif record.kind == Kind.STOP:
-            self._leave_all(record.boot, record.mono_us, starts=0)
+            self._leave_all(record.boot, record.mono_us)
         lease = record.data.get("lease")
         if isinstance(lease, str):
             self._on_lease(lease, record)
@@ -92,8 +91,8 @@ class UsageSum:
         """The sums, with those leases that are open."""
         for opened in self._open.values():
             self._used(opened.tenant).open_leases += 1
-        self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us, starts=0)
-        self._count_left(0)
+        self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
+        self._count_left()
         return self.tenants
 
     # --- kinds of records ---
@@ -122,6 +121,9 @@ class UsageSum:
         """End a lease by a record that tells when; it tells enough for one whose grant is not in the log."""
         data = record.data
         over_us = _count(data, "over_us") or record.mono_us
+        if (left := self._left.pop(lease, None)) is not None:
+            self._count(left.opened, left.end_us)
+            return
         opened = self._open.pop(lease, None)
         if opened is None and _count(data, "granted_us"):
             granted_us = _count(data, "granted_us")
@@ -129,12 +131,10 @@ class UsageSum:
         if opened is not None:
             self._count(opened, over_us if opened.boot == record.boot else opened.seen_us)
 
-    def _on_start(self, previous: Any) -> None:
+    def _on_start(self, previous: Any, boot: str) -> None:
         known: dict[str, Any] = previous if isinstance(previous, dict) else {}
-        for left in self._left.values():
-            left.starts += 1
-        self._count_left(2)
-        self._leave_all(_text(known, "boot"), _count(known, "alive_us"), starts=1)
+        self._leave_all(_text(known, "boot"), _count(known, "alive_us"))
+        self._count_left(boot)
         self._ending.clear()
 
     def _adopt(self, lease: str, record: Record) -> None:
@@ -160,7 +160,7 @@ class UsageSum:
 
     # --- sums ---
 
-    def _leave_all(self, boot: str, until_us: int, *, starts: int) -> None:
+    def _leave_all(self, boot: str, until_us: int) -> None:
         """A daemon is gone: what is open ended then, unless it is adopted."""
         for lease, opened in self._open.items():
             end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
@@ -168,13 +168,13 @@ class UsageSum:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
             if (twice := self._left.pop(lease, None)) is not None:
                 self._count(twice.opened, twice.end_us)
-            self._left[lease] = _Left(opened, end_us, starts)
+            self._left[lease] = _Left(opened, end_us)
         self._open.clear()
 
-    def _count_left(self, starts: int) -> None:
-        """Count those that so many daemons have had their chance to adopt."""
+    def _count_left(self, boot: str = "") -> None:
+        """Count those that no daemon can adopt any more, in the boot that is now."""
         for lease, left in list(self._left.items()):
-            if left.starts >= starts:
+            if left.opened.boot != boot:
                 self._count(left.opened, left.end_us)
                 del self._left[lease]
 

@@ -42,7 +42,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
         'listen = ["unix:/tmp/a.sock", "tcp:[::1]:7"]\ndriver = "cpu"\nvram = ["1GiB", "2GiB"]\nsocket_mode = "0600"\n'
-        'audit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
+        'state = "/var/lib/g"\naudit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
         'audit_file_size = "8MiB"\naudit_keep_files = 9\n'
         "max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\n[limits]\nmax_leases = 3\n"
     )
@@ -50,6 +50,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
     assert config.vram_bytes == (1 << 30, 2 << 30)
     assert config.socket_mode == 0o600
+    assert config.state == Path("/var/lib/g")
     assert (config.audit, config.audit_head) == (Path("/var/log/g"), Path("/mnt/head.json"))
     assert (config.audit_required, config.audit_file_bytes, config.audit_keep_files) == (True, 8 << 20, 9)
     assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)

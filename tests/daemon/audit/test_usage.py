@@ -48,6 +48,8 @@ def total(drafts: Iterable[Draft], head: Head | None = None, boots: dict[int, st
 
 GRANT = lease(Kind.GRANT, 10)
 GAP = draft(Kind.GAP, 30 * S, dropped={"end": 1}, since_us=20 * S)
+CRASH = start(90, 14)
+ADOPT = lease(Kind.ADOPT, 91)
 MINOR_GAP = draft(Kind.GAP, 30 * S, dropped={"deny": 9}, since_us=20 * S)
 
 
@@ -67,6 +69,16 @@ MINOR_GAP = draft(Kind.GAP, 30 * S, dropped={"deny": 9}, since_us=20 * S)
         pytest.param([GRANT, lease(Kind.RENEW, 13)], Used(1, 3, 30, 1), id="open"),
         pytest.param([GRANT, GAP, lease(Kind.GRANT, 40, 8), start(90, 50)], Used(2, 20, 200), id="a gap"),
         pytest.param([GRANT, GAP, lease(Kind.RENEW, 40), start(90, 50)], Used(1, 40, 400), id="alive behind a gap"),
+        pytest.param([GRANT, CRASH, ADOPT, over(95)], Used(1, 85, 850), id="adopted: as if nothing had been"),
+        pytest.param([GRANT, CRASH, CRASH, ADOPT, over(95)], Used(1, 85, 850), id="adopted, at the second try"),
+        pytest.param([GRANT, CRASH, ADOPT, start(190, 150)], Used(1, 140, 1400), id="adopted, then a crash"),
+        pytest.param([GRANT, CRASH, ADOPT, start(96, 95), ADOPT, over(99)], Used(1, 89, 890), id="adopted twice"),
+        pytest.param([GRANT, draft(Kind.STOP, 13 * S), start(90), ADOPT, over(95)], Used(1, 85, 850), id="kept"),
+        pytest.param([GRANT, CRASH, ADOPT], Used(1, 81, 810, 1), id="adopted and open"),
+        pytest.param([GRANT, CRASH, end(95, 91, None)], Used(1, 4, 40), id="not adopted: its end says nothing more"),
+        pytest.param([GRANT, over(12, 10), CRASH, end(95, 91, None)], Used(1, 2, 20), id="over before the crash"),
+        pytest.param([CRASH, ADOPT, over(95)], Used(1, 4, 40), id="adopted, without its grant"),
+        pytest.param([GRANT, CRASH, lease(Kind.END, 95, 8)], Used(1, 4, 40), id="the end of a worker of no lease"),
         pytest.param([GRANT, MINOR_GAP, start(90, 50)], Used(1, 40, 400), id="a gap without ends"),
     ],
 )

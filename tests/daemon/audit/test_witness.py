@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from gpulease.daemon.audit.canonical import canonical_bytes
 from gpulease.daemon.audit.witness import THE_DAEMON, Told, Witness
 from gpulease.daemon.core import (
@@ -12,6 +14,7 @@ from gpulease.daemon.core import (
     Event,
     FenceClearRequested,
     FreeRequested,
+    LeaseRestored,
     LeaseTable,
     PoolTimerFired,
     ReclaimFailed,
@@ -23,6 +26,7 @@ from gpulease.daemon.core import (
     TimerFired,
     TimerKind,
     WorkerExited,
+    WorkerFound,
     WorkerReady,
 )
 
@@ -200,3 +204,28 @@ def test_who_asked_is_the_daemon_if_nobody_did() -> None:
     life.do(WorkerExited(5, "was killed"))
     (_, told), _ = life.do(ReclaimProved(5))
     assert told["by"] == THE_DAEMON
+
+
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_a_lease_of_an_earlier_daemon(has_worker: bool) -> None:
+    before = Life().granted()
+    kept = before.table.keep(5)
+    assert kept is not None
+    life = Life()
+    told = life.do(LeaseRestored(kept, has_worker), 9)
+    going_on = [("adopt", WHO | {"generation": 1, "ttl_ms": 60_000})]
+    assert [(kind.value, data) for kind, data in told] == (going_on if has_worker else [])
+    told = life.do(FreeRequested(3, 5, "t"), 1) + life.do(WorkerExited(5, "was killed"))
+    assert [kind.value for kind, _ in told] == (["over"] if has_worker else ["deny"])
+    ((kind, data),) = life.do(ReclaimProved(5), 1)
+    assert (kind.value, data["granted_us"]) == ("end", None)
+    assert life.is_empty()
+
+
+def test_a_worker_of_no_lease() -> None:
+    life = Life()
+    assert life.do(WorkerFound(5, "GPU-a", 50)) == []
+    life.do(WorkerExited(5, "was killed"))
+    ((kind, data),) = life.do(ReclaimProved(5))
+    assert (kind.value, data["tenant"], data["granted_us"]) == ("end", "", None)
+    assert life.is_empty()
