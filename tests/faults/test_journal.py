@@ -1,21 +1,30 @@
 """The disk under the journal: full, or with something on it that is no journal. Also what a restart remembers."""
 
 import resource
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from gpulease.client import Busy, GpuSession, Revoked
+from gpulease.client import Busy, GpuExclusivityClass, GpuLease, GpuSession, Permission, Revoked, my_audience
 from gpulease.client.blocking import ask
+from gpulease.daemon.broker.recording import boot_id
 from gpulease.daemon.journal.broken import EX_DATAERR, EX_UNAVAILABLE
+from gpulease.daemon.journal.contents import Contents
 from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
+from gpulease.daemon.journal.store import Store
 from gpulease.daemon.worker.page import PAGE_BYTES
-from gpulease.protocol.messages import LeaseRenew
-from gpulease.protocol.opcodes import Opcode, RevokeOutcome
+from gpulease.protocol import Failure
+from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.messages import Attach, LeaseRenew
+from gpulease.protocol.opcodes import Opcode, RevokeOutcome, Status
+from gpulease.protocol.primitives import Tlv
 from helpers.audit_log import stop
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
+from helpers.raw_peer import RawPeer
 from helpers.waiting import wait_until
 
 from .test_startup import check_sentence, start_in_vain
@@ -92,6 +101,50 @@ def test_a_restart_remembers_who_was_revoked(daemon: Daemon, folder: Path, start
     assert again.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
     with pytest.raises(Revoked):
         ask(Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 60_000), again.address)
+
+
+class Guest:
+    """Another tenant, with a token for a lease's session."""
+
+    def __init__(self, daemon: Daemon, lease: GpuLease) -> None:
+        self._address, self._lease_id = daemon.tcp_address, lease.lease_id
+        self._token = lease.issue(Permission.MEM_READ, my_audience(daemon.tcp_address), 60).token
+
+    def attach(self) -> Status:
+        """How that went."""
+        with RawPeer(self._address).hello() as peer:
+            peer.session_id = self._lease_id
+            answer = peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, self._token),)), self._lease_id)
+            return answer.status if isinstance(answer, Failure) else Status.OK
+
+
+def test_a_token_opens_one_connection_and_a_restart_knows_which(
+    folder: Path, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = start_daemon(config=f'state = "{folder}"', tcp=True)
+    with daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire() as lease:
+        guest = Guest(daemon, lease)
+        with ThreadPoolExecutor(6) as pool:
+            told = list(pool.map(lambda _: guest.attach(), range(6)))
+        assert sorted(told) == sorted([Status.OK] + [Status.DENIED] * 5)
+        left = Path(shutil.copytree(folder, tmp_path / "left"))
+        contents = Contents()
+        Store(left, boot_id(), contents.take).close()
+        assert [lease_id for lease_id, _, _ in contents.spent] == [lease.lease_id]
+        assert (folder / "token.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_token_is_used_that_a_restart_would_not_know(folder: Path, start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=f'state = "{folder}"', tcp=True)
+    daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
+    disk = Disk(daemon)
+    with daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire() as lease:
+        guest = Guest(daemon, lease)
+        disk.fill()
+        assert [guest.attach(), guest.attach()] == [Status.BUSY] * 2
+        disk.empty()
+        wait_until(lambda: guest.attach() is Status.OK, "the token, which was not used, is good")
+        assert guest.attach() is Status.DENIED
 
 
 def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
