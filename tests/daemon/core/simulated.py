@@ -157,7 +157,7 @@ class Shell:
         elif isinstance(effect, RefuseWork):
             self.ended.add(effect.lease_id)
             self.words.setdefault(effect.lease_id, effect.cause)
-            if self.words[effect.lease_id] is Cause.REVOKED:
+            if effect.cause is Cause.REVOKED:
                 self.revoked.add(effect.lease_id)
                 self.revoked_last.add(effect.lease_id)
         elif isinstance(effect, KillWorker | ProveReclaimed):
