@@ -6,15 +6,21 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from gpulease.daemon.broker.denials import failure_of
+from gpulease.daemon.broker.drains import drain_left_ms, status_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, inventory, lease_report, remaining_ms
 from gpulease.daemon.broker.runtime import Outcome, Runtime
+from gpulease.daemon.broker.telling import EVERY_LEASE, TellingDesk, seen_by
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import (
     AcquireRequested,
     Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    Event,
     FenceCleared,
     FenceClearRequested,
     Freed,
@@ -56,6 +62,9 @@ class Answerer(Protocol):
     def answer(self, request: Request, result: messages.Body | Failure) -> None:
         """Answer a request; does nothing once the connection is gone."""
 
+    def tell(self, subscription: int, event: messages.LeaseEvent) -> bool:
+        """Tell a subscriber something; whether there was room for it."""
+
     @property
     def is_open(self) -> bool:
         """Whether anybody is there to read an answer."""
@@ -75,6 +84,7 @@ class Desk:
         self._peer = answerer.peer
         self._driver = driver
         self._tokens = TokenDesk(runtime.tokens, self._peer)
+        self._telling = TellingDesk(runtime.teller, self._peer.tenant, answerer.tell)
         self._open_acquires: set[int] = set()
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
@@ -84,8 +94,12 @@ class Desk:
             Opcode.LEASE_FREE: self._lease_free,
             Opcode.LEASE_QUERY: self._lease_query,
             Opcode.LEASE_LIST_ACTIVE: self._lease_list_active,
+            Opcode.LEASE_SUBSCRIBE: self._lease_subscribe,
+            Opcode.LEASE_UNSUBSCRIBE: self._lease_unsubscribe,
             Opcode.LEASE_REVOKE: self._lease_revoke,
             Opcode.FENCE_CLEAR: self._fence_clear,
+            Opcode.DRAIN: lambda request, body: self._drain(request, lambda n: DrainRequested(n, body.within_ms)),
+            Opcode.DRAIN_CANCEL: lambda request, _: self._drain(request, DrainCancelled),
             Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(request, self._tokens.issue(body)),
             Opcode.CAPABILITY_PRESENT: lambda request, body: answerer.answer(request, self._tokens.present(body)),
             Opcode.CAPABILITY_AUDIENCE: lambda request, body: answerer.answer(request, self._tokens.audience()),
@@ -106,6 +120,7 @@ class Desk:
             self._runtime.post(RequesterGone(number))
             self._runtime.forget(number)
         self._open_acquires.clear()
+        self._telling.leave()
 
     def check_attach(self, request: Request) -> Guest | None:
         """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
@@ -196,9 +211,9 @@ class Desk:
                 self._answer_denied(request, outcome)
                 return
             now_ns = time.monotonic_ns()
-            lease = outcome.lease
+            lease, drain_ns = outcome.lease, self._runtime.table.drain_ns
             renewed = messages.LeaseRenewed(
-                lease.generation, remaining_ms(lease, now_ns), expires_at_unix_s(lease, now_ns)
+                lease.generation, remaining_ms(lease, now_ns, drain_ns), expires_at_unix_s(lease, now_ns, drain_ns)
             )
             self._answerer.answer(request, renewed)
 
@@ -247,24 +262,53 @@ class Desk:
         self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(FenceClearRequested(number, body.device))
 
+    def _drain(self, request: Request, event_for: Callable[[int], Event]) -> None:
+        self._need_operator(request.op.name)
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, DrainSet):
+                self._answerer.answer(request, status_of(outcome))
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
+        self._runtime.post(event_for(number))
+
     # --- reports ---
 
     def _get_inventory(self, request: Request, body: messages.Empty) -> None:
-        self._answerer.answer(request, inventory(self._runtime.table.cards(), self._driver))
+        table = self._runtime.table
+        self._answerer.answer(request, inventory(table.cards(), self._driver, drain_left_ms(table)))
 
     def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         lease = self._runtime.table.get(body.lease_id)
-        tenant = self._tokens.acting_tenant(body.lease_id, ALL_PERMISSIONS)
-        if lease is None or (lease.tenant != tenant and not self._peer.is_operator):
+        if lease is None or not self._may_query(lease):
             raise Refusal(failure_of(not_found(body.lease_id)))
         self._answerer.answer(request, messages.Report(self._report(lease)))
+
+    def _may_query(self, lease: LeaseSnapshot) -> bool:
+        return self._peer.is_operator or lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
+
+    def _lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
+        is_every = body.lease_id == EVERY_LEASE
+        may_see = seen_by(self._may_see if is_every else self._may_query, self._runtime.table)
+        if not is_every and not may_see(body.lease_id):
+            raise Refusal(failure_of(not_found(body.lease_id)))
+        self._telling.subscribe(request.request_id, body.lease_id, may_see)
+        self._answerer.answer(request, messages.Empty())
+        self._telling.begin(request.request_id)
+
+    def _lease_unsubscribe(self, request: Request, body: messages.LeaseUnsubscribe) -> None:
+        self._telling.unsubscribe(body.subscription)
+        self._answerer.answer(request, messages.Empty())
 
     def _lease_list_active(self, request: Request, body: messages.Empty) -> None:
         leases = [self._report(lease) for lease in self._runtime.table.snapshots() if self._may_see(lease)]
         self._answerer.answer(request, messages.Report(leases))
 
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
-        return lease_report(lease, self._runtime.workers.page(lease.lease_id), time.monotonic_ns())
+        table, now_ns = self._runtime.table, time.monotonic_ns()
+        standing = table.standing(lease.lease_id, now_ns)
+        return lease_report(lease, self._runtime.workers.page(lease.lease_id), now_ns, standing, table.drain_ns)
 
     def _may_see(self, lease: LeaseSnapshot) -> bool:
         if self._peer.is_operator:

@@ -6,11 +6,13 @@
 from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial, DenialReason
 from gpulease.daemon.core.effects import (
+    ArmDrainTimer,
     ArmHoldTimer,
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
+    DrainSet,
     Effect,
     FenceCleared,
     Freed,
@@ -26,9 +28,13 @@ from gpulease.daemon.core.effects import (
     SpawnWorker,
     WarmEnded,
     WarmUp,
+    Warned,
 )
 from gpulease.daemon.core.events import (
     AcquireRequested,
+    DrainCancelled,
+    DrainRequested,
+    DrainTimerFired,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -60,6 +66,7 @@ from gpulease.daemon.core.leases import (
     Trigger,
 )
 from gpulease.daemon.core.limits import CoreLimits
+from gpulease.daemon.core.phases import Standing, ends_ns
 from gpulease.daemon.core.table import LeaseTable
 from gpulease.daemon.core.waiting import WaiterSnapshot
 from gpulease.daemon.core.warm import FIRST_WARM_ID, WarmSnapshot, WarmState
@@ -68,6 +75,7 @@ __all__ = [
     "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
+    "ArmDrainTimer",
     "ArmHoldTimer",
     "ArmPoolTimer",
     "ArmTimer",
@@ -79,6 +87,10 @@ __all__ = [
     "Denial",
     "DenialReason",
     "Denied",
+    "DrainCancelled",
+    "DrainRequested",
+    "DrainSet",
+    "DrainTimerFired",
     "Effect",
     "Event",
     "FenceClearRequested",
@@ -110,6 +122,7 @@ __all__ = [
     "SetDeadline",
     "ShutdownRequested",
     "SpawnWorker",
+    "Standing",
     "StoryEntry",
     "TimerFired",
     "TimerKind",
@@ -120,7 +133,9 @@ __all__ = [
     "WarmSnapshot",
     "WarmState",
     "WarmUp",
+    "Warned",
     "WorkerExited",
     "WorkerFailed",
     "WorkerReady",
+    "ends_ns",
 ]

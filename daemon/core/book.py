@@ -23,6 +23,7 @@ class Book:
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
         warm: The contexts of the pool, by number.
+        drain_ns: When a drain ends what is left; None while the node is not drained.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
 
@@ -40,6 +41,7 @@ class Book:
         self.line = WaitingLine(limits)
         self.has_freed_room = False
         self.is_shutting_down = False
+        self.drain_ns: int | None = None
         selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
