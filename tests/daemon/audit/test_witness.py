@@ -9,6 +9,9 @@ from gpulease.daemon.core import (
     AcquireRequested,
     Card,
     CoreLimits,
+    DrainCancelled,
+    DrainRequested,
+    DrainTimerFired,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -200,3 +203,17 @@ def test_who_asked_is_the_daemon_if_nobody_did() -> None:
     life.do(WorkerExited(5, "was killed"))
     (_, told), _ = life.do(ReclaimProved(5))
     assert told["by"] == THE_DAEMON
+
+
+def test_a_drain() -> None:
+    life = Life().granted()
+    life.witness.asked_by(7, "root")
+    ((kind, told),) = life.do(DrainRequested(7, 500), 1)
+    assert (kind.value, told) == ("operator", {"action": "drain", "by": "root", "leases": 1, "within_ms": 500})
+    ((kind, told),) = life.do(DrainTimerFired(), 500)
+    assert (kind.value, told["cause"], told["reason"]) == ("over", "drained", "the node is drained")
+    life.do(WorkerExited(5, "was killed"))
+    life.do(ReclaimProved(5))
+    ((_, told),) = life.do(DrainCancelled(8))
+    assert told == {"action": "drain_cancel", "by": THE_DAEMON, "leases": 0}
+    assert life.is_empty()
