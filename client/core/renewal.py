@@ -24,6 +24,9 @@ MAX_BACKOFF_S: Final = 5.0
 CUT_SHORT_PART: Final = 0.9
 """A renewal that gives less than this part of what was asked for was cut short: only a drain does that."""
 
+CUT_SHORT_SLACK_S: Final = 0.1
+"""What of it the daemon may have taken to answer; leases that short find out by the next renewal."""
+
 LEAST_DELAY_S: Final = 0.01
 """Shortest pause at all, so that a lease of a millisecond does not spin."""
 
@@ -78,7 +81,7 @@ def keep(
             return None
         try:
             yield from state.renew(ttl_s)
-            if state.ttl_s < ttl_s * CUT_SHORT_PART:
+            if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
                     f"keep_alive: the lease's node is being drained: it lasts {state.ttl_s:.1f} s more, and no longer",
