@@ -209,9 +209,8 @@ def test_a_fenced_lease_has_ended() -> None:
     s = Scenario()
     s.active(1)
     s.do(RevokeRequested(96, 1, "because"))
-    s.fire(1, TimerKind.GRACE)
-    s.at(31).fire(1, TimerKind.GRACE)
-    s.fire(1, TimerKind.RECLAIM)
+    s.at(0.02).fire(1, TimerKind.GRACE)
+    s.at(30).fire(1, TimerKind.RECLAIM)
     assert s.lease(1).state is LeaseState.FENCED
     phase, _, cause, reason = standing(s)
     assert (phase, cause) == (Phase.ENDED, "revoked")
