@@ -15,6 +15,7 @@
 """
 
 from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, my_audience
+from gpulease.client.core.events import LeaseEvent
 from gpulease.client.core.tokens import Grant
 from gpulease.client.errors import (
     AllocFailed,
@@ -22,6 +23,7 @@ from gpulease.client.errors import (
     CapacityExceeded,
     Denied,
     Disconnected,
+    Drained,
     Fenced,
     GpuLeaseError,
     GpuSessionFailed,
@@ -42,6 +44,7 @@ from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.streams import Stream
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
+from gpulease.protocol import Phase
 from gpulease.protocol import Waiting as GpuWaiting
 from gpulease.protocol.capabilities import Permission
 
@@ -52,6 +55,7 @@ __all__ = [
     "CapacityExceeded",
     "Denied",
     "Disconnected",
+    "Drained",
     "Fenced",
     "GpuBuilder",
     "GpuExclusivityClass",
@@ -67,12 +71,14 @@ __all__ = [
     "KeepAlive",
     "KernelArgs",
     "LaunchFailed",
+    "LeaseEvent",
     "LeaseExpired",
     "LeaseFreed",
     "LoadFailed",
     "Module",
     "NotFound",
     "Permission",
+    "Phase",
     "Revoked",
     "Stream",
     "SyncFailed",

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from gpulease.client.aio_events import AsyncLeaseEvents, AsyncWarningWatch
 from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.blocking import TOKEN_S
@@ -28,6 +29,7 @@ from gpulease.client.core.tokens import Grant, issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.events import OnWarning
 from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.sharing import Wanted
@@ -77,6 +79,14 @@ class AsyncGpuLease(LeaseView):
         """Renew it in a task until the returned object is stopped or its `async with` block is left."""
         return AsyncKeepAlive(self, on_loss, RenewalSchedule())
 
+    def events(self) -> AsyncLeaseEvents:
+        """What it goes through, from where it stands now to its end; see GpuLease.events."""
+        return AsyncLeaseEvents(self._state.event_stream())
+
+    def on_warning(self, callback: OnWarning) -> AsyncWarningWatch:
+        """Call back, from a task, whenever its end is near or its node is drained; see GpuLease.on_warning."""
+        return AsyncWarningWatch(self._state.event_stream(), callback)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -104,6 +114,10 @@ class AsyncGpuSharedLease(LeaseView):
     async def query(self) -> dict[str, Any]:
         """What the daemon knows of it; see GpuLease.query."""
         return await drive(self._state.query())
+
+    def events(self) -> AsyncLeaseEvents:
+        """What it goes through, for as long as the token is good; see GpuLease.events."""
+        return AsyncLeaseEvents(self._state.event_stream())
 
 
 class AsyncGpuSession(SessionView):

@@ -18,6 +18,7 @@ from gpulease.client.core.tokens import Grant, issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.events import LeaseEvents, OnWarning, WarningWatch
 from gpulease.client.graphs import Recorder
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
@@ -90,6 +91,14 @@ class GpuLease(LeaseView):
         """Renew it in the background until the returned object is stopped or its `with` block is left."""
         return keep_alive(self, on_loss)
 
+    def events(self) -> LeaseEvents:
+        """What it goes through, from where it stands now to its end, on a connection of its own."""
+        return LeaseEvents(self._state.event_stream())
+
+    def on_warning(self, callback: OnWarning) -> WarningWatch:
+        """Call back, from a thread, whenever its end is near or its node is drained: `event.left_s` says how near."""
+        return WarningWatch(self._state.event_stream(), callback)
+
     def __enter__(self) -> Self:
         return self
 
@@ -108,6 +117,10 @@ class GpuSharedLease(LeaseView):
     def query(self) -> dict[str, Any]:
         """What the daemon knows of it; see GpuLease.query."""
         return drive(self._state.query())
+
+    def events(self) -> LeaseEvents:
+        """What it goes through, for as long as the token is good; see GpuLease.events."""
+        return LeaseEvents(self._state.event_stream())
 
 
 class GpuSession(SessionView):

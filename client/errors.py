@@ -6,6 +6,7 @@
     ├── Fenced              the card's memory could not be proved free: an operator must clear it
     ├── CapacityExceeded    no card has that much room
     │   └── Busy            the daemon serves as many peers as it can
+    ├── Drained             the node is drained: it grants no lease, or ended this one
     ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
@@ -118,6 +119,13 @@ class Busy(CapacityExceeded):
     default_hint = "Try again in a moment"
 
 
+@answers(Status.DRAINED)
+class Drained(GpuLeaseError):
+    """The node is being emptied: it grants no lease, lets none last, or has ended this one."""
+
+    default_hint = "Acquire a lease on another node"
+
+
 @answers(Status.DISCONNECTED)
 class Disconnected(GpuLeaseError):
     """No daemon answers, or the connection ended and nothing says why; or the daemon stops, which ends its leases."""
@@ -227,7 +235,7 @@ class SyncFailed(GpuSessionFailed):
         return self.failure.address
 
 
-PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, InvalidRequest, Denied, Unsupported)
+PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported)
 """Errors that asking again can't cure."""
 
 

@@ -13,6 +13,7 @@ from gpulease.protocol.connection import (
     Request,
     Role,
     StreamBroken,
+    Told,
 )
 from gpulease.protocol.errors import (
     BodyError,
@@ -22,7 +23,7 @@ from gpulease.protocol.errors import (
     RemoteProtocolError,
 )
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Exclusivity, Opcode, RevokeOutcome, Status, Waiting
+from gpulease.protocol.opcodes import Exclusivity, Opcode, Phase, RevokeOutcome, Status, Waiting
 from gpulease.protocol.states import State
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Goodbye",
     "LocalProtocolError",
     "Opcode",
+    "Phase",
     "ProtocolError",
     "Rejected",
     "RemoteProtocolError",
@@ -46,5 +48,6 @@ __all__ = [
     "State",
     "Status",
     "StreamBroken",
+    "Told",
     "Waiting",
 ]

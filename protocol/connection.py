@@ -13,9 +13,10 @@ from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES
-from gpulease.protocol.messages import Body, ErrorBody
+from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
+from gpulease.protocol.subscriptions import Subscriptions
 
 
 class Role(Enum):
@@ -57,6 +58,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """The peer tells something of what it was asked to tell of, by the request with that number."""
+
+    subscription: int
+    event: LeaseEvent
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye:
     """The peer is about to close the connection and says why."""
 
@@ -77,7 +86,7 @@ class EndOfStream:
     is_clean: bool
 
 
-Event = Request | Rejected | Reply | Goodbye | StreamBroken | EndOfStream
+Event = Request | Rejected | Reply | Told | Goodbye | StreamBroken | EndOfStream
 
 
 class Connection:
@@ -96,6 +105,7 @@ class Connection:
         self._in_flight: dict[int, Opcode] = {}
         self.last_request_id = 0
         self._has_eof = False
+        self._subscriptions = Subscriptions()
 
     # --- receiving ---
 
@@ -110,6 +120,11 @@ class Connection:
     def take_rest(self) -> bytes:
         """Received bytes behind the last event taken, for whoever goes on with the stream."""
         return self.reader.take_rest()
+
+    @property
+    def subscriptions(self) -> int:
+        """How many there are."""
+        return len(self._subscriptions)
 
     @property
     def in_flight(self) -> int:
@@ -150,6 +165,7 @@ class Connection:
         self.state = TRANSITIONS[self.state, _trigger(op)]
         if not frame.is_quiet:
             self._in_flight[frame.request_id] = op
+            self._subscriptions.asked(frame.request_id, body)
         return Request(op, frame.request_id, frame.session_id, frame.is_quiet, body)
 
     def _accept_request(self, frame: Frame) -> Opcode:
@@ -160,6 +176,8 @@ class Connection:
         trigger = request_trigger(op)
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
+        if op is Opcode.ATTACH and self._subscriptions:
+            raise BodyError("ATTACH on a connection that has subscriptions: end them first")
         if op is Opcode.ATTACH and self._in_flight:
             raise BodyError("ATTACH while other requests are in flight: wait for their replies first")
         if frame.is_quiet and trigger is not Trigger.SESSION_REQUEST:
@@ -172,6 +190,8 @@ class Connection:
         if frame.op == Opcode.GOODBYE and frame.request_id == 0:
             self.state = State.CLOSED
             return Goodbye(_failure_of(frame))
+        if frame.op == Opcode.LEASE_EVENT:
+            return self._receive_told(frame)
         op = self._in_flight.pop(frame.request_id, None)
         if op is None or op != frame.op:
             raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
@@ -180,7 +200,17 @@ class Connection:
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
         self._move(reply_trigger(op, refused=frame.status != 0), op)
+        self._subscriptions.answered(op, frame.request_id, succeeded=not frame.status)
         return Reply(op, frame.request_id, result)
+
+    def _receive_told(self, frame: Frame) -> Told:
+        try:
+            event = parse_body(LeaseEvent, frame.payload)
+        except BodyError as error:
+            raise FramingError(f"LEASE_EVENT: {error}", error.status) from None
+        if frame.status or not self._subscriptions.is_next(frame.request_id, event.sequence):
+            raise FramingError(f"event {event.sequence} of subscription {frame.request_id}, which there is not")
+        return Told(frame.request_id, event)
 
     # --- sending ---
 
@@ -191,8 +221,8 @@ class Connection:
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
         """(request id, bytes to write). Raises LocalProtocolError if it is not allowed now."""
-        if op is Opcode.ATTACH and self._in_flight:
-            raise LocalProtocolError("ATTACH while other requests are in flight")
+        if op is Opcode.ATTACH and (self._in_flight or self._subscriptions):
+            raise LocalProtocolError("ATTACH while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
             raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
         if quiet and request_trigger(op) is not Trigger.SESSION_REQUEST:
@@ -203,7 +233,9 @@ class Connection:
         if quiet:
             self._move(request_trigger(op), op)
             return self.next_request_id(), frame
-        return self.expect_reply(op), frame
+        self.expect_reply(op)
+        self._subscriptions.asked(request_id, body)
+        return request_id, frame
 
     def expect_reply(self, op: Opcode) -> int:
         """A number for a session request whose frame is built elsewhere and whose reply is awaited."""
@@ -229,6 +261,12 @@ class Connection:
         """The bytes that refuse a request, or answer one that was rejected."""
         return self._answer(request, build_body(failure.to_body()), failure.status)
 
+    def send_event(self, subscription: int, event: LeaseEvent) -> bytes:
+        """The bytes that tell something to a subscriber. Raises LocalProtocolError if there is no such subscription."""
+        if not self._subscriptions.is_next(subscription, event.sequence):
+            raise LocalProtocolError(f"event {event.sequence} of subscription {subscription}, which there is not")
+        return build_frame(Opcode.LEASE_EVENT, build_body(event), request_id=subscription, flags=Flag.REPLY)
+
     def send_goodbye(self, failure: Failure) -> bytes:
         """The last bytes on a connection: why it is closed."""
         self.state = State.CLOSED
@@ -249,6 +287,7 @@ class Connection:
                 raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
             self._move(reply_trigger(request.op, refused=status is not Status.OK), request.op)
             self._in_flight.pop(request.request_id, None)
+            self._subscriptions.answered(request.op, request.request_id, succeeded=status is Status.OK)
         return frame
 
     def _move(self, trigger: Trigger | None, op: Opcode) -> None:

@@ -83,6 +83,10 @@ PUBLIC_KEY_BYTES: Final = 32
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 
+MAX_SUBSCRIPTIONS: Final = 64
+"""Most subscriptions of one tenant, on all its connections together. Each costs the daemon some work whenever a lease
+that it is of moves on."""
+
 RECEIVE_BUFFER_BYTES: Final = 128 << 10
 """What a frame reader starts with. It grows with the bytes that arrive, never by the length announced."""
 

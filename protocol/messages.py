@@ -20,6 +20,11 @@ from gpulease.protocol.graph_messages import GraphLaunch as GraphLaunch
 from gpulease.protocol.graph_messages import GraphNode as GraphNode
 from gpulease.protocol.graph_messages import GraphParameter as GraphParameter
 from gpulease.protocol.graph_messages import GraphPlace as GraphPlace
+from gpulease.protocol.lease_messages import Drain as Drain
+from gpulease.protocol.lease_messages import DrainStatus as DrainStatus
+from gpulease.protocol.lease_messages import LeaseEvent as LeaseEvent
+from gpulease.protocol.lease_messages import LeaseSubscribe as LeaseSubscribe
+from gpulease.protocol.lease_messages import LeaseUnsubscribe as LeaseUnsubscribe
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     LEASE_PARAMETERS,
@@ -315,6 +320,11 @@ Body = (
     | LeaseRef
     | LeaseRevoke
     | LeaseRevoked
+    | LeaseSubscribe
+    | LeaseUnsubscribe
+    | LeaseEvent
+    | Drain
+    | DrainStatus
     | FenceClear
     | FenceCleared
     | CapabilityIssue
@@ -348,8 +358,13 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.LEASE_FREE: (LeaseRef, Empty),
     Opcode.LEASE_QUERY: (LeaseRef, Report),
     Opcode.LEASE_LIST_ACTIVE: (Empty, Report),
+    Opcode.LEASE_SUBSCRIBE: (LeaseSubscribe, Empty),
+    Opcode.LEASE_UNSUBSCRIBE: (LeaseUnsubscribe, Empty),
+    Opcode.LEASE_EVENT: (Empty, LeaseEvent),
     Opcode.LEASE_REVOKE: (LeaseRevoke, LeaseRevoked),
     Opcode.FENCE_CLEAR: (FenceClear, FenceCleared),
+    Opcode.DRAIN: (Drain, DrainStatus),
+    Opcode.DRAIN_CANCEL: (Empty, DrainStatus),
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
@@ -372,5 +387,6 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
     Opcode.GRAPH_DESTROY: (Handle, Empty),
 }
-"""(request, reply) of each operation. GOODBYE is never asked for: the daemon sends it as an error reply to request 0,
-to say why it is about to close the connection."""
+"""(request, reply) of each operation. Two are never asked for: GOODBYE, an error reply to request 0 that says why the
+daemon is about to close the connection, and LEASE_EVENT, which it sends whenever there is something to tell, as a reply
+to the LEASE_SUBSCRIBE."""

@@ -29,8 +29,13 @@ class Opcode(IntEnum):
     LEASE_FREE = 0x0202
     LEASE_QUERY = 0x0203
     LEASE_LIST_ACTIVE = 0x0204
+    LEASE_SUBSCRIBE = 0x0205
+    LEASE_UNSUBSCRIBE = 0x0206
+    LEASE_EVENT = 0x0207
     LEASE_REVOKE = 0x020A
     FENCE_CLEAR = 0x020B
+    DRAIN = 0x020C
+    DRAIN_CANCEL = 0x020D
     CAPABILITY_ISSUE = 0x0300
     CAPABILITY_PRESENT = 0x0301
     CAPABILITY_AUDIENCE = 0x0302
@@ -84,6 +89,7 @@ class Status(IntEnum):
     BUSY = -19
     INTERNAL = -20
     LEASE_FREED = -21
+    DRAINED = -22
     SESSION_FAILED = -32
     ALLOC_FAILED = -33
     INVALID_HANDLE = -34
@@ -118,6 +124,16 @@ class RevokeOutcome(IntEnum):
     TORN_DOWN = 0
     FENCED = 1
     NOT_FOUND = 2
+
+
+class Phase(IntEnum):
+    """Where a lease stands on its way to its end; one byte."""
+
+    ACTIVE = 0
+    WARNING = 1
+    GRACE = 2
+    TEARDOWN = 3
+    ENDED = 4
 
 
 class ParameterKind(IntEnum):

@@ -81,6 +81,7 @@ _REQUESTS: Final[dict[Opcode, Trigger | None]] = {
     Opcode.ATTACH: Trigger.ATTACH,
     Opcode.PING: Trigger.PING,
     Opcode.GOODBYE: None,
+    Opcode.LEASE_EVENT: None,
 }
 _REPLIES: Final = {
     Opcode.HELLO: (Trigger.HELLO_REPLY, Trigger.HELLO_REFUSED),

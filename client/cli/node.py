@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from gpulease.client.blocking import ask
+from gpulease.client.cli.drain import lease_number
 from gpulease.client.cli.tables import seconds_text, size_text, table
-from gpulease.client.errors import InvalidRequest
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import Empty, FenceClear, LeaseRevoke
 
@@ -23,6 +23,10 @@ def info(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(inventory.details, indent=2))
         return
+    left_ms = next((card.get("drain_left_ms") for card in inventory.details), None)
+    if left_ms is not None:
+        when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
+        click.echo(f"The node is drained: it grants nothing, and {when}.")
     rows = [
         [
             str(card["index"]),
@@ -81,13 +85,7 @@ def _row(lease: dict[str, Any]) -> list[str]:
 @click.option("--reason", default="revoked by the operator", help="What its tenant is told.")
 def revoke(lease_id: str, reason: str) -> None:
     """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
-    try:
-        number = int(lease_id, 16)
-    except ValueError:
-        raise InvalidRequest(f"{lease_id!r} is not a lease id", "Copy one from `gpulease leases`") from None
-    if not 0 < number < 1 << 128:
-        raise InvalidRequest(f"{lease_id!r} is not a lease id", "Copy one from `gpulease leases`")
-    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(number, reason)).outcome
+    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_number(lease_id), reason)).outcome
     match outcome:
         case RevokeOutcome.TORN_DOWN:
             click.echo(f"Lease {lease_id} is torn down and its memory is free.")

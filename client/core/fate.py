@@ -26,6 +26,7 @@ _STATUS_BY_CAUSE: Final = {
     "over_slice": Status.SESSION_FAILED,
     "kernel_timeout": Status.SESSION_FAILED,
     "unresponsive": Status.SESSION_FAILED,
+    "drained": Status.DRAINED,
 }
 _WORDS: Final = {
     "freed": "the lease was freed",
@@ -39,6 +40,7 @@ _WORDS: Final = {
     "over_slice": "the session held more of the card than was leased",
     "kernel_timeout": "a kernel ran for longer than the lease allows",
     "unresponsive": "the session's process did not answer any more",
+    "drained": "the lease ended because its node was drained",
 }
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.core.channel import Channel
+from gpulease.client.core.events import EventStream
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
     CONTROL_REPLY_LIMIT_S,
@@ -44,7 +45,15 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import WAITING_TAG
 
 LEASE_OVER: Final = frozenset(
-    {Status.LEASE_EXPIRED, Status.REVOKED, Status.FENCED, Status.LEASE_FREED, Status.NOT_FOUND, Status.DISCONNECTED}
+    {
+        Status.LEASE_EXPIRED,
+        Status.REVOKED,
+        Status.FENCED,
+        Status.LEASE_FREED,
+        Status.NOT_FOUND,
+        Status.DISCONNECTED,
+        Status.DRAINED,
+    }
 )
 """Statuses by which the daemon says for good that a lease is no more; DISCONNECTED is the word of one that stops. Not
 to be used on what was found out here, where DISCONNECTED means that nothing is known of the lease."""
@@ -147,6 +156,10 @@ class LeaseState:
         if not isinstance(reply.report, dict):
             raise error_of(Failure(Status.DISCONNECTED, "the report is not a map"), doing_of(Opcode.LEASE_QUERY))
         return reply.report
+
+    def event_stream(self) -> EventStream:
+        """A subscription to it, not opened yet."""
+        return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(self, op: Opcode, body: Body) -> Procedure[Any]:
         doing = doing_of(op)

@@ -4,9 +4,10 @@ The protocol's connection, the replies that are awaited, and reads that go strai
 """
 
 import struct
+from collections import deque
 from typing import Final
 
-from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status, StreamBroken
+from gpulease.protocol import Connection, Failure, Goodbye, Opcode, Reply, Role, Status, StreamBroken, Told
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import data_prefix
 from gpulease.protocol.framing import HEADER_BYTES, parse_header
@@ -38,6 +39,7 @@ class Link:
         end: How the stream ended; None while it lives.
         is_end_explained: Whether `end` is the reason, and not only that the stream is over: the peer said goodbye, or
             it was ended here.
+        told: What came of subscriptions, for whoever reads it.
         said_goodbye: Whether `end` is what the peer said itself.
     """
 
@@ -46,6 +48,7 @@ class Link:
         self.end: Failure | None = None
         self.is_end_explained = False
         self.said_goodbye = False
+        self.told: deque[Told] = deque()
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
         self._targets: dict[int, memoryview] = {}
@@ -146,6 +149,8 @@ class Link:
                     if request_id in self._awaited:
                         self._awaited.discard(request_id)
                         self._results[request_id] = result
+                case Told() as told:
+                    self.told.append(told)
                 case Goodbye(failure=failure):
                     self.is_end_explained = self.said_goodbye = True
                     self.end = failure

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from gpulease.client.core.lease import LeaseView
 from gpulease.client.core.steps import Procedure, Sleep
-from gpulease.client.errors import PERMANENT_ERRORS, GpuLeaseError
+from gpulease.client.errors import PERMANENT_ERRORS, Drained, GpuLeaseError
 from gpulease.protocol import Status
 
 RENEW_AT: Final = 0.75
@@ -20,6 +20,12 @@ FIRST_BACKOFF_S: Final = 0.1
 
 MAX_BACKOFF_S: Final = 5.0
 """Longest pause between two tries."""
+
+CUT_SHORT_PART: Final = 0.9
+"""A renewal that gives less than this part of what was asked for was cut short: only a drain does that."""
+
+CUT_SHORT_SLACK_S: Final = 0.1
+"""What of it the daemon may have taken to answer; leases that short find out by the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
 """Shortest pause at all, so that a lease of a millisecond does not spin."""
@@ -75,6 +81,12 @@ def keep(
             return None
         try:
             yield from state.renew(ttl_s)
+            if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
+                del view
+                return Drained(
+                    f"keep_alive: the lease's node is being drained: it lasts {state.ttl_s:.1f} s more, and no longer",
+                    "Finish what you do, and acquire a lease on another node",
+                )
             delay_s = schedule.after_grant(state.remaining_s)
         except GpuLeaseError as error:
             pause_s = schedule.after_failure(error, state.remaining_s)

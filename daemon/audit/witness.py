@@ -12,6 +12,9 @@ from gpulease.daemon.audit.records import Kind, clean_text
 from gpulease.daemon.core import (
     AcquireRequested,
     Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
     Effect,
     Event,
     FenceCleared,
@@ -87,7 +90,9 @@ class Witness:
             self._note(event, now_us)
         for effect in effects:
             match effect:
-                case Granted() | Renewed() | Freed() | RevokeDone() | FenceCleared() | Denied() if effect.request:
+                case Granted() | Renewed() | Freed() | RevokeDone() | FenceCleared() | DrainSet() | Denied() if (
+                    effect.request
+                ):
                     asked = self._asked.pop(effect.request, None)
                     yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us), now_us)
                 case RefuseWork(lease_id):
@@ -118,11 +123,19 @@ class Witness:
             case FenceClearRequested(request, card_uuid):
                 by, card = self._askers.pop(request, THE_DAEMON), clean_text(card_uuid or "")
                 self._asked[request] = _Asked("fence_clear", by, now_us, particulars={"card": card})
+            case DrainRequested(request, within_ms):
+                by = self._askers.pop(request, THE_DAEMON)
+                self._asked[request] = _Asked("drain", by, now_us, particulars={"within_ms": within_ms})
+            case DrainCancelled(request):
+                self._asked[request] = _Asked("drain_cancel", self._askers.pop(request, THE_DAEMON), now_us)
 
     # --- what came of it ---
 
     def _outcome(
-        self, effect: Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied, asked: _Asked, now_us: int
+        self,
+        effect: Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied,
+        asked: _Asked,
+        now_us: int,
     ) -> Iterator[Told]:
         took_us = now_us - asked.at_us
         match effect:
@@ -143,6 +156,9 @@ class Witness:
                 yield Kind.OPERATOR, done | asked.told()
                 for lease_id in lease_ids:
                     yield Kind.CLEAR, self._of(lease_id) | {"by": asked.by}
+            case DrainSet(active_leases=active_leases):
+                done = {"action": asked.operation, "by": asked.by, "leases": active_leases}
+                yield Kind.OPERATOR, done | asked.told()
             case Denied(denial=denial):
                 said = {"reason": denial.reason.value, "message": clean_text(denial.message)}
                 yield Kind.DENY, {"operation": asked.operation, "tenant": asked.by} | asked.told() | said

@@ -31,7 +31,7 @@ from gpulease.protocol.connection import (
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Attach, Body, HelloReply
+from gpulease.protocol.messages import Attach, Body, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.sharing import Wanted
 from gpulease.protocol.states import State
@@ -57,6 +57,10 @@ LINGER_S: Final = 5.0
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
 """Replies a peer has not read, before nothing more is read from it."""
+
+EVENT_BUFFER_BYTES: Final = 32 << 10
+"""What a peer may have left unread, events and replies, before events are dropped for it. So a subscriber that never
+reads costs this much, and is not cut off for what it did not ask for one by one."""
 
 _log = logging.getLogger("gpulease.control")
 
@@ -164,6 +168,15 @@ class ControlConnection(asyncio.BufferedProtocol):
             _log.exception("%s could not be answered", request.op.name)
             failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
             self._transport.write(self._connection.send_failure(request, failure))
+
+    def tell(self, subscription: int, event: LeaseEvent) -> bool:
+        """Tell a subscriber something, unless what it has not read stands in the way; True where nobody is left."""
+        if self._transport is None or self._transport.is_closing():
+            return True
+        if self._transport.get_write_buffer_size() > EVENT_BUFFER_BYTES:
+            return False
+        self._transport.write(self._connection.send_event(subscription, event))
+        return True
 
     def say_goodbye(self, failure: Failure) -> None:
         """Say why and close."""

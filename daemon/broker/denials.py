@@ -20,6 +20,7 @@ _STATUS: Final = {
     DenialReason.FREED: Status.LEASE_FREED,
     DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
     DenialReason.NOT_RECORDED: Status.BUSY,
+    DenialReason.DRAINED: Status.DRAINED,
 }
 
 _REVOCATION_WORD: Final = {
@@ -27,6 +28,7 @@ _REVOCATION_WORD: Final = {
     Cause.REVOKED: Status.REVOKED,
     Cause.FREED: Status.LEASE_FREED,
     Cause.SHUTDOWN: Status.DISCONNECTED,
+    Cause.DRAINED: Status.DRAINED,
 }
 
 

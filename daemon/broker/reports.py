@@ -3,9 +3,10 @@
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-from gpulease.daemon.core import CardSnapshot, LeaseSnapshot
+from gpulease.daemon.core import CardSnapshot, LeaseSnapshot, Standing, ends_ns
 from gpulease.daemon.worker.page import BrokerPage, Counter
 from gpulease.protocol.messages import Inventory, InventoryEntry
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
@@ -13,17 +14,28 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 NS_PER_MS: Final = 1_000_000
 
 
-def remaining_ms(lease: LeaseSnapshot, now_ns: int) -> int:
-    """Time left to a lease, rounded up, so that nobody takes it for over while it lives; 0 if it has none."""
-    return 0 if lease.deadline_ns is None else -(-max(0, lease.deadline_ns - now_ns) // NS_PER_MS)
+def remaining_ms(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
+    """Time left to a lease, rounded up, so that nobody takes it for over while it lives; 0 if it has none.
+
+    `drain_ns`: when a drain ends it at the latest.
+    """
+    if lease.deadline_ns is None:
+        return 0
+    return -(-max(0, ends_ns(lease.deadline_ns, drain_ns) - now_ns) // NS_PER_MS)
 
 
-def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int) -> int:
+def expires_at_unix_s(lease: LeaseSnapshot, now_ns: int, drain_ns: int | None = None) -> int:
     """The deadline on the wall clock, for people: the monotonic one is what counts."""
-    return int(time.time() + remaining_ms(lease, now_ns) / 1000)
+    return int(time.time() + remaining_ms(lease, now_ns, drain_ns) / 1000)
 
 
-def lease_report(lease: LeaseSnapshot, page: BrokerPage | None, now_ns: int) -> dict[str, Any]:
+def lease_report(
+    lease: LeaseSnapshot,
+    page: BrokerPage | None,
+    now_ns: int,
+    standing: Standing | None = None,
+    drain_ns: int | None = None,
+) -> dict[str, Any]:
     """One lease as a map; the counters are the worker's word."""
     report: dict[str, Any] = {
         "lease_id": f"{lease.lease_id:032x}",
@@ -36,9 +48,11 @@ def lease_report(lease: LeaseSnapshot, page: BrokerPage | None, now_ns: int) -> 
         "size_bytes": lease.size_bytes,
         "card_uuid": lease.card_uuid,
         "exclusivity": lease.exclusivity.name.lower(),
-        "remaining_ms": remaining_ms(lease, now_ns) if lease.ended_ns is None else 0,
+        "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
         "ttl_ms": lease.ttl_ms,
     }
+    if standing is not None:
+        report["phase"] = standing.phase.name.lower()
     if lease.ended_ns is not None and lease.deadline_ns is not None:
         report["ended_after_deadline_us"] = (lease.ended_ns - lease.deadline_ns) // 1000
     if page is not None:
@@ -51,9 +65,12 @@ def lease_report(lease: LeaseSnapshot, page: BrokerPage | None, now_ns: int) -> 
     return report
 
 
-def inventory(cards: Sequence[CardSnapshot], driver: str) -> Inventory:
-    """All cards, in the public 36-byte form and as maps."""
-    return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) for card in cards])
+def inventory(cards: Sequence[CardSnapshot], driver: str, drain_left_ms: int | None = None) -> Inventory:
+    """All cards, in the public 36-byte form and as maps. A node that is drained can grant nothing of them."""
+    if drain_left_ms is not None:
+        cards = [replace(card, available_bytes=0) for card in cards]
+    details = [_details(card, driver) | {"drain_left_ms": drain_left_ms} for card in cards]
+    return Inventory(tuple(_entry(card) for card in cards), details)
 
 
 def _entry(card: CardSnapshot) -> InventoryEntry:

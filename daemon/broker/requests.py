@@ -3,18 +3,25 @@
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from gpulease.daemon.broker.denials import failure_of
+from gpulease.daemon.broker.drains import drain_left_ms, status_of
+from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, token_of, waiting_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, inventory, lease_report, remaining_ms
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.telling import EVERY_LEASE, TellingDesk, seen_by
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import (
     AcquireRequested,
     Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    Event,
     FenceCleared,
     FenceClearRequested,
     Freed,
@@ -31,20 +38,14 @@ from gpulease.daemon.core import (
 from gpulease.daemon.core.denials import not_found
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
-from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, AttachOption, Permission
+from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, Permission
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import (
-    EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
-    MAX_KERNEL_TAG,
-    WAITING_TAG,
-    Exclusivity,
     Opcode,
     Status,
-    Waiting,
 )
-from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 
 class Answerer(Protocol):
@@ -56,6 +57,9 @@ class Answerer(Protocol):
 
     def answer(self, request: Request, result: messages.Body | Failure) -> None:
         """Answer a request; does nothing once the connection is gone."""
+
+    def tell(self, subscription: int, event: messages.LeaseEvent) -> bool:
+        """Tell a subscriber something; whether there was room for it."""
 
     @property
     def is_open(self) -> bool:
@@ -76,6 +80,7 @@ class Desk:
         self._peer = answerer.peer
         self._driver = driver
         self._tokens = TokenDesk(runtime.tokens, self._peer)
+        self._telling = TellingDesk(runtime.teller, self._peer.tenant, answerer.tell)
         self._open_acquires: set[int] = set()
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
@@ -85,8 +90,12 @@ class Desk:
             Opcode.LEASE_FREE: self._lease_free,
             Opcode.LEASE_QUERY: self._lease_query,
             Opcode.LEASE_LIST_ACTIVE: self._lease_list_active,
+            Opcode.LEASE_SUBSCRIBE: self._lease_subscribe,
+            Opcode.LEASE_UNSUBSCRIBE: self._lease_unsubscribe,
             Opcode.LEASE_REVOKE: self._lease_revoke,
             Opcode.FENCE_CLEAR: self._fence_clear,
+            Opcode.DRAIN: lambda request, body: self._drain(request, lambda n: DrainRequested(n, body.within_ms)),
+            Opcode.DRAIN_CANCEL: lambda request, _: self._drain(request, DrainCancelled),
             Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(
                 request, self._tokens.issue(body, runtime.recorder)
             ),
@@ -109,6 +118,7 @@ class Desk:
             self._runtime.post(RequesterGone(number))
             self._runtime.forget(number)
         self._open_acquires.clear()
+        self._telling.leave()
 
     def check_attach(self, request: Request) -> Guest | None:
         """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
@@ -212,9 +222,9 @@ class Desk:
                 self._answer_denied(request, outcome)
                 return
             now_ns = time.monotonic_ns()
-            lease = outcome.lease
+            lease, drain_ns = outcome.lease, self._runtime.table.drain_ns
             renewed = messages.LeaseRenewed(
-                lease.generation, remaining_ms(lease, now_ns), expires_at_unix_s(lease, now_ns)
+                lease.generation, remaining_ms(lease, now_ns, drain_ns), expires_at_unix_s(lease, now_ns, drain_ns)
             )
             self._answerer.answer(request, renewed)
 
@@ -265,25 +275,55 @@ class Desk:
         self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(FenceClearRequested(number, body.device))
 
+    def _drain(self, request: Request, event_for: Callable[[int], Event]) -> None:
+        self._need_operator(request.op.name)
+
+        def on_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, DrainSet):
+                self._answerer.answer(request, status_of(outcome))
+
+        number = self._runtime.expect(on_outcome)
+        self._runtime.recorder.asked_by(number, self._peer.tenant)
+        self._runtime.post(event_for(number))
+
     # --- reports ---
 
     def _get_inventory(self, request: Request, body: messages.Empty) -> None:
-        self._answerer.answer(request, inventory(self._runtime.table.cards(), self._driver))
+        table = self._runtime.table
+        self._answerer.answer(request, inventory(table.cards(), self._driver, drain_left_ms(table)))
 
     def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         lease = self._runtime.table.get(body.lease_id)
-        tenant = self._tokens.acting_tenant(body.lease_id, ALL_PERMISSIONS)
-        if lease is None or (lease.tenant != tenant and not self._peer.is_operator):
-            denial = self._runtime.table.denial_for(body.lease_id, 0) if lease is None else None
-            raise Refusal(failure_of(denial or not_found(body.lease_id)))
+        if lease is None:
+            raise Refusal(failure_of(self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)))
+        if not self._may_query(lease):
+            raise Refusal(failure_of(not_found(body.lease_id)))
         self._answerer.answer(request, messages.Report(self._report(lease)))
+
+    def _may_query(self, lease: LeaseSnapshot) -> bool:
+        return self._peer.is_operator or lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
+
+    def _lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
+        is_every = body.lease_id == EVERY_LEASE
+        may_see = seen_by(self._may_see if is_every else self._may_query, self._runtime.table)
+        if not is_every and not may_see(body.lease_id):
+            raise Refusal(failure_of(not_found(body.lease_id)))
+        self._telling.subscribe(request.request_id, body.lease_id, may_see)
+        self._answerer.answer(request, messages.Empty())
+        self._telling.begin(request.request_id)
+
+    def _lease_unsubscribe(self, request: Request, body: messages.LeaseUnsubscribe) -> None:
+        self._telling.unsubscribe(body.subscription)
+        self._answerer.answer(request, messages.Empty())
 
     def _lease_list_active(self, request: Request, body: messages.Empty) -> None:
         leases = [self._report(lease) for lease in self._runtime.table.snapshots() if self._may_see(lease)]
         self._answerer.answer(request, messages.Report(leases))
 
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
-        return lease_report(lease, self._runtime.workers.page(lease.lease_id), time.monotonic_ns())
+        table, now_ns = self._runtime.table, time.monotonic_ns()
+        standing = table.standing(lease.lease_id, now_ns)
+        return lease_report(lease, self._runtime.workers.page(lease.lease_id), now_ns, standing, table.drain_ns)
 
     def _may_see(self, lease: LeaseSnapshot) -> bool:
         if self._peer.is_operator:
@@ -308,64 +348,3 @@ class Desk:
                     hint="Run it as root or as the daemon's user, over its Unix socket.",
                 )
             )
-
-
-MAX_KERNEL_BYTES: Final = 4
-"""Of the parameter's u32."""
-
-_CLASSES: Final = {int(member): member for member in Exclusivity}
-
-
-def token_of(options: tuple[Tlv, ...]) -> bytes | None:
-    """The token among ATTACH's options, None if there is none. Raises Refusal if there are several."""
-    values = [option.value for option in options if option.type == AttachOption.TOKEN]
-    if len(values) > 1:
-        raise Refusal(Failure(Status.INVALID_REQUEST, "ATTACH carries one token at most"))
-    return values[0] if values else None
-
-
-def exclusivity_of(parameters: tuple[LeaseParameter, ...]) -> Exclusivity:
-    """The exclusivity class among a request's lease parameters, SESSION_EXCLUSIVE if there is none.
-
-    Raises Refusal for classes that are unknown (4-254) or never valid (255), or if it is given twice.
-    """
-    values = [parameter.value for parameter in parameters if parameter.tag == EXCLUSIVITY_TAG]
-    if not values:
-        return Exclusivity.SESSION_EXCLUSIVE
-    if len(values) > 1 or len(values[0]) != 1:
-        raise Refusal(Failure(Status.INVALID_REQUEST, "the exclusivity class is one byte, given once"))
-    number = values[0][0]
-    if number == 255:
-        raise Refusal(Failure(Status.INVALID_REQUEST, "exclusivity class 255 is never valid"))
-    if number not in _CLASSES:
-        raise Refusal(
-            Failure(Status.UNSUPPORTED, f"exclusivity class {number} is not known here", hint="Use 0, 1 or 2.")
-        )
-    return _CLASSES[number]
-
-
-def max_kernel_ms_of(parameters: tuple[LeaseParameter, ...]) -> int:
-    """How long one kernel may run, 0 for no bound but the lease's own. Raises Refusal if it makes no sense."""
-    values = [parameter.value for parameter in parameters if parameter.tag == MAX_KERNEL_TAG]
-    if not values:
-        return 0
-    if len(values) > 1 or len(values[0]) != MAX_KERNEL_BYTES or not any(values[0]):
-        raise Refusal(
-            Failure(Status.INVALID_REQUEST, "a kernel's longest time is a u32 of milliseconds, at least 1, given once")
-        )
-    return int.from_bytes(values[0], "big")
-
-
-def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:
-    """How the session's ends wait, None if the tenant leaves it to the daemon. Raises Refusal if it makes no sense."""
-    values = [parameter.value for parameter in parameters if parameter.tag == WAITING_TAG]
-    if not values:
-        return None
-    if len(values) > 1 or len(values[0]) != 1:
-        raise Refusal(Failure(Status.INVALID_REQUEST, "the way of waiting is one byte, given once"))
-    try:
-        return Waiting(values[0][0])
-    except ValueError:
-        known = ", ".join(f"{item.value} ({item.name.lower()})" for item in Waiting)
-        failure = Failure(Status.UNSUPPORTED, f"way of waiting {values[0][0]} is not known here", hint=f"Use {known}.")
-        raise Refusal(failure) from None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.telling import Teller
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
 from gpulease.daemon.broker.watchman import Watchman
@@ -20,11 +21,13 @@ from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
+    ArmDrainTimer,
     ArmHoldTimer,
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
+    DrainTimerFired,
     Effect,
     Event,
     Granted,
@@ -48,6 +51,7 @@ from gpulease.daemon.core import (
     WarmEnded,
     WarmState,
     WarmUp,
+    Warned,
 )
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -74,6 +78,7 @@ class Runtime:
     ) -> None:
         self.table = table
         self.tokens = tokens
+        self.teller = Teller(table)
         self.turns = Turns()
         self.workers = workers
         self.recorder = recorder
@@ -94,6 +99,7 @@ class Runtime:
         self._wait_timers: dict[int, asyncio.TimerHandle] = {}
         self._hold_timer: asyncio.TimerHandle | None = None
         self._pool_timer: asyncio.TimerHandle | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
         self._one_ended = asyncio.Event()
 
     async def drained(self) -> None:
@@ -106,9 +112,11 @@ class Runtime:
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
-        for handle in (*self._timers.values(), *self._wait_timers.values(), self._hold_timer, self._pool_timer):
+        own = (self._hold_timer, self._pool_timer, self._drain_timer)
+        for handle in (*self._timers.values(), *self._wait_timers.values(), *own):
             if handle is not None:
                 handle.cancel()
+        self.teller.stop()
         await self._watchman.stop()
         await self._weigher.stop()
         await self._reclaimer.stop()
@@ -142,10 +150,18 @@ class Runtime:
                 self.recorder.saw(event, effects, now_ns)
                 for effect in effects:
                     self._try(effect)
+                self._tell(effects)
         finally:
             self._is_busy = False
 
     # --- effects out ---
+
+    def _tell(self, effects: list[Effect]) -> None:
+        try:
+            self.teller.saw(effects)
+        except Exception:
+            # A bug of ours, in what nobody's lease depends on.
+            _log.exception("could not tell of %r", effects)
 
     def _try(self, effect: Effect) -> None:
         try:
@@ -180,6 +196,10 @@ class Runtime:
                 self._arm_hold(due_ns)
             case ArmPoolTimer(due_ns):
                 self._arm_pool(due_ns)
+            case ArmDrainTimer(due_ns):
+                self._arm_drain(due_ns)
+            case Warned():
+                pass  # the teller's to tell
             case WarmEnded():
                 self._end_warm(effect)
             case LeaseEnded(lease):
@@ -218,6 +238,11 @@ class Runtime:
         if self._pool_timer is not None:
             self._pool_timer.cancel()
         self._pool_timer = self._at(due_ns, PoolTimerFired())
+
+    def _arm_drain(self, due_ns: int) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._drain_timer = self._at(due_ns, DrainTimerFired())
 
     def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
         delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S

@@ -6,11 +6,13 @@
 from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial, DenialReason
 from gpulease.daemon.core.effects import (
+    ArmDrainTimer,
     ArmHoldTimer,
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
     Denied,
+    DrainSet,
     Effect,
     FenceCleared,
     Freed,
@@ -27,9 +29,13 @@ from gpulease.daemon.core.effects import (
     SpawnWorker,
     WarmEnded,
     WarmUp,
+    Warned,
 )
 from gpulease.daemon.core.events import (
     AcquireRequested,
+    DrainCancelled,
+    DrainRequested,
+    DrainTimerFired,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -64,6 +70,7 @@ from gpulease.daemon.core.leases import (
     Trigger,
 )
 from gpulease.daemon.core.limits import CoreLimits
+from gpulease.daemon.core.phases import Standing, ends_ns
 from gpulease.daemon.core.table import LeaseTable
 from gpulease.daemon.core.waiting import WaiterSnapshot
 from gpulease.daemon.core.warm import FIRST_WARM_ID, WarmSnapshot, WarmState
@@ -72,6 +79,7 @@ __all__ = [
     "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
+    "ArmDrainTimer",
     "ArmHoldTimer",
     "ArmPoolTimer",
     "ArmTimer",
@@ -83,6 +91,10 @@ __all__ = [
     "Denial",
     "DenialReason",
     "Denied",
+    "DrainCancelled",
+    "DrainRequested",
+    "DrainSet",
+    "DrainTimerFired",
     "Effect",
     "Event",
     "FenceClearRequested",
@@ -120,6 +132,7 @@ __all__ = [
     "SetDeadline",
     "ShutdownRequested",
     "SpawnWorker",
+    "Standing",
     "StoryEntry",
     "TimerFired",
     "TimerKind",
@@ -130,8 +143,10 @@ __all__ = [
     "WarmSnapshot",
     "WarmState",
     "WarmUp",
+    "Warned",
     "WorkerExited",
     "WorkerFailed",
     "WorkerFound",
     "WorkerReady",
+    "ends_ns",
 ]

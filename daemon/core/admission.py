@@ -49,7 +49,8 @@ class Admission:
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""
-        denial = self._check_rate(event, now_ns) or self._check_request(event) or self._check_counts(event)
+        denial = self._check_rate(event, now_ns) or self._check_drain(now_ns)
+        denial = denial or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
@@ -111,11 +112,11 @@ class Admission:
         self._book.line.leave(waiter)
         self._book.has_freed_room = True
 
-    def close_line(self, out: list[Effect]) -> None:
-        """Send everybody away because the daemon stops."""
+    def close_line(self, denial: Denial, out: list[Effect]) -> None:
+        """Send everybody away."""
         for waiter in self._book.line:
             self._book.line.leave(waiter)
-            out.append(Denied(waiter.acquire.request, denials.shutting_down()))
+            out.append(Denied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         lease = Lease(
@@ -153,6 +154,9 @@ class Admission:
         hold_end_ns = line.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmHoldTimer(hold_end_ns))
+
+    def _check_drain(self, now_ns: int) -> Denial | None:
+        return None if self._book.drain_ns is None else denials.draining(self._book.drain_ns - now_ns)
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
         if self._book.is_shutting_down:

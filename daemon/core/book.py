@@ -25,6 +25,7 @@ class Book:
         ended: The last leases torn down, oldest first.
         revoked: Every lease that was revoked, also those that are forgotten otherwise.
         warm: The contexts of the pool, by number.
+        drain_ns: When a drain ends what is left; None while the node is not drained.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
 
@@ -43,6 +44,7 @@ class Book:
         self.line = WaitingLine(limits)
         self.has_freed_room = False
         self.is_shutting_down = False
+        self.drain_ns: int | None = None
         selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):

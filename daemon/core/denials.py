@@ -8,6 +8,8 @@ from typing import Final
 from gpulease.daemon.core.cards import Card
 from gpulease.daemon.core.leases import Cause, LeaseSnapshot, LeaseState
 
+NS_PER_MS: Final = 1_000_000
+
 # Enough of a tenant's own text to recognise it by; a log line is not theirs to fill.
 MAX_QUOTED_CHARS: Final = 64
 
@@ -28,6 +30,7 @@ class DenialReason(Enum):
     FREED = "freed"
     SHUTTING_DOWN = "shutting_down"
     NOT_RECORDED = "not_recorded"
+    DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,11 @@ _ENDED: Final = {
         "ended because its worker did not answer any more",
         "Acquire a new lease; if it happens again, tell the operator.",
     ),
+    Cause.DRAINED: (
+        DenialReason.DRAINED,
+        "ended because the node was drained",
+        "Acquire a new lease on another node.",
+    ),
 }
 
 
@@ -154,6 +162,22 @@ def shutting_down() -> Denial:
         DenialReason.SHUTTING_DOWN,
         "No lease can be granted because the daemon is shutting down.",
         "Try again once it is back, or on another node.",
+    )
+
+
+def draining(left_ns: int) -> Denial:
+    """Nobody is let in until an operator says otherwise; `left_ns`: until those who are there must go."""
+    if left_ns <= 0:
+        return Denial(
+            DenialReason.DRAINED,
+            "No lease can be granted because the node is drained.",
+            "Try another node, or ask its operator.",
+        )
+    left_ms = -(-left_ns // NS_PER_MS)
+    return Denial(
+        DenialReason.DRAINED,
+        f"No lease can be granted because the node is being drained: in {duration_text(left_ms)} all leases end.",
+        "Try another node, or ask its operator.",
     )
 
 

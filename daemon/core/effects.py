@@ -1,8 +1,9 @@
 """What the lease table wants done. The shell executes effects in the order given; it never decides.
 
-Every acquire, renew, free, revoke and fence clear gets exactly one of `Granted`, `Renewed`, `Freed`, `RevokeDone`,
-`FenceCleared` or `Denied`, except an acquire whose requester left. Times are monotonic nanoseconds. What is done
-to a lease's worker, timers and bytes is done to those of warm contexts by the same effects, with their numbers.
+Every acquire, renew, free, revoke, fence clear and drain gets exactly one of `Granted`, `Renewed`, `Freed`,
+`RevokeDone`, `FenceCleared`, `DrainSet` or `Denied`, except an acquire whose requester left. Times are monotonic
+nanoseconds. What is done to a lease's worker, timers and bytes is done to those of warm contexts by the same effects,
+with their numbers.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, LeaseSnapshot, StoryEntry
-from gpulease.protocol.opcodes import RevokeOutcome, Waiting
+from gpulease.protocol.opcodes import Phase, RevokeOutcome, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,22 @@ class ArmPoolTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmDrainTimer:
+    """Send `DrainTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
+
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Tell whoever listens where an active lease stands now that a drain began, moved or was cancelled."""
+
+    lease_id: int
+    phase: Phase
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """Reply to an acquire: the lease is active and its clock runs."""
 
@@ -161,6 +178,15 @@ class FenceCleared:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainSet:
+    """Reply to a drain or its cancellation: when it ends what is left, None if nothing is drained; who is there."""
+
+    request: int
+    deadline_ns: int | None
+    active_leases: int
+
+
+@dataclass(frozen=True, slots=True)
 class Denied:
     """Reply to any request that can't be met."""
 
@@ -177,7 +203,7 @@ class LeaseEnded:
     story: tuple[StoryEntry, ...]
 
 
-Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied
+Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied
 """What a request is answered with."""
 
 Effect = (
@@ -193,11 +219,14 @@ Effect = (
     | ArmWaitTimer
     | ArmHoldTimer
     | ArmPoolTimer
+    | ArmDrainTimer
+    | Warned
     | Granted
     | Renewed
     | Freed
     | RevokeDone
     | FenceCleared
+    | DrainSet
     | Denied
     | LeaseEnded
 )

@@ -202,6 +202,26 @@ class WorkerFound:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants the node empty within so many milliseconds: see `draining`."""
+
+    request: int
+    within_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainCancelled:
+    """An operator lets tenants in again."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainTimerFired:
+    """The timer armed by `ArmDrainTimer` ran out. Late, early and repeated ones do no harm."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon stops: nobody is let in, everybody is let go."""
 
@@ -226,5 +246,8 @@ Event = (
     | FenceClearRequested
     | LeaseRestored
     | WorkerFound
+    | DrainRequested
+    | DrainCancelled
+    | DrainTimerFired
     | ShutdownRequested
 )

@@ -139,7 +139,8 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
     kept = sum(context.state in YIELDING for context in contexts)
     _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
-    must_be_empty = book.is_shutting_down or account.fenced_bytes or account.exclusive_leases
+    is_closed = book.is_shutting_down or book.drain_ns is not None
+    must_be_empty = is_closed or account.fenced_bytes or account.exclusive_leases
     _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 
@@ -204,7 +205,9 @@ def _validate_line(book: Book) -> None:
         _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
         is_new = lease_id not in book.live and lease_id not in book.ended
         _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
-    _require(not (book.is_shutting_down and waiters), "Somebody waits for a daemon that is shutting down.")
+    is_closed = book.is_shutting_down or book.drain_ns is not None
+    _require(not (is_closed and waiters), "Somebody waits for a daemon that lets nobody in.")
+    _require(book.drain_ns is None or not book.pending, "A lease is being started on a node that is drained.")
     _require(book.line.next_placeable() is None, "Somebody waits who could be placed.")
     _validate_holds(book)
 

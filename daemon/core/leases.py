@@ -41,6 +41,7 @@ class Cause(Enum):
     OVER_SLICE = "over_slice"
     KERNEL_TIMEOUT = "kernel_timeout"
     UNRESPONSIVE = "unresponsive"
+    DRAINED = "drained"
 
 
 class Trigger(Enum):
@@ -64,6 +65,7 @@ TRANSITIONS: Final = MappingProxyType(
         (LeaseState.PENDING, Cause.SPAWN_FAILED): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
         (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
         (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
@@ -74,6 +76,7 @@ TRANSITIONS: Final = MappingProxyType(
         (LeaseState.ACTIVE, Cause.OVER_SLICE): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,

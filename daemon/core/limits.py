@@ -13,7 +13,9 @@ NS_PER_S: Final = 1_000_000_000
 
 # Kernels in flight may finish for this long after new work is refused; where a cause is absent, none may: the
 # tenant has said it is done, or there is nothing left that could finish.
-DEFAULT_GRACE_MS: Final = MappingProxyType({Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20})
+DEFAULT_GRACE_MS: Final = MappingProxyType(
+    {Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20, Cause.DRAINED: 20}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
 3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
    lease is started once their bytes are proved back, never before.
-4. A card whose memory is fenced, or that one lease has to itself, keeps none.
+4. A card whose memory is fenced, or that one lease has to itself, keeps none; nor does a node that is drained.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
 """
 
@@ -208,7 +208,8 @@ class Pool:
     # --- Refilling. -----------------------------------------------------------
 
     def _may_keep(self, account: CardAccount) -> bool:
-        return not (self._book.is_shutting_down or account.fenced_bytes or account.exclusive_leases)
+        is_closed = self._book.is_shutting_down or self._book.drain_ns is not None
+        return not (is_closed or account.fenced_bytes or account.exclusive_leases)
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         kept = account.yielding()

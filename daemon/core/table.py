@@ -13,6 +13,7 @@ from gpulease.daemon.core.admission import Admission, check_ttl
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.draining import Draining
 from gpulease.daemon.core.effects import (
     ArmTimer,
     Denied,
@@ -27,6 +28,7 @@ from gpulease.daemon.core.events import Event, TimerKind
 from gpulease.daemon.core.keeping import KeptLease, KeptWarm, Past, keep
 from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState, StoryEntry, Trigger
 from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
+from gpulease.daemon.core.phases import Standing, ended_standing, standing_of
 from gpulease.daemon.core.pool import Pool
 from gpulease.daemon.core.restoring import Restoring
 from gpulease.daemon.core.teardown import Teardown
@@ -62,9 +64,13 @@ class LeaseTable:
         self._admission = Admission(self._book, self._pool)
         self._restoring = Restoring(self._book, self._teardown, self._pool)
         self._restoring.recall(past or Past())
+        self._draining = Draining(self._book, self._teardown, self._admission)
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
+            events.DrainCancelled: self._draining.on_cancelled,
+            events.DrainRequested: self._draining.on_requested,
+            events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.FreeRequested: self._on_free_requested,
             events.LeaseRestored: self._restoring.on_lease_restored,
@@ -153,6 +159,19 @@ class LeaseTable:
             return denials.lease_ended(lease.snapshot())
         return denials.lease_expired(lease.snapshot()) if lease.is_expired(now_ns) else None
 
+    def standing(self, lease_id: int, now_ns: int) -> Standing | None:
+        """Where a lease stands on its way to its end; None if it is unknown or was never granted."""
+        lease = self._book.live.get(lease_id)
+        if lease is None:
+            ended = self._book.ended.get(lease_id)
+            return None if ended is None or ended.deadline_ns is None else ended_standing(ended)
+        return None if lease.deadline_ns is None else standing_of(lease, self._book.drain_ns, now_ns)
+
+    @property
+    def drain_ns(self) -> int | None:
+        """When a drain ends the leases that are left; None while the node is not drained."""
+        return self._book.drain_ns
+
     @property
     def is_shutting_down(self) -> bool:
         """Whether a shutdown was asked for; it is done once `snapshots` has nothing left but fenced leases."""
@@ -198,7 +217,8 @@ class LeaseTable:
         lease.move(Trigger.RENEWED, now_ns)
         lease.ttl_ms = event.ttl_ms
         # A renewal never takes away time that was promised; what was promised was under the same maximum.
-        self._set_deadline(lease, max(lease.deadline_ns, now_ns + event.ttl_ms * NS_PER_MS), out)
+        deadline_ns = self._draining.cap(now_ns + event.ttl_ms * NS_PER_MS)
+        self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         out.append(Renewed(event.request, lease.snapshot()))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
@@ -247,7 +267,7 @@ class LeaseTable:
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._book.is_shutting_down = True
-        self._admission.close_line(out)
+        self._admission.close_line(denials.shutting_down(), out)
         for lease in self._book.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):

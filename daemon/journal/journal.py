@@ -20,6 +20,7 @@ from gpulease.daemon.core import (
     Card,
     Denial,
     Denied,
+    DrainSet,
     Effect,
     Event,
     FenceCleared,
@@ -198,6 +199,8 @@ class FileJournal(Journal):
                 return Denied(request, done_but_not_kept("The lease has ended", problem))
             case FenceCleared(request, count):
                 return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
+            case DrainSet(request):
+                return Denied(request, done_but_not_kept("The drain is set as it was asked for", problem))
             case Denied():
                 return outcome
 

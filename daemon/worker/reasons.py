@@ -13,6 +13,7 @@ _REFUSAL_TEXT: Final = {
     Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
     Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
     Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
+    Status.DRAINED: ("the node was drained", "Acquire a new lease on another node."),
     Status.DENIED: (
         "the token this connection attached with is over: it expired, or the lease was renewed since",
         "Get a new token and attach again.",

@@ -1,7 +1,8 @@
 """The worker's loop: the broker's channel, and the tenant's connections it handed over.
 
 One thread, one poll(2). Between requests the worker sleeps in the kernel and costs nothing. While it waits inside the
-driver it looks at the control page; what it does not see in time, the broker ends with SIGKILL.
+driver it looks at the control page; what it does not see in time, the broker ends with SIGKILL. It waits for no peer:
+one that does not read is left aside (see `backlog`).
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
+from gpulease.daemon.worker.backlog import ALONE_WAIT_NS, DISTRUST_S, SHARED_WAIT_NS, UNREAD_BYTES, Backlog
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
@@ -21,7 +23,7 @@ from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.reasons import refusal_of
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.streams import Place
-from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_ring, can_share
+from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_share, ring_for
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -70,6 +72,9 @@ class _Connection:
         self.place = Place()
         self.spins_left = patience.spins_per_reply
         self.heard_at_s = time.monotonic()
+        self.backlog: Backlog | None = None
+        self.wait_ns = 0
+        self.distrusted_until_s = 0.0
 
 
 class Server:
@@ -102,7 +107,8 @@ class Server:
             self._session.look()
             timeout_ms = self._look_after_ms()
             for connection in self._connections.values():
-                if connection.fd not in self._unfinished and not connection.wire.doze():
+                is_aside = connection.backlog is not None
+                if connection.fd not in self._unfinished and not connection.wire.doze(for_room=is_aside):
                     self._unfinished.add(connection.fd)
             heard = {fd for fd, _ in self._poll.poll(0 if self._unfinished else timeout_ms)}
             for connection in self._connections.values():
@@ -115,10 +121,15 @@ class Server:
                 self._serve(self._connections[fd])
 
     def _look_after_ms(self) -> int:
-        """How long to sleep at most; drops connections that have kept half a frame here for too long."""
-        waiting = [connection for connection in self._connections.values() if connection.intake.is_mid_frame]
-        for connection in waiting:
-            if time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
+        """How long to sleep at most; drops connections that have kept something here for too long."""
+        for connection in list(self._connections.values()):
+            if connection.backlog is not None:
+                if connection.backlog.is_stale(time.monotonic()):
+                    self._drop(connection, ConnectionLost("the peer does not read"))
+            elif connection.distrusted_until_s and time.monotonic() > connection.distrusted_until_s:
+                connection.distrusted_until_s = 0.0
+                self._share_waits()
+            elif connection.intake.is_mid_frame and time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
                 self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
         self._drop_late_guests()
         return self._session.watch.look_after_ms() or LOOK_MS
@@ -177,11 +188,12 @@ class Server:
         try:
             if failure is not None:
                 lease_id = self._session.lease_id
-                self._send(connection, failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id))
+                connection.wire.send(failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id), 0)
                 connection.wire.close()
                 return
             self._connections[connection.fd] = connection
             self._poll.register(sock, select.POLLIN)
+            self._share_waits()
             self._welcome_in(connection, request_id, wanted)
             self._session.streams.sit(connection.place)
             self._serve_frames(connection)
@@ -190,7 +202,7 @@ class Server:
 
     def _welcome_in(self, connection: _Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
-        ring, arena = _ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
+        ring, arena = ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
         body = build_body(replace(self._welcome, options=given.to_options()))
         header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
@@ -234,7 +246,11 @@ class Server:
     def _serve(self, connection: _Connection) -> None:
         self._session.streams.sit(connection.place)
         try:
+            if connection.backlog is not None:
+                self._catch_up(connection, connection.backlog)
             for _ in range(READS_PER_TURN):
+                if connection.backlog is not None:
+                    return
                 outcome = self._serve_ring(connection)
                 if outcome is Outcome.TURN:
                     break
@@ -291,8 +307,9 @@ class Server:
             while (frame := connection.intake.next_frame()) is not None:
                 reply = guest.refuse(frame) or self._session.handle(frame)
                 if reply is not None:
-                    self._send(connection, reply)
                     connection.spins_left = self._patience.spins_per_reply
+                    if not self._send(connection, reply):
+                        break
 
     def _serve_frames(self, connection: _Connection) -> None:
         reader, session, intake = connection.reader, self._session, connection.intake
@@ -312,8 +329,9 @@ class Server:
                     break
                 reply = session.handle(frame)
             if reply is not None:
-                self._send(connection, reply)
                 connection.spins_left = self._patience.spins_per_reply
+                if not self._send(connection, reply):
+                    break
         if intake.is_mid_frame:
             connection.heard_at_s = time.monotonic()
         if session.take_growth():
@@ -321,21 +339,49 @@ class Server:
         if self._session.lost is not None and not self._reported_lost:
             self._report_lost(self._session.lost)
 
-    def _send(self, connection: _Connection, data: bytes | memoryview) -> None:
-        connection.wire.send(data, self._look)
+    # --- replies ---
 
-    def _look(self) -> Failure | None:
-        """Show that this process goes round while it waits for a peer; why the lease is over, None while it lives."""
-        self._session.look()
-        return self._session.refusal()
+    def _send(self, connection: _Connection, data: bytes | memoryview) -> bool:
+        """Whether all of it went. If not, the connection is left aside, and nothing more may be served of it now."""
+        rest = connection.wire.send(data, connection.wait_ns)
+        if rest is None:
+            return True
+        connection.backlog = Backlog(rest)
+        connection.distrusted_until_s = time.monotonic() + DISTRUST_S
+        self._share_waits()
+        self._poll.modify(connection.fd, connection.wire.events(for_room=True))
+        held = sum(len(other.backlog.rest) for other in self._connections.values() if other.backlog is not None)
+        if held > UNREAD_BYTES:
+            raise ConnectionLost(f"the session's peers have left {held} bytes unread")
+        return False
+
+    def _catch_up(self, connection: _Connection, backlog: Backlog) -> None:
+        """Send on what its peer has not read; then what it asked meanwhile is served."""
+        rest = connection.wire.send(backlog.rest, 0)
+        if rest is not None:
+            backlog.keep(rest)
+            return
+        connection.backlog = None
+        self._poll.modify(connection.fd, connection.wire.events(for_room=False))
+        self._share_waits()
+        self._serve_frames(connection)
+
+    def _share_waits(self) -> None:
+        """How long each connection is waited for from now on; those that were left aside lately are not."""
+        is_alone = len(self._connections) == 1
+        for connection in self._connections.values():
+            is_trusted = not connection.distrusted_until_s
+            connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if is_trusted else 0
 
     def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
-        if isinstance(error, FramingError):
+        # Behind half a reply nothing can be said.
+        if isinstance(error, FramingError) and connection.backlog is None:
             failure = failure or Failure(error.status, str(error))
             connection.wire.say_last(failure.to_frame(Opcode.GOODBYE, request_id=0))
         if self._connections.pop(connection.fd, None) is not None:
             self._poll.unregister(connection.fd)
             self._session.streams.leave(connection.place)
+            self._share_waits()
         connection.intake.close()
         connection.wire.close()
 
@@ -348,12 +394,3 @@ def report(channel: socket.socket, message: dict[str, Any]) -> None:
     """Tell the broker something it can do without if it is not listening."""
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)
-
-
-def _ring_for(sock: socket.socket, wanted: Wanted, patience: Patience) -> RingWire | None:
-    if not wanted.ring or not can_ring(sock):
-        return None
-    try:
-        return RingWire(sock, patience)
-    except OSError:
-        return None  # no descriptor or no memory for one: the socket does as well

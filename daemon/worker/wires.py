@@ -22,13 +22,11 @@ from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.daemon.worker.patience import SPIN_NS, Patience
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, worker_ends
+from gpulease.protocol.sharing import Wanted
 
 RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 """A few thousand launches, and a few pieces of a copy on their way. Also the most of the host's memory that a
 connection's ring can hold: its pages are made when they are first used."""
-
-SEND_POLL_MS: Final = 100
-"""How often a send to a peer that does not read looks at the lease."""
 
 BELLS_BYTES: Final = 4096
 """Bells taken at a time: a peer that rings without end costs a system call for so many."""
@@ -37,11 +35,10 @@ TURN_NS: Final = 1_000_000
 """How long native code serves one connection at most before the others, the broker and the clock of the broker's health
 watch get a look."""
 
+NS_PER_MS: Final = 1_000_000
+
 _REPLY_WORDS_AT: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-IsOver = Callable[[], object]
-"""Gives something once the lease is over, None while it lives."""
 
 
 class Receiver(Protocol):
@@ -81,12 +78,16 @@ class SocketWire:
         self._sock = sock
         self._yields = patience.yields
 
-    def doze(self) -> bool:
-        """Get ready for a sleep in poll(2); False if there is something to serve."""
+    def doze(self, *, for_room: bool) -> bool:
+        """Get ready for a sleep in poll(2); False if there is something to serve, or (`for_room`) room to send."""
         return True
 
     def rise(self, has_event: bool) -> None:
         """The sleep is over; `has_event` says that poll(2) named the socket."""
+
+    def events(self, *, for_room: bool) -> int:
+        """What poll(2) is to look for on the socket."""
+        return select.POLLOUT if for_room else select.POLLIN
 
     def receive(self, reader: Receiver) -> bool:
         """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
@@ -111,19 +112,23 @@ class SocketWire:
                 os.sched_yield()
         return False
 
-    def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
-        """Send all of it, however slow the peer, for as long as the lease lives. Raises ConnectionLost."""
+    def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
+        """Send it, waiting for room for so long at most; what is left, None if all went. Raises ConnectionLost."""
+        until_ns = 0
         while True:
             try:
                 sent = self._sock.send(data, socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                _wait(self._sock, select.POLLOUT, is_over)
-                continue
+                sent = 0
             except OSError as error:
                 raise ConnectionLost(error.strerror) from None
             if sent == len(data):
-                return
+                return None
+            now_ns = time.monotonic_ns()
+            until_ns = until_ns or now_ns + wait_ns
             data = memoryview(data)[sent:]
+            if now_ns >= until_ns or not _wait(self._sock, select.POLLOUT, until_ns):
+                return data
 
     def say_last(self, frame: bytes) -> None:
         """Send what can be sent at once. A peer that can't be told will notice that the connection is closed."""
@@ -154,6 +159,7 @@ class RingWire:
             barriers = (threading.Lock(), threading.Lock())
             self._requests, self._replies = worker_ends(memory, self.layout, barriers, partial(_ring, sock))
         self._has_ended = False
+        self._waits_for_room = False
         memory_at = address_of(self._map)
         self._ends = RingEnds(
             words=memory_at,
@@ -174,15 +180,28 @@ class RingWire:
         os.close(self.fd)
         self.fd = -1
 
-    def doze(self) -> bool:
+    def doze(self, *, for_room: bool) -> bool:
         """See SocketWire."""
-        return self._requests.doze()
+        if not for_room:
+            return self._requests.doze()
+        self._waits_for_room = True
+        try:
+            return self._replies.doze()
+        except FramingError:
+            return False  # what is wrong, the next send finds too
 
     def rise(self, has_event: bool) -> None:
         """See SocketWire."""
         self._requests.rise()
+        if self._waits_for_room:
+            self._waits_for_room = False
+            self._replies.rise()
         if has_event:
             self._take_bells()
+
+    def events(self, *, for_room: bool) -> int:
+        """See SocketWire: a bell says both."""
+        return select.POLLIN
 
     def receive(self, reader: Receiver) -> bool:
         """See SocketWire."""
@@ -224,18 +243,22 @@ class RingWire:
                 raise ConnectionLost(error.strerror) from None
         return outcome, ends.spins_left
 
-    def send(self, data: bytes | memoryview, is_over: IsOver) -> None:
+    def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
         """See SocketWire. Raises FramingError too: the peer's counter is part of what it says."""
         replies = self._replies
+        until_ns = 0
         try:
             sent = replies.put(data)
             while sent != len(data):
                 data = memoryview(data)[sent:]
-                if not replies.room():
-                    self._await_room(is_over)
+                now_ns = time.monotonic_ns()
+                until_ns = until_ns or now_ns + wait_ns
+                if now_ns > until_ns or (not replies.room() and not self._await_room(until_ns)):
+                    return data
                 sent = replies.put(data)
         except OSError as error:
             raise ConnectionLost(error.strerror) from None
+        return None
 
     def say_last(self, frame: bytes) -> None:
         """See SocketWire."""
@@ -252,19 +275,24 @@ class RingWire:
         if self.fd >= 0:
             os.close(self.fd)
 
-    def _await_room(self, is_over: IsOver) -> None:
+    def _await_room(self, until_ns: int) -> bool:
+        """Whether there is some by then."""
         replies = self._replies
         if self._patience.spins_when_quiet:
-            until = time.monotonic_ns() + SPIN_NS
-            while time.monotonic_ns() < until:
+            spin_until_ns = min(until_ns, time.monotonic_ns() + SPIN_NS)
+            while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
-                    return
+                    return True
         while replies.doze():
-            _wait(self._sock, select.POLLIN, is_over)
+            # The clock as well: a peer that rings without end keeps every wait short.
+            is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns
             self._take_bells()
-            # Looked at here as well: a peer that rings without end keeps every wait short.
-            if self._has_ended or is_over() is not None:
-                raise ConnectionLost("the peer is gone, or does not read, and the lease is over")
+            if self._has_ended:
+                raise ConnectionLost("the peer is gone")
+            if not is_in_time:
+                replies.rise()
+                return False
+        return True
 
     def _take_bells(self) -> None:
         try:
@@ -273,6 +301,16 @@ class RingWire:
             return
         except OSError:
             self._has_ended = True
+
+
+def ring_for(sock: socket.socket, wanted: Wanted, patience: Patience) -> RingWire | None:
+    """A ring for a connection that wants one and can have one."""
+    if not wanted.ring or not can_ring(sock):
+        return None
+    try:
+        return RingWire(sock, patience)
+    except OSError:
+        return None  # no descriptor or no memory for one: the socket does as well
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
@@ -287,12 +325,11 @@ def sealed_memory(name: str, size_bytes: int) -> int:
     return fd
 
 
-def _wait(sock: socket.socket, event: int, is_over: IsOver) -> None:
+def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
+    """Whether it comes by then."""
     waiting = select.poll()
     waiting.register(sock, event)
-    while not waiting.poll(SEND_POLL_MS):
-        if is_over() is not None:
-            raise ConnectionLost("the lease ended while its peer did not read")
+    return bool(waiting.poll(max(0, -(-(until_ns - time.monotonic_ns()) // NS_PER_MS))))
 
 
 def _ring(sock: socket.socket) -> None:

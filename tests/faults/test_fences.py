@@ -1,15 +1,20 @@
 """Memory that is not proved free is granted to nobody, until an operator says so."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import CapacityExceeded, Fenced, GpuSession, InvalidRequest, LeaseExpired, Revoked
 from gpulease.client.blocking import ask
-from gpulease.protocol import Opcode, RevokeOutcome, Status
-from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol import Failure, Opcode, Phase, RevokeOutcome, Status, Told
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.messages import FenceClear, LeaseRef, LeaseRenew, LeaseSubscribe
 from gpulease.protocol.opcodes import InventoryFlag
+from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
 from helpers.raw_peer import RawPeer, lease_alloc
@@ -150,3 +155,71 @@ def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., D
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
     daemon.process.terminate()
     assert daemon.wait_for_exit() == 0
+
+
+def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withheld: Path, tmp_path: Path) -> None:
+    """Nobody gets the bytes but by an operator's word; the id is good for nothing ever after; the log has it all."""
+    folder = tmp_path / "log"
+    daemon = start_daemon(
+        vram=("2GiB",),
+        config=config(folder) + "[limits]\nreclaim_timeout_s = 1\n",
+        faults=Faults(withhold_proof_while=withheld),
+    )
+    lease = daemon.builder(2 * GIB).acquire()
+    withheld.touch()
+    gpulease = partial(CliRunner().invoke, main, env={ADDRESS_VARIABLE: daemon.address})
+    revoked = gpulease(["revoke", lease.lease_id_text, "--reason", "maintenance"])
+    assert (revoked.exit_code, "is fenced" in revoked.output) == (1, True)
+
+    def is_good_for_nothing(*, statuses: set[Status]) -> None:
+        asked = (
+            (Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 1000)),
+            (Opcode.LEASE_FREE, LeaseRef(lease.lease_id)),
+        )
+        with RawPeer(daemon.address).hello() as peer:
+            found = {peer.refused(op, body).status for op, body in asked}
+            failure = peer.attach(lease.lease_id)
+            assert isinstance(failure, Failure)
+            assert found | {failure.status} == statuses
+            # Its events end with what ended it.
+            peer.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
+            told = peer.next_event()
+            assert isinstance(told, Told)
+            assert (told.event.phase, told.event.cause) == (Phase.ENDED, "revoked")
+
+    is_good_for_nothing(statuses={Status.FENCED})
+    with pytest.raises(CapacityExceeded):
+        daemon.builder(1).acquire()
+    # Proofs that come later do not lift it, nor does a drain, which tells of it.
+    withheld.unlink()
+    drained = gpulease(["drain", "--within", "0", "--wait"])
+    assert (drained.exit_code, lease.lease_id_text in drained.output) == (1, True)
+    assert gpulease(["drain", "--cancel"]).exit_code == 0
+    with pytest.raises(CapacityExceeded):
+        daemon.builder(1).acquire()
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
+
+    cleared = gpulease(["fence", "clear"])
+    assert cleared.output == "1 fenced slice was let go.\n"
+    is_good_for_nothing(statuses={Status.REVOKED})
+    with daemon.builder(2 * GIB).acquire() as whole:
+        assert whole.lease_id != lease.lease_id
+    is_good_for_nothing(statuses={Status.REVOKED})
+
+    stop(daemon)
+    check_whole(folder)
+    _check_log(folder, lease.lease_id_text)
+
+
+def _check_log(folder: Path, lease_id: str) -> None:
+    of_it = [record for record in records(folder) if record["data"].get("lease") == lease_id]
+    # Of what was asked in vain, before and after: renew, free, attach, thrice.
+    kinds = [record["kind"] for record in of_it if record["kind"] != "deny"]
+    assert kinds == ["grant", "over", "operator", "fence", "operator", "clear"]
+    assert sum(record["kind"] == "deny" for record in of_it) == 9
+    fence = next(record["data"] for record in of_it if record["kind"] == "fence")
+    assert fence["cause"] == "revoked"
+    assert "its memory was not shown free within 1 s" in fence["reason"]
+    done = [record["data"] for record in records(folder) if record["kind"] == "operator"]
+    assert [data["action"] for data in done] == ["revoke", "drain", "drain_cancel", "revoke", "fence_clear"]
+    assert [data.get("outcome") for data in done] == ["fenced", None, None, "fenced", None]

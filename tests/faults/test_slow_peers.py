@@ -8,15 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from gpulease.client import GpuSession
-from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Status
+from gpulease.client.blocking import ask
+from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Status, Told
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import (
     Attach,
     Data,
+    Drain,
     Empty,
     Hello,
     LeaseRef,
+    LeaseSubscribe,
     MemAlloc,
     MemRead,
     MemWrite,
@@ -127,6 +130,34 @@ def test_a_peer_that_asks_and_never_reads(impatient: Daemon) -> None:
         wait_until(is_cut_off, "it is cut off")
         peer.sock.setblocking(True)
         peer.check_closed()
+
+
+def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> None:
+    """It loses events and is told how many; the daemon keeps the latest, and waits for nobody."""
+    rounds = 600
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(daemon.builder().acquire())
+        stack.callback(ask, Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+        slow = stack.enter_context(RawPeer(daemon.address).hello())
+        slow.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(0))
+        operator = stack.enter_context(RawPeer(daemon.address).hello())
+        for number in range(rounds):
+            operator.request(Opcode.DRAIN, Drain(1_000_000 - number))
+        neighbour.check()
+        told: list[Told] = []
+        while not told or told[-1].event.sequence < 9 * rounds:
+            event = slow.next_event()
+            assert isinstance(event, Told)
+            told.append(event)
+        lost = [event.event.lost for event in told]
+        assert sum(lost) + len(told) == 9 * rounds
+        assert sum(lost) > rounds
+        sequences = [event.event.sequence for event in told]
+        assert all(
+            here == before + 1 + gone for before, here, gone in zip(sequences, sequences[1:], lost[1:], strict=False)
+        )
+        assert told[-1].event.left_ms <= 1_000_000 - rounds + 1
 
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])

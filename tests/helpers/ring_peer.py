@@ -1,5 +1,6 @@
 """A peer that shares a ring with its worker and does with it what no well-behaved client would."""
 
+import contextlib
 import mmap
 import os
 import select
@@ -53,8 +54,9 @@ class RingPeer(RawPeer):
         self.replies, self.requests = client_ends(self.memory, layout, barriers, self.bell)
 
     def bell(self) -> None:
-        """Say that there is something to do."""
-        self.sock.sendall(b"!")
+        """Say that there is something to do; where there is no room for it, the worker has bells it has not heard."""
+        with contextlib.suppress(BlockingIOError):
+            self.sock.sendall(b"!")
 
     def put(self, data: bytes) -> None:
         """All of it, in as many pieces as it takes."""

@@ -41,6 +41,8 @@ def test_operations() -> None:
         request, reply = (body.__name__ for body in m.BODIES[op])
         if op is Opcode.GOODBYE:
             request, reply = "—", "ErrorBody"
+        if op is Opcode.LEASE_EVENT:
+            request = "—"
         quiet = "may be" if op in SESSION_OPCODES else "no"
         expected.append([f"0x{op:04X}", op.name, ", ".join(states) or "never", quiet, request, reply])
     assert [row[:6] for row in table("| number | operation |")] == expected

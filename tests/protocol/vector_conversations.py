@@ -6,7 +6,7 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Statu
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ParameterKind
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ParameterKind, Phase
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
@@ -280,6 +280,38 @@ def shared_by_token() -> Script:
     return script
 
 
+def drain() -> Script:
+    script = Script(
+        "A tenant hears of its lease; an operator drains the node: a renewal is cut short, an acquire refused, and at "
+        "the deadline the lease ends."
+    )
+    for connection in ("control", "operator"):
+        script.hello(connection)
+    script.grant()
+    heard = script.ask("control", Opcode.LEASE_SUBSCRIBE, m.LeaseSubscribe(LEASE))
+    script.reply("control", heard, m.Empty())
+
+    def tell(sequence: int, phase: Phase, left_ms: int, *, generation: int = 1, cause: str = "", why: str = "") -> None:
+        event = m.LeaseEvent(LEASE, sequence, int(sequence == 5), phase, left_ms, generation, cause, why)
+        script.tell("control", heard, event, "what came between was dropped: too slow a reader" * (sequence == 5))
+
+    tell(1, Phase.ACTIVE, 108_000)
+    asked = script.ask("operator", Opcode.DRAIN, m.Drain(60_000))
+    tell(2, Phase.WARNING, 60_000, why="the node is being drained: the lease can't be renewed for longer")
+    script.reply("operator", asked, m.DrainStatus(60_000, 1))
+    renewed = m.LeaseRenewed(2, 59_000, EXPIRES)
+    script.call("control", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 300_000), renewed)
+    drained = Failure(Status.DRAINED, "the node is being drained", hint="Try another node.")
+    script.refuse("operator", script.ask("operator", Opcode.LEASE_ALLOC, alloc(SLICE)), drained)
+    tell(3, Phase.GRACE, 20, generation=2, cause="drained", why="the node is drained")
+    tell(5, Phase.ENDED, 0, generation=2, cause="drained", why="the node is drained")
+    script.call("control", Opcode.LEASE_UNSUBSCRIBE, m.LeaseUnsubscribe(heard), m.Empty())
+    over = Failure(Status.DRAINED, "the lease ended because the node was drained")
+    script.refuse("control", script.ask("control", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 1000)), over)
+    script.call("operator", Opcode.DRAIN_CANCEL, m.Empty(), m.DrainStatus(None, 0))
+    return script
+
+
 def goodbye() -> Script:
     script = Script("A connection over the daemon's limit is told so before it is closed, whatever it has sent.")
     script.ask("control", Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()))
@@ -303,6 +335,7 @@ SCRIPTS = (
     attach_refused,
     questions,
     shared_by_token,
+    drain,
     goodbye,
 )
 

@@ -268,7 +268,9 @@ def _order() -> list[dict[str, Any]]:
 def _request_ids() -> list[dict[str, Any]]:
     asked = replace(BROKEN, in_flight=((1, 1, Opcode.PING),))
     full = Context(Status.BUSY, is_fatal=True, in_flight=((2, limits.MAX_IN_FLIGHT, Opcode.PING),))
+    event = frame(Opcode.LEASE_EVENT, m.LeaseEvent(1, 1, 0, 0, 0, 1, "", ""), flags=REPLY)
     replies = {
+        "event-not-subscribed": ("an event, and nothing was subscribed to", event),
         "reply-not-asked": ("a reply to request 2", patched(PONG, 23, "02")),
         "reply-of-other-op": ("SYNC answers PING", frame(Opcode.SYNC, flags=REPLY)),
     }

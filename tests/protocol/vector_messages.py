@@ -15,6 +15,7 @@ from gpulease.protocol.opcodes import (
     Flag,
     InventoryFlag,
     ParameterKind,
+    Phase,
     RevokeOutcome,
     Waiting,
 )
@@ -102,6 +103,15 @@ CONTROL: Cases = {
     "LeaseRef": (m.LeaseRef(0), m.LeaseRef(LEASE), m.LeaseRef(U128)),
     "LeaseRevoke": (m.LeaseRevoke(0, ""), m.LeaseRevoke(LEASE, "maintenance"), m.LeaseRevoke(U128, LONG_TEXT)),
     "LeaseRevoked": tuple(m.LeaseRevoked(outcome) for outcome in RevokeOutcome),  # type: ignore[dict-item]
+    "LeaseSubscribe": (m.LeaseSubscribe(0), m.LeaseSubscribe(LEASE), m.LeaseSubscribe(U128)),
+    "LeaseUnsubscribe": (m.LeaseUnsubscribe(0), m.LeaseUnsubscribe(3), m.LeaseUnsubscribe(U64)),
+    "LeaseEvent": (
+        m.LeaseEvent(0, 0, 0, 0, 0, 0, "", ""),
+        m.LeaseEvent(LEASE, 2, 0, Phase.WARNING, 60_000, 1, "", "the node is being drained"),
+        m.LeaseEvent(U128, U64, U64, 255, U32, U64, LONG_TEXT, LONG_TEXT),
+    ),
+    "Drain": (m.Drain(0), m.Drain(600_000), m.Drain(U32)),
+    "DrainStatus": (m.DrainStatus(None, 0), m.DrainStatus(600_000, 3), m.DrainStatus(U32, U32)),
     "FenceClear": (m.FenceClear(None), m.FenceClear(CARD_UUID), m.FenceClear(LONG_TEXT)),
     "FenceCleared": (m.FenceCleared(0), m.FenceCleared(1), m.FenceCleared(U32)),
     "CapabilityIssue": (
@@ -227,7 +237,8 @@ def _uses(kind: type[m.Body]) -> list[tuple[Opcode, bool]]:
     pairs = [
         (op, is_reply) for op, bodies in m.BODIES.items() for is_reply in (False, True) if bodies[is_reply] is kind
     ]
-    return [(op, is_reply) for op, is_reply in pairs if op is not Opcode.GOODBYE]
+    never = {(Opcode.GOODBYE, False), (Opcode.GOODBYE, True), (Opcode.LEASE_EVENT, False)}
+    return [use for use in pairs if use not in never]
 
 
 def _case(size: str, body: m.Body, op: Opcode, is_reply: bool) -> dict[str, Any]:

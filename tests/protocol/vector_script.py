@@ -68,6 +68,11 @@ class Script:
         """The daemon's refusal."""
         self.reply(connection, request_id, failure.to_body(), comment, failure.status)
 
+    def tell(self, connection: str, subscription: int, event: m.LeaseEvent, comment: str = "") -> None:
+        """What the daemon says to a subscriber."""
+        wire = frame(Opcode.LEASE_EVENT, event, flags=Flag.REPLY, request_id=subscription)
+        self._step(connection, "daemon", Opcode.LEASE_EVENT, event, wire, comment)
+
     def say_goodbye(self, connection: str, failure: Failure, comment: str = "") -> None:
         """The daemon's last frame."""
         body = failure.to_body()

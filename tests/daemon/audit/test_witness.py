@@ -11,6 +11,9 @@ from gpulease.daemon.core import (
     AcquireRequested,
     Card,
     CoreLimits,
+    DrainCancelled,
+    DrainRequested,
+    DrainTimerFired,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -228,4 +231,18 @@ def test_a_worker_of_no_lease() -> None:
     life.do(WorkerExited(5, "was killed"))
     ((kind, data),) = life.do(ReclaimProved(5))
     assert (kind.value, data["tenant"], data["granted_us"]) == ("end", "", None)
+    assert life.is_empty()
+
+
+def test_a_drain() -> None:
+    life = Life().granted()
+    life.witness.asked_by(7, "root")
+    ((kind, told),) = life.do(DrainRequested(7, 500), 1)
+    assert (kind.value, told) == ("operator", {"action": "drain", "by": "root", "leases": 1, "within_ms": 500})
+    ((kind, told),) = life.do(DrainTimerFired(), 500)
+    assert (kind.value, told["cause"], told["reason"]) == ("over", "drained", "the node is drained")
+    life.do(WorkerExited(5, "was killed"))
+    life.do(ReclaimProved(5))
+    ((_, told),) = life.do(DrainCancelled(8))
+    assert told == {"action": "drain_cancel", "by": THE_DAEMON, "leases": 0}
     assert life.is_empty()

@@ -1,7 +1,7 @@
 import pytest
 
+from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, waiting_of
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.requests import exclusivity_of, max_kernel_ms_of, waiting_of
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
 from gpulease.protocol.primitives import LeaseParameter
 

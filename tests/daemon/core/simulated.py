@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
+    ArmDrainTimer,
     ArmHoldTimer,
     ArmPoolTimer,
     ArmTimer,
@@ -16,6 +17,8 @@ from gpulease.daemon.core import (
     Cause,
     CoreLimits,
     Denied,
+    DrainSet,
+    DrainTimerFired,
     Effect,
     Event,
     FenceCleared,
@@ -43,6 +46,7 @@ from gpulease.daemon.core import (
     WaitTimerFired,
     WarmEnded,
     WarmUp,
+    Warned,
     WorkerExited,
     WorkerFailed,
     WorkerFound,
@@ -76,7 +80,7 @@ LIMITS = CoreLimits(
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
-AnyTimer = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
+AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
 AnyJob = SpawnWorker | WarmUp | KillWorker | ProveReclaimed
 
 
@@ -129,7 +133,7 @@ class Shell:
         self.send(event)
 
     def execute(self, effect: Effect) -> None:
-        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | Denied):
+        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied):
             assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
@@ -148,6 +152,7 @@ class Shell:
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
             assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
             assert effect.lease.deadline_ns is not None
+            assert isinstance(effect, Renewed) or self.table.drain_ns is None, "a lease was granted in a drain"
             assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
             generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
@@ -174,6 +179,14 @@ class Shell:
             assert effect.due_ns > self.now_ns, "a hold that is over already"
             self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
             self.timers.append((effect.due_ns, HoldTimerFired()))
+        elif isinstance(effect, ArmDrainTimer):
+            assert effect.due_ns > self.now_ns, "a drain that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
+            self.timers.append((effect.due_ns, DrainTimerFired()))
+        elif isinstance(effect, Warned):
+            lease = self.table.get(effect.lease_id)
+            assert lease is not None
+            assert effect.lease_id not in self.ended
         elif isinstance(effect, ArmPoolTimer):
             assert effect.due_ns > self.now_ns, "a pause that is over already"
             self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
@@ -247,6 +260,10 @@ class Shell:
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
+        drain_ns = self.table.drain_ns
+        if event == DrainTimerFired() and drain_ns is not None and self.now_ns >= drain_ns:
+            active = [lease for lease in self.table.snapshots() if lease.state is LeaseState.ACTIVE]
+            assert not active, "a lease outlived the drain"
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             generation, deadline_ns = self.deadlines[event.lease_id]
             lease = self.table.get(event.lease_id)

@@ -14,6 +14,8 @@ from gpulease.daemon.core import (
     AcquireRequested,
     Cause,
     DenialReason,
+    DrainCancelled,
+    DrainRequested,
     Event,
     FenceClearRequested,
     FreeRequested,
@@ -219,6 +221,16 @@ class AnyOrder(RuleBasedStateMachine):
         if luck % 3 == 1:
             self.shell.restart(is_tail_lost=is_tail_lost)
 
+    @rule(luck=ANY, within_ms=st.integers(0, 3000))
+    def drain(self, luck: int, within_ms: int) -> None:
+        if luck % 16 == 1:
+            self.ask(lambda number: DrainRequested(number, within_ms))
+
+    @rule(luck=ANY)
+    def cancel_drain(self, luck: int) -> None:
+        if luck % 4 == 1 or self.shell.table.drain_ns is None:
+            self.ask(DrainCancelled)
+
     @rule(luck=ANY)
     def shutdown(self, luck: int) -> None:
         if luck % 64 == 1:
@@ -244,6 +256,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not shell.open_requests, f"requests that were never answered: {shell.open_requests}"
         assert set(shell.spawned) <= shell.ended, "leases that never ended"
         assert {lease.state for lease in shell.table.snapshots()} <= {LeaseState.FENCED}
+        self.ask(DrainCancelled)
         self.clear_fences(None)
         shell.finish()
         assert all(card.held_bytes == 0 for card in shell.table.cards())

@@ -9,6 +9,7 @@ from gpulease.daemon.core import (
     Cause,
     DenialReason,
     Denied,
+    DrainRequested,
     Effect,
     FenceCleared,
     FenceClearRequested,
@@ -154,6 +155,7 @@ ENDINGS: dict[Cause, Callable[[Scenario], list[Effect]]] = {
     Cause.UNRESPONSIVE: lambda s: s.do(SessionCondemned(1, Cause.UNRESPONSIVE, "30 s")),
     Cause.SPAWN_FAILED: lambda s: s.do(WorkerFailed(1, "no device")),
     Cause.SHUTDOWN: lambda s: s.do(ShutdownRequested()),
+    Cause.DRAINED: lambda s: s.do(DrainRequested(60, 0)),
 }
 
 
@@ -171,6 +173,7 @@ ENDINGS: dict[Cause, Callable[[Scenario], list[Effect]]] = {
         (Cause.UNRESPONSIVE, DenialReason.SESSION_FAILED),
         (Cause.SPAWN_FAILED, DenialReason.SESSION_FAILED),
         (Cause.SHUTDOWN, DenialReason.SHUTTING_DOWN),
+        (Cause.DRAINED, DenialReason.DRAINED),
     ],
 )
 def test_an_ended_lease_answers_with_what_ended_it(cause: Cause, reason: DenialReason, is_over: bool) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import mmap
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,14 +197,20 @@ def test_one_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replies_without_room_are_left_to_python() -> None:
-    """A ring full of replies that nobody has taken: Python waits for room, until the lease is over."""
+    """A ring full of replies that nobody has taken: Python leaves the peer aside, until it reads."""
     with pair(is_native=True) as made:
         made.put(quiet(launch_of(made.made), 1) * 2 + sync(1))
-        made.made.page.set_deadline(time.monotonic_ns() + 200_000_000, 2)
-        for number in range(SMALL.reply_bytes // HEADER_BYTES + 1):
-            request = sync(number + 1)
-            while request and made.is_served:
-                request = request[made.requests.put(request) :]
-                made.server._serve(made.connection)
-        assert not made.is_served
-        assert made.made.page.counter(Counter.SYNCS) >= SMALL.reply_bytes // HEADER_BYTES
+        asked = SMALL.reply_bytes // HEADER_BYTES + 1
+        for number in range(asked):
+            assert made.requests.put_whole(sync(number + 1))
+            made.server._serve(made.connection)
+        assert made.connection.backlog is not None
+        assert made.requests.put_whole(sync(asked + 1))
+        made.server._serve(made.connection)
+        assert made.made.page.counter(Counter.SYNCS) == asked + 1, "nothing more is done meanwhile"
+        made.heard.clear()
+        made.turn()
+        made.turn()
+        assert made.connection.backlog is None
+        assert len(made.heard) == HEADER_BYTES * (asked + 1)
+        assert made.made.page.counter(Counter.SYNCS) == asked + 2

@@ -1,0 +1,130 @@
+"""Emptying a node and hearing of leases: `gpulease drain`, `events`."""
+
+import json
+import time
+from typing import Any, Final
+
+import click
+
+from gpulease.client.blocking import ask
+from gpulease.client.cli.tables import seconds_text
+from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
+from gpulease.client.core.wish import address_of, milliseconds
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.events import LeaseEvents
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, DrainStatus, Empty
+
+POLL_S: Final = 0.2
+"""Between two looks at who is left."""
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def seconds_of(text: str) -> float:
+    """A time span as people type it: "90", "90s", "10m", "1.5h". Raises InvalidRequest."""
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    try:
+        return float(number) * _UNITS[text[len(number) :] or "s"]
+    except (ValueError, KeyError):
+        raise InvalidRequest(f"{text!r} is not a time", "Write it like 30s, 10m or 1.5h") from None
+
+
+@click.command()
+@click.option("--within", default="10m", show_default=True, help="Until every lease is ended that is left: 30s, 10m.")
+@click.option("--wait", is_flag=True, help="Return once no lease is left.")
+@click.option("--cancel", is_flag=True, help="Let tenants in again.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def drain(within: str, wait: bool, cancel: bool, as_json: bool) -> None:
+    """Empty the node: no new leases, tenants warned, and what is left ended by a deadline.
+
+    Given again, the new deadline counts. The node stays drained until --cancel, or until the daemon is started anew.
+    With --wait, exit status 1 if memory of a lease could not be proved free.
+    """
+    if cancel:
+        if wait:
+            raise InvalidRequest("--cancel and --wait make no sense together")
+        _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
+        return
+    status = ask(Opcode.DRAIN, Drain(milliseconds(seconds_of(within), "--within", least_ms=0)))
+    if not wait:
+        _show(status, [], as_json)
+        return
+    if not as_json:
+        _show(status, [], as_json)
+    while _left(with_fenced=False):
+        time.sleep(POLL_S)
+    fenced = _left(with_fenced=True)
+    if as_json:
+        _show(status, fenced, as_json)
+    elif fenced:
+        click.echo(f"No lease is left, but memory of {len(fenced)} is fenced: {', '.join(fenced)}.", err=True)
+    else:
+        click.echo("No lease is left.")
+    if fenced:
+        raise SystemExit(1)
+
+
+def _left(*, with_fenced: bool) -> list[str]:
+    found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
+
+
+def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
+    left_s = None if status.left_ms is None else status.left_ms / 1000
+    if as_json:
+        click.echo(
+            json.dumps({"draining": left_s is not None, "left_s": left_s, "leases": status.leases, "fenced": fenced})
+        )
+    elif left_s is None:
+        click.echo("The node is not drained: it grants leases.")
+    else:
+        told = "1 lease is" if status.leases == 1 else f"{status.leases} leases are"
+        click.echo(f"The node grants nothing any more. {told} left, and ended in {seconds_text(left_s)}.")
+
+
+@click.command()
+@click.argument("lease_id", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
+def events(lease_id: str | None, as_json: bool) -> None:
+    """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
+    number = EVERY_LEASE if lease_id is None else lease_number(lease_id)
+    with LeaseEvents(EventStream(address_of(None), number)) as heard:
+        for event in heard:
+            click.echo(json.dumps(_map(event)) if as_json else _line(event))
+
+
+def lease_number(text: str) -> int:
+    """A lease id as it is typed. Raises InvalidRequest."""
+    try:
+        number = int(text, 16)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 128:
+        raise InvalidRequest(f"{text!r} is not a lease id", "Copy one from `gpulease leases`")
+    return number
+
+
+def _map(event: LeaseEvent) -> dict[str, Any]:
+    return {
+        "lease_id": f"{event.lease_id:032x}",
+        "phase": event.phase_text,
+        "left_s": event.left_s,
+        "generation": event.generation,
+        "cause": event.cause or None,
+        "reason": event.reason,
+        "lost": event.lost,
+    }
+
+
+def _line(event: LeaseEvent) -> str:
+    parts = [f"{event.lease_id:032x}", event.phase_text]
+    if event.left_s:
+        parts.append(f"{seconds_text(event.left_s)} left")
+    if event.cause:
+        parts.append(event.cause)
+    if event.reason:
+        parts.append(event.reason)
+    if event.lost:
+        parts.append(f"{event.lost} before it were lost")
+    return "  ".join(parts)

@@ -1,0 +1,227 @@
+"""Draining a host: who is let in, what tenants hear and when, and what an operator types."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpulease.client import CapacityExceeded, Drained, GpuLeaseError, GpuSession, LeaseEvent, NotFound, Phase
+from gpulease.client.aio import AsyncGpuBuilder
+from gpulease.client.blocking import ask
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol import Opcode, Status
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.messages import Drain, DrainStatus, Empty, LeaseRef, LeaseSubscribe, LeaseUnsubscribe, Ping
+from helpers.daemon import Daemon
+from helpers.kernels import Neighbour
+from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.waiting import wait_until
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def drained(daemon: Daemon) -> Iterator[Callable[[float], DrainStatus]]:
+    """Drains the daemon; afterwards it lets tenants in again."""
+
+    def begin(within_s: float) -> DrainStatus:
+        status = ask(Opcode.DRAIN, Drain(int(within_s * 1000)), daemon.address)
+        assert isinstance(status, DrainStatus)
+        return status
+
+    files = len(daemon.open_files())
+    yield begin
+    ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+    daemon.check_idle(files)
+
+
+@pytest.fixture
+def gpulease(daemon: Daemon) -> Callable[..., Result]:
+    return lambda *words: CliRunner().invoke(main, list(words), env={ADDRESS_VARIABLE: daemon.address})
+
+
+def phases(events: list[LeaseEvent]) -> list[object]:
+    return [event.phase for event in events]
+
+
+def test_a_tenant_hears_of_the_drain_and_is_ended_at_its_deadline(
+    daemon: Daemon, drained: Callable[[float], DrainStatus]
+) -> None:
+    lease = daemon.builder().acquire()
+    with GpuSession(lease) as session, lease.events() as events:
+        neighbour = Neighbour(session)
+        first = next(events)
+        assert (first.phase, first.generation, first.lost) == (Phase.ACTIVE, 1, 0)
+        assert 50 < first.left_s <= 54
+        began = time.monotonic()
+        assert drained(0.5).leases == 1
+        warning = next(events)
+        assert (warning.phase, warning.cause) == (Phase.WARNING, "")
+        assert 0 < warning.left_s <= 0.5
+        assert "drained" in warning.reason
+        assert neighbour.check(), "it works until the deadline"
+        assert daemon.query(lease.lease_id)["phase"] == "warning"
+        assert daemon.query(lease.lease_id)["remaining_ms"] <= 500
+        rest = list(events)
+        assert time.monotonic() - began >= 0.5
+        assert phases(rest) == [Phase.GRACE, Phase.TEARDOWN, Phase.ENDED]
+        assert {event.cause for event in rest} == {"drained"}
+        with pytest.raises(Drained, match="drained"):
+            session.sync()
+    with pytest.raises(Drained):
+        lease.renew(60)
+    report = daemon.query(lease.lease_id)
+    assert (report["state"], report["cause"], report["phase"]) == ("torndown", "drained", "ended")
+
+
+def test_nobody_is_let_in(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
+    with daemon.builder(4 * GIB).acquire() as lease, RawPeer(daemon.address).hello() as peer:
+        wanted = lease_alloc(4 * GIB, wait_ms=30_000)
+        peer.sock.sendall(peer.connection.send_request(Opcode.LEASE_ALLOC, wanted)[1])
+        assert ask(Opcode.PING, Ping(1), daemon.address)
+        drained(60)
+        failure = peer.next_event().result  # type: ignore[union-attr]
+        assert failure.status is Status.DRAINED  # type: ignore[union-attr]
+        with pytest.raises(Drained, match=r"being drained: in .* all leases end") as caught:
+            daemon.builder().acquire()
+        assert "another node" in str(caught.value)
+        assert daemon.available_bytes() == 0
+        assert 0 < daemon.inventory().details[0]["drain_left_ms"] <= 60_000
+        assert lease.is_alive
+        ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+        assert daemon.inventory().details[0]["drain_left_ms"] is None
+        with daemon.builder().acquire() as other:
+            assert other.is_alive
+        with pytest.raises(CapacityExceeded):
+            daemon.builder(4 * GIB).acquire()
+
+
+def test_a_renewal_reaches_to_the_deadline(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
+    with daemon.builder(seconds=5).acquire() as lease:
+        drained(20)
+        lease.renew(60)
+        assert 15 < lease.remaining_s <= 20
+        lease.renew(8)
+        assert 15 < lease.remaining_s <= 20, "no renewal shortens"
+        ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+        lease.renew(60)
+        assert lease.remaining_s > 55
+
+
+def test_keep_alive_stops_and_says_why(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
+    lost = threading.Event()
+    losses: list[GpuLeaseError] = []
+
+    def on_loss(error: GpuLeaseError) -> None:
+        losses.append(error)
+        lost.set()
+
+    with daemon.builder(seconds=1).acquire() as lease, lease.keep_alive(on_loss):
+        drained(1.2)
+        assert lost.wait(5)
+        assert isinstance(losses[0], Drained)
+        assert "being drained: it lasts" in losses[0].message
+        assert lease.is_alive
+
+
+def test_a_callback_on_warnings(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
+    heard: list[LeaseEvent] = []
+    with daemon.builder(seconds=1).acquire() as lease, lease.on_warning(heard.append) as watch:
+        wait_until(lambda: len(heard) == 1, "its own end is near")
+        assert "renewed" in heard[0].reason
+        assert 0 < heard[0].left_s <= 0.1
+        lease.renew(60)
+        drained(30)
+        wait_until(lambda: len(heard) == 2, "the drain is told")
+        assert "drained" in heard[1].reason
+        assert watch.error is None
+
+
+def test_the_same_with_coroutines(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
+    async def tenant() -> None:
+        wish = AsyncGpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
+        lease = await wish.acquire()
+        warned: list[LeaseEvent] = []
+        async with lease.events() as events, lease.on_warning(warned.append):
+            assert (await anext(events)).phase is Phase.ACTIVE
+            task = asyncio.create_task(anext(events))
+            await asyncio.sleep(0.05)
+            assert not task.done()
+            await asyncio.to_thread(drained, 0.3)
+            assert (await task).phase is Phase.WARNING
+            rest = [event async for event in events]
+            assert phases(rest)[-1] is Phase.ENDED
+        assert phases(warned) == [Phase.WARNING]
+        with pytest.raises(Drained):
+            await lease.renew(5)
+
+    asyncio.run(tenant())
+
+
+def test_a_lease_that_is_renewed_is_warned_of_no_more(daemon: Daemon) -> None:
+    lease = daemon.builder(seconds=1).acquire()
+    with lease.events() as events:
+        assert next(events).phase is Phase.ACTIVE
+        assert next(events).phase is Phase.WARNING
+        lease.renew(60)
+        back = next(events)
+        assert (back.phase, back.generation) == (Phase.ACTIVE, 2)
+        lease.free()
+        assert phases(list(events)) == [Phase.TEARDOWN, Phase.ENDED]
+
+
+def test_who_may_listen(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, RawPeer(daemon.tcp_address).hello() as stranger:
+        subscribe = LeaseSubscribe(lease.lease_id)
+        assert stranger.refused(Opcode.LEASE_SUBSCRIBE, subscribe).status is Status.NOT_FOUND
+        assert stranger.refused(Opcode.DRAIN, Drain(0)).status is Status.DENIED
+        assert stranger.refused(Opcode.DRAIN_CANCEL, Empty()).status is Status.DENIED
+        stranger.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(0))
+        own = stranger.acquire()
+        heard = stranger.next_event()
+        assert heard.event.lease_id == own.lease_id, "of its own alone"  # type: ignore[union-attr]
+        daemon.revoke(lease.lease_id)
+        stranger.sock.sendall(stranger.connection.send_request(Opcode.LEASE_FREE, LeaseRef(own.lease_id))[1])
+        told = [stranger.next_event() for _ in range(3)]
+        assert {event.event.lease_id for event in told if hasattr(event, "event")} == {own.lease_id}
+
+
+def test_of_a_lease_that_is_over(daemon: Daemon) -> None:
+    lease = daemon.builder().acquire()
+    daemon.revoke(lease.lease_id, "maintenance")
+    (event,) = lease.events()
+    assert (event.phase, event.cause, event.reason) == (Phase.ENDED, "revoked", "maintenance")
+    with RawPeer(daemon.address).hello() as peer:
+        refused = peer.refused(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(12345))
+        assert refused.status is NotFound.default_status
+        assert peer.refused(Opcode.LEASE_UNSUBSCRIBE, LeaseUnsubscribe(2)).status is Status.NOT_FOUND
+
+
+def test_what_an_operator_types(
+    daemon: Daemon, drained: Callable[[float], DrainStatus], gpulease: Callable[..., Result]
+) -> None:
+    lease = daemon.builder().acquire()
+    done = gpulease("drain", "--within", "1h", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["draining"], told["leases"]) == (True, 1)
+    assert 3590 < told["left_s"] <= 3600
+    shown = gpulease("info")
+    assert "The node is drained: it grants nothing, and what is left ends in 59 min" in shown.stdout
+    done = gpulease("drain", "--within", "300ms", "--wait")
+    assert done.exit_code == 0, done.output
+    assert "1 lease is left, and ended in 0.3 s" in done.stdout
+    assert "No lease is left." in done.stdout
+    assert "every lease is ended" in gpulease("info").stdout
+    heard = gpulease("events", lease.lease_id_text, "--json")
+    assert json.loads(heard.stdout)["cause"] == "drained"
+    assert "ended  drained  the node is drained" in gpulease("events", lease.lease_id_text).stdout
+    assert "it grants leases" in gpulease("drain", "--cancel").stdout
+    assert "drained" not in gpulease("info").stdout
+    assert gpulease("drain", "--within", "soon").exit_code == 1
+    assert gpulease("drain", "--cancel", "--wait").exit_code == 1
+    assert gpulease("events", "nonsense").exit_code == 1
