@@ -1,5 +1,6 @@
 """Fixtures every test may use, and the leak check that every test passes through."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -23,6 +24,15 @@ with suppress(ImportError):
 def pytest_configure(config: pytest.Config) -> None:
     if is_whole(config):
         config.pluginmanager.register(FormsMet())
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays to the end: the collections behind each test need not go through it again and again.
+
+    They look for what a test has left, and would take longer than most tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
