@@ -11,6 +11,8 @@ from typing import Any, Final
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.sandbox.measures import Measure
+from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
 from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
 
@@ -69,6 +71,10 @@ class Config:
         token_key_file: Where the keys that sign tokens are kept; None: in `state`, or without one in this process
             alone, so that a restart ends every token.
         tenant_of_uid: Whose leases a local user's are; users that are not named are tenants of their own, `uid:N`.
+        sandbox: "available" for every measure that the host has, "required" for all or no start.
+        worker_user: Who workers are; None for nobody if the daemon is root, else for the daemon's own user.
+        sandbox_without: Measures that the operator does without.
+        max_load_s: How long an image may compile before its lease ends.
         limits: The lease table's bounds, those of single tenants among them.
     """
 
@@ -88,7 +94,16 @@ class Config:
     require_token: frozenset[Demand] = frozenset()
     token_key_file: Path | None = None
     tenant_of_uid: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    sandbox: str = "available"
+    worker_user: str | None = None
+    sandbox_without: frozenset[Measure] = frozenset()
+    max_load_s: int = 120
     limits: CoreLimits = field(default_factory=CoreLimits)
+
+    @property
+    def of_sandbox(self) -> SandboxSettings:
+        """What is said of the workers' sandbox, in one."""
+        return SandboxSettings(self.sandbox == "required", self.worker_user, self.sandbox_without)
 
 
 def parse_size(text: str) -> int:
@@ -154,7 +169,11 @@ def _convert(key: str, value: Any) -> Any:
             return _tenant_of_uid(value)
         if key == "require_token":
             return frozenset(_demand(text) for text in _texts(value))
-        if key == "driver":
+        if key == "sandbox_without":
+            return frozenset(_measure(text) for text in _texts(value))
+        if key == "worker_user":
+            return _user(value)
+        if key in ("driver", "sandbox"):
             return str(value)
         if key in ("state", "audit", "audit_head", "token_key_file"):
             return _path(value)
@@ -218,6 +237,19 @@ def _demand(text: str) -> Demand:
     return Demand(text)
 
 
+def _measure(text: str) -> Measure:
+    known = [measure.value for measure in Measure if measure not in ALWAYS_ON]
+    if text not in known:
+        raise ValueError(f"{text!r} is none of {', '.join(known)}")
+    return Measure(text)
+
+
+def _user(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not the name of a user")
+    return value
+
+
 def _tenant_of_uid(table: Any) -> Mapping[int, str]:
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
@@ -249,6 +281,10 @@ def _check(config: Config) -> None:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
     if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
         raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")
+    if config.sandbox not in MODES:
+        raise ConfigError(f"sandbox is {config.sandbox!r}; it must be {' or '.join(MODES)}")
+    if config.max_load_s < 1:
+        raise ConfigError(f"max_load_s is {config.max_load_s}; it must be at least 1")
     _check_audit(config)
 
 

@@ -18,7 +18,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON 
 @click.command()
 @_json_option
 def info(as_json: bool) -> None:
-    """Show the cards: what may be leased, what is free, what is fenced."""
+    """Show the cards: what may be leased, what is free, what is fenced; and what workers are shut in by."""
     inventory = ask(Opcode.GET_INVENTORY, Empty())
     if as_json:
         click.echo(json.dumps(inventory.details, indent=2))
@@ -45,6 +45,11 @@ def info(as_json: bool) -> None:
     click.echo(
         table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"], rows)
     )
+    # All workers of a node are in the same one; a daemon from before there was one says nothing.
+    sandbox = inventory.details[0].get("sandbox") if inventory.details else None
+    if sandbox:
+        measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
+        click.echo("\n" + table(["workers' sandbox", "", "how far, or why not"], measures))
 
 
 def _warm(card: dict[str, Any]) -> str:

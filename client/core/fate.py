@@ -27,6 +27,7 @@ _STATUS_BY_CAUSE: Final = {
     "kernel_timeout": Status.SESSION_FAILED,
     "unresponsive": Status.SESSION_FAILED,
     "drained": Status.DRAINED,
+    "load_timeout": Status.SESSION_FAILED,
 }
 _WORDS: Final = {
     "freed": "the lease was freed",
@@ -41,6 +42,7 @@ _WORDS: Final = {
     "kernel_timeout": "a kernel ran for longer than the lease allows",
     "unresponsive": "the session's process did not answer any more",
     "drained": "the lease ended because its node was drained",
+    "load_timeout": "an image compiled for longer than the node allows",
 }
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""

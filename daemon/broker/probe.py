@@ -42,7 +42,8 @@ async def _probe(
         reason = started.reason if isinstance(started, WorkerFailed | WorkerExited) else "its worker lost its context"
         raise CardsUnavailable(
             f"no context can be made on card {card.index} ({card.uuid}, {card.name}): {reason}",
-            hint="Check that the driver works there, or start with --driver cpu.",
+            hint="Check that the driver works there, and without which measure of the sandbox (sandbox_without), or "
+            "start with --driver cpu.",
         )
     pid = workers.pid(number)
     overhead = await asyncio.to_thread(source.process_bytes, card.uuid, pid)

@@ -65,12 +65,17 @@ def lease_report(
     return report
 
 
-def inventory(cards: Sequence[CardSnapshot], driver: str, drain_left_ms: int | None = None) -> Inventory:
-    """All cards, in the public 36-byte form and as maps. A node that is drained can grant nothing of them."""
+def inventory(
+    cards: Sequence[CardSnapshot], driver: str, sandbox: list[dict[str, Any]], drain_left_ms: int | None = None
+) -> Inventory:
+    """All cards, in the public 36-byte form and as maps, with the sandbox that workers there are in.
+
+    A node that is drained can grant nothing of them.
+    """
     if drain_left_ms is not None:
         cards = [replace(card, available_bytes=0) for card in cards]
-    details = [_details(card, driver) | {"drain_left_ms": drain_left_ms} for card in cards]
-    return Inventory(tuple(_entry(card) for card in cards), details)
+    of_node = {"drain_left_ms": drain_left_ms, "sandbox": sandbox}
+    return Inventory(tuple(_entry(card) for card in cards), [_details(card, driver) | of_node for card in cards])
 
 
 def _entry(card: CardSnapshot) -> InventoryEntry:

@@ -289,8 +289,8 @@ class Desk:
     # --- reports ---
 
     def _get_inventory(self, request: Request, body: messages.Empty) -> None:
-        table = self._runtime.table
-        self._answerer.answer(request, inventory(table.cards(), self._driver, drain_left_ms(table)))
+        table, sandbox = self._runtime.table, self._runtime.workers.findings()
+        self._answerer.answer(request, inventory(table.cards(), self._driver, sandbox, drain_left_ms(table)))
 
     def _lease_query(self, request: Request, body: messages.LeaseRef) -> None:
         lease = self._runtime.table.get(body.lease_id)

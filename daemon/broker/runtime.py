@@ -74,6 +74,7 @@ class Runtime:
         workers: Workers,
         tokens: TokenOffice,
         recorder: Recorder,
+        max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
         self.table = table
@@ -90,7 +91,7 @@ class Runtime:
         self._reclaimer = Reclaimer(source, self.post)
         self._weigher = Weigher(table, source, workers, self.post)
         workers.look_with(self._weigher.look)
-        self._watchman = Watchman(workers, self.post)
+        self._watchman = Watchman(workers, self.post, max_load_s)
         self._events: deque[Event] = deque()
         self._is_busy = False
         self._last_request = 0

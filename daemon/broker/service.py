@@ -50,7 +50,7 @@ class Service:
         self.addresses: list[Address] = []
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
         tokens = TokenOffice(table, config.require_token, config.token_key_file, config.state, journal.spent)
-        self.runtime = Runtime(table, source, workers, tokens, recorder, journal)
+        self.runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
         self._config = config
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
@@ -116,9 +116,10 @@ async def _working(config: Config, journal: Journal) -> AsyncIterator[Service]:
         facts = await asyncio.to_thread(source.discover)
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
-        workers = Workers(source.driver)
+        workers = Workers(source.driver, config.of_sandbox)
         try:
             await workers.start()
+            _tell_what_is_off(workers)
             cards = await _measured(source, facts, workers)
             async with (
                 recording(config, source.driver, cards) as recorder,
@@ -129,6 +130,12 @@ async def _working(config: Config, journal: Journal) -> AsyncIterator[Service]:
             await workers.stop()
     finally:
         source.close()
+
+
+def _tell_what_is_off(workers: Workers) -> None:
+    for found in workers.findings():
+        if not found["on"]:
+            _log.warning("the workers' sandbox is without %s: %s", found["measure"], found["detail"])
 
 
 async def _measured(source: CardSource, facts: list[CardFacts], workers: Workers) -> list[Card]:

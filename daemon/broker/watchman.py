@@ -1,4 +1,4 @@
-"""Finds kernels that run for too long, and workers that do not answer any more, by what they show on their pages.
+"""Finds what takes too long by what workers show on their pages: kernels, compilations, and silence.
 
 A worker's loop goes round at least every few seconds, and so do its waits; what it may do for longer without going
 round, it says beforehand. One that does not is stopped, or stuck in the driver: its tenant would wait for the lease's
@@ -38,7 +38,7 @@ KNOWN_WAITS: Final = frozenset(
     }
 )
 """What may block inside the driver for as long as a kernel runs, its queue being full, or for a compiler. The lease's
-deadline bounds it."""
+deadline bounds it, and compilers have a bound of their own."""
 
 _ROUNDS_PER_BOUND: Final = 8
 _NS_PER_MS: Final = 1_000_000
@@ -56,7 +56,8 @@ class _Seen:
 class Watchman:
     """Goes round all workers, from the first lease on."""
 
-    def __init__(self, workers: Workers, post: Callable[[Event], None]) -> None:
+    def __init__(self, workers: Workers, post: Callable[[Event], None], max_load_s: int) -> None:
+        self._max_load_ns = max_load_s * _NS_PER_S
         self._workers = workers
         self._post = post
         self._seen: dict[int, _Seen] = {}
@@ -99,6 +100,9 @@ class Watchman:
         # Not until now: a worker that compiles has not looked, and the kernel may have ended meanwhile.
         if bound_ms and since_ns and looked_ns - since_ns >= bound_ms * _NS_PER_MS:
             return Cause.KERNEL_TIMEOUT, f"a kernel ran for more than {bound_ms / 1000:g} s"
+        compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
+        if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
+            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"
         seen = self._seen.get(worker.spec.lease_id)
         if seen is None or looked_ns != seen.looked_ns or worker.page.counter(Counter.DOING) in KNOWN_WAITS:
             self._seen[worker.spec.lease_id] = _Seen(looked_ns, now_ns)

@@ -18,6 +18,7 @@ from typing import Any, Final
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -55,14 +56,15 @@ class Worker:
 class Workers:
     """All workers, and the zygote that makes them."""
 
-    def __init__(self, driver: str) -> None:
+    def __init__(self, driver: str, sandbox: SandboxSettings | None = None) -> None:
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
         self._born: dict[int, Worker] = {}
         self._ended_workers: dict[int, Worker] = {}
         self._on_look: Callable[[int], None] = _not_looked
         self._driver = driver
-        self._zygote = Zygote(driver, self._on_zygote_message, self._on_zygote_exit)
+        self._sandbox = sandbox or SandboxSettings()
+        self._zygote = self._new_zygote()
         self._restart: asyncio.Task[None] | None = None
 
     def deliver_to(self, deliver: Callable[[Event], None]) -> None:
@@ -72,6 +74,13 @@ class Workers:
     def look_with(self, look: Callable[[int], None]) -> None:
         """Who is told of leases whose context may have grown."""
         self._on_look = look
+
+    def _new_zygote(self) -> Zygote:
+        return Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox)
+
+    def findings(self) -> list[dict[str, Any]]:
+        """The measures of the workers' sandbox: whether each is on, and how far it goes or why it is not."""
+        return self._zygote.findings
 
     async def start(self) -> None:
         """Start the zygote. Raises ZygoteBroken."""
@@ -251,7 +260,7 @@ class Workers:
     async def _restart_zygote(self) -> None:
         while True:
             await asyncio.sleep(ZYGOTE_RESTART_DELAY_S)
-            self._zygote = Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit)
+            self._zygote = self._new_zygote()
             try:
                 await self._zygote.start()
             except ZygoteBroken as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.spec import WorkerSpec
 
 START_TIMEOUT_S: Final = 60.0
@@ -34,6 +35,9 @@ class Zygote:
     Args:
         on_message: Called with each message and its descriptors, which are then the callee's.
         on_exit: Called once when the zygote is gone; its workers die with it.
+
+    Attributes:
+        findings: Which measures its workers are under, as it said when it was ready.
     """
 
     def __init__(
@@ -41,8 +45,11 @@ class Zygote:
         driver: str,
         on_message: Callable[[dict[str, Any], list[int]], None],
         on_exit: Callable[[], None],
+        sandbox: SandboxSettings,
     ) -> None:
+        self.findings: list[dict[str, Any]] = []
         self._driver = driver
+        self._sandbox = sandbox
         self._on_message = on_message
         self._on_exit = on_exit
         self._channel: socket.socket | None = None
@@ -72,7 +79,7 @@ class Zygote:
         ours, theirs = channel_pair()
         ours.setblocking(False)
         command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
-        arguments = [self._driver, str(theirs.fileno()), str(os.getpid())]
+        arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
         # A BLAS that starts threads when it is imported would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with contextlib.ExitStack() as undo, theirs:
@@ -118,6 +125,7 @@ class Zygote:
         if waiting and self._preloaded is not None:
             close_all(fds)
             if message["op"] == "preloaded":
+                self.findings = message["sandbox"]
                 self._preloaded.set_result(None)
             else:
                 self._preloaded.set_exception(ZygoteBroken(str(message.get("reason")), hint=str(message.get("hint"))))

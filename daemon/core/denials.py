@@ -109,6 +109,11 @@ _ENDED: Final = {
         "ended because the node was drained",
         "Acquire a new lease on another node.",
     ),
+    Cause.LOAD_TIMEOUT: (
+        DenialReason.SESSION_FAILED,
+        "ended because an image compiled for longer than this node allows",
+        "Load it in parts, or as a cubin; the operator's bound is max_load_s.",
+    ),
 }
 
 

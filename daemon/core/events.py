@@ -118,7 +118,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT or UNRESPONSIVE."""
+    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE, LOAD_TIMEOUT."""
 
     lease_id: int
     cause: Cause

@@ -42,6 +42,7 @@ class Cause(Enum):
     KERNEL_TIMEOUT = "kernel_timeout"
     UNRESPONSIVE = "unresponsive"
     DRAINED = "drained"
+    LOAD_TIMEOUT = "load_timeout"
 
 
 class Trigger(Enum):
@@ -77,6 +78,7 @@ TRANSITIONS: Final = MappingProxyType(
         (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.steps import AdmitGraph, Graph, Step
+    from gpulease.daemon.sandbox.needs import Needs
 
 Dim3 = tuple[int, int, int]
 
@@ -316,6 +317,12 @@ class Driver(Protocol):
 
     def preload(self) -> None:
         """Import what a context needs, without touching a device: the zygote runs this once before it forks."""
+
+    def needs(self) -> "Needs":
+        """What its workers open once they are shut in; asked behind `preload`."""
+
+    def keep_for(self, owner: int) -> tuple[int, ...]:
+        """Descriptors of folders where its workers, processes of that user, may keep what they compiled."""
 
     def open_context(self, card: str, slice_bytes: int) -> Context:
         """Make this process's one context on the card of that UUID. Raises DriverError."""

@@ -23,13 +23,13 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Keeper:
-    """Entries by key in a directory of mode 0700, made if it is not there.
+    """Entries by key in a directory of mode 0700, made if it is not there, or one that is open.
 
     A directory or an entry that belongs to someone else, or that others could write to, is as good as none; so is one
     that can't be read or written. Nothing is raised.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | int) -> None:
         self._directory = directory
         self._written = 0
 
@@ -57,8 +57,8 @@ class Keeper:
         if len(data) + _DIGEST_BYTES > MAX_KEPT_ENTRY_BYTES:
             return
         try:
-            self._directory.parent.mkdir(parents=True, exist_ok=True)
-            self._directory.mkdir(mode=0o700, exist_ok=True)
+            if not isinstance(self._directory, int):
+                _make(self._directory)
             folder = self._open()
         except OSError:
             return
@@ -74,12 +74,37 @@ class Keeper:
 
     def _open(self) -> int:
         """A descriptor of the directory. Raises OSError if it is not ours alone."""
-        folder = os.open(self._directory, _OPEN_DIRECTORY)
+        if isinstance(self._directory, int):
+            folder = os.dup(self._directory)
+        else:
+            folder = os.open(self._directory, _OPEN_DIRECTORY)
         found = os.fstat(folder)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             os.close(folder)
             raise PermissionError
         return folder
+
+
+def open_for(owner: int, directory: Path) -> int | None:
+    """A descriptor of a directory that is a user's own, made if it is not there; None if it can't be."""
+    try:
+        _make(directory)
+        folder = os.open(directory, _OPEN_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        if os.fstat(folder).st_uid not in (owner, os.geteuid()):
+            raise PermissionError
+        os.fchown(folder, owner, -1)
+    except OSError:
+        os.close(folder)
+        return None
+    return folder
+
+
+def _make(directory: Path) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _digest(key: bytes, data: bytes) -> bytes:

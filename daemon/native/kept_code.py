@@ -4,6 +4,9 @@ What is kept is native code that a worker will run, so a directory or file that 
 passed over, as is one that is damaged (keeping.py). The key is a hash of all that decides what the code is: the text it
 was made from, the sources of what made it, LLVM and the processor. Whoever loads the same image gets the same code,
 whosever it was first.
+
+What a worker writes there another one runs, so whoever breaks out of one could plant code for the others: workers keep
+code only where the operator has named a directory, and in a part of it that the daemon itself never reads.
 """
 
 import hashlib
@@ -16,10 +19,15 @@ from types import ModuleType
 
 from gpulease.daemon import native
 from gpulease.daemon.native.compiler import NativeCode, emit_object, load_object, target_identity
-from gpulease.daemon.native.keeping import Keeper
+from gpulease.daemon.native.keeping import Keeper, open_for
 
 # The directory; an operator's setting. Set to nothing: none.
 DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
+
+# In it, with the number of their user: what workers keep for each other.
+WORKERS_FOLDER = "workers"
+
+_for_workers: list[Keeper | None] = []
 
 
 def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
@@ -29,15 +37,27 @@ def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
 
 def read_kept(key: bytes) -> bytes | None:
     """What is kept for a key, or None."""
-    directory = _directory()
-    return None if directory is None else _keeper(directory).read(key)
+    keeper = _current()
+    return None if keeper is None else keeper.read(key)
 
 
 def keep(key: bytes, data: bytes) -> None:
     """Keep something for the next process, if there is a place."""
-    directory = _directory()
-    if directory is not None:
-        _keeper(directory).write(key, data)
+    keeper = _current()
+    if keeper is not None:
+        keeper.write(key, data)
+
+
+def keep_for_workers(owner: int) -> int | None:
+    """From now on, and in forks, use only what workers keep; the descriptor of its directory, which is `owner`'s.
+
+    None if they keep nothing: the operator named no directory, or it can't be made.
+    """
+    folder = None
+    if os.environ.get(DIRECTORY_VARIABLE):
+        folder = open_for(owner, Path(os.environ[DIRECTORY_VARIABLE]) / f"{WORKERS_FOLDER}-{owner}")
+    _for_workers[:] = [None if folder is None else Keeper(folder)]
+    return folder
 
 
 def load_ir(text: str) -> NativeCode:
@@ -69,6 +89,13 @@ def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
         elif entry.name.endswith((".py", ".ll")):
             found.append((name, entry.read_bytes()))
     return found
+
+
+def _current() -> Keeper | None:
+    if _for_workers:
+        return _for_workers[0]
+    directory = _directory()
+    return None if directory is None else _keeper(directory)
 
 
 @cache

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError
-from gpulease.daemon.processes import die_with_parent, gain_no_privileges, set_name
+from gpulease.daemon.processes import set_name
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.page import Counter, WorkerPage
@@ -30,16 +30,16 @@ WARM_NAME = "gpul-warm"
 """Of a worker without a lease, for ps(1)."""
 
 
-def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int, zygote_pid: int) -> WorkerExit:
-    """Be the worker of one lease, in a process just forked; returns how to exit."""
+def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int) -> WorkerExit:
+    """Be the worker of one lease, in a process just forked and shut in; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
         return _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
 
-    return _begin(serve, page_fd, zygote_pid)
+    return _begin(serve, page_fd)
 
 
-def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int, zygote_pid: int) -> WorkerExit:
+def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int) -> WorkerExit:
     """Be a worker without a lease, and then that of one lease, in a process just forked; returns how to exit."""
 
     def wait_and_serve(page: WorkerPage) -> WorkerExit:
@@ -60,13 +60,11 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: 
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
         return _serve(lease, driver, channel, page, lambda: opening(lease.size_bytes))
 
-    return _begin(wait_and_serve, page_fd, zygote_pid)
+    return _begin(wait_and_serve, page_fd)
 
 
-def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fd: int, zygote_pid: int) -> WorkerExit:
+def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fd: int) -> WorkerExit:
     try:
-        die_with_parent(zygote_pid)
-        gain_no_privileges()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         page = WorkerPage(page_fd)
         os.close(page_fd)

@@ -1,8 +1,12 @@
 """A session's modules: loading, telling what is in them, unloading."""
 
+import time
+from typing import Final
+
 from gpulease.daemon.drivers.interface import ImageRejected, Module
 from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.launching import Planner
+from gpulease.daemon.worker.page import Counter
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
@@ -10,19 +14,30 @@ from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded
 
+_COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
+
 
 class ModuleDesk(Desk):
     """See Desk."""
 
-    def __init__(self, holdings: Holdings, planner: Planner) -> None:
+    def __init__(self, holdings: Holdings, planner: Planner, counters: memoryview) -> None:
         super().__init__(holdings)
         self._planner = planner
+        self._counters = counters
 
     def load(self, frame: Frame) -> bytes:
-        """MODULE_LOAD."""
+        """MODULE_LOAD.
+
+        The compiler can't be asked to stop, so its time is told on the page for the broker to look at. It is over when
+        the compiled image is weighed: what comes then may wait for kernels.
+        """
         image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
-        module = self._context.module_load(image, self._ledger.check_module)
+        self._counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
+        try:
+            module = self._context.module_load(image, self._admit)
+        finally:
+            self._counters[_COMPILING_SINCE_NS] = 0
         self._holdings.may_have_grown = True
         number = self._ledger.add_module(module, len(image))
         self._count()
@@ -32,6 +47,10 @@ class ModuleDesk(Desk):
             # Too many kernels, or names too long to be told.
             self._give_back(number)
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
+
+    def _admit(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
+        self._counters[_COMPILING_SINCE_NS] = 0
+        self._ledger.check_module(device_bytes, shared_bytes, kept_bytes)
 
     def unload(self, frame: Frame) -> bytes:
         """MODULE_UNLOAD."""

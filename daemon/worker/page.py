@@ -12,6 +12,7 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
                                      40  when the worker's loop, or a wait of its, last went round, monotonic ns
                                      48  the operation it is in, 0 for none
                                      56  since when the kernel that runs is known to run, monotonic ns; 0 for none
+                                     64  since when an image is compiled, monotonic ns; 0 for none
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfd is sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -44,6 +45,7 @@ class Counter(IntEnum):
     LOOKED_NS = 5
     DOING = 6
     KERNEL_SINCE_NS = 7
+    COMPILING_SINCE_NS = 8
 
 
 class Lapsing(Protocol):

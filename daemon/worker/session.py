@@ -90,7 +90,7 @@ class Session:
         self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease)
         memory = MemoryDesk(holdings)
         self.slots = memory.slots
-        modules = ModuleDesk(holdings, self._planner)
+        modules = ModuleDesk(holdings, self._planner, page.counters)
         self.arena = ArenaDesk(holdings)
         self.streams = streams = StreamDesk(holdings)
         self._graphs = graphs = GraphDesk(holdings, self._planner, self.arena, page.counters)

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID`: started by the broker, never by hand.
+"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX`: started by the broker, never by hand.
 
 The zygote imports what a context needs and forks a worker for each request. It never calls cuInit: a CUDA driver that
 was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after initialisation is
@@ -17,6 +17,11 @@ from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, s
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.processes import die_with_parent, exit_text, set_name
+from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.plan import Plan
+from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.trial import prepare
+from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -25,8 +30,9 @@ from gpulease.daemon.worker.spec import WorkerSpec
 class Zygote:
     """Forks workers on request and reaps them."""
 
-    def __init__(self, driver: Driver, channel: socket.socket) -> None:
+    def __init__(self, driver: Driver, channel: socket.socket, plan: Plan) -> None:
         self._driver = driver
+        self._plan = plan
         self._channel = channel
         self._leases: dict[int, str] = {}
         # SIGCHLD must wake poll(2): its arrival is written here by the C-level handler.
@@ -79,12 +85,21 @@ class Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for sock in (self._channel, self._wakeup, self._wakeup_end):
                 sock.close()
-            begin = stand_by if spec.is_warm else live
-            status = begin(spec, self._driver, socket.socket(fileno=channel_fd), page_fd, self._pid)
+            channel = socket.socket(fileno=channel_fd)
+            status = self._enter_and_begin(spec, channel, page_fd)
         finally:
             # Not sys.exit: the worker must not run what the zygote registered for its own exit.
             sys.stderr.flush()
             os._exit(status)
+
+    def _enter_and_begin(self, spec: WorkerSpec, channel: socket.socket, page_fd: int) -> WorkerExit:
+        try:
+            self._plan.enter((channel.fileno(), page_fd), self._pid)
+        except SandboxBroken as error:
+            send_message(channel, {"op": "failed", "reason": str(error)})
+            return WorkerExit.NO_CONTEXT
+        begin = stand_by if spec.is_warm else live
+        return begin(spec, self._driver, channel, page_fd)
 
     def _drain_wakeup(self) -> None:
         try:
@@ -106,8 +121,8 @@ class Zygote:
                 send_message(self._channel, {"op": "exited", "lease": lease, "reason": exit_text(status)})
 
 
-def main(driver_name: str, channel_fd: int, parent_pid: int) -> int:
-    """Preload, say ready, serve. Returns the exit status."""
+def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str) -> int:
+    """Preload, find out what the sandbox can be, say ready, serve. Returns the exit status."""
     die_with_parent(parent_pid)
     set_name("gpul-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -116,7 +131,8 @@ def main(driver_name: str, channel_fd: int, parent_pid: int) -> int:
         driver = driver_named(driver_name)
         driver.preload()
         serving_code()
-    except DriverError as error:
+        plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
+    except (DriverError, SandboxBroken) as error:
         send_message(channel, {"op": "broken", "reason": str(error), "hint": error.hint})
         return 1
     if len(os.listdir("/proc/self/task")) != 1:
@@ -126,12 +142,12 @@ def main(driver_name: str, channel_fd: int, parent_pid: int) -> int:
     gc.collect()
     gc.freeze()
     try:
-        send_message(channel, {"op": "preloaded"})
-        Zygote(driver, channel).run()
+        send_message(channel, {"op": "preloaded", "sandbox": [finding.to_message() for finding in findings]})
+        Zygote(driver, channel, plan).run()
     except ChannelClosed:
         return 0
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

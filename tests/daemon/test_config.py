@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, load_config, parse_size
+from gpulease.daemon.sandbox.measures import Measure
+from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
 
 
@@ -99,11 +101,25 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"audit": "/log", "audit_file_size": "2GiB"}, "must be between"),
         ({"audit": "/log", "audit_file_bytes": 1 << 20}, "unknown setting 'audit_file_bytes'; known are: .*file_size"),
         ({"audit": "/log", "audit_keep_files": 1}, "audit_keep_files must be 0, for all, or at least 2"),
+        ({"sandbox": "off"}, "sandbox is 'off'; it must be available or required"),
+        ({"sandbox_without": "seccomp"}, "setting sandbox_without: 'seccomp' is none of user, capabilities"),
+        ({"sandbox_without": ["no_new_privs"]}, "setting sandbox_without: 'no_new_privs' is none of"),
+        ({"sandbox_without": ["descriptors"]}, "setting sandbox_without: 'descriptors' is none of"),
+        ({"worker_user": 65534}, "setting worker_user: 65534 is not the name of a user"),
+        ({"max_load_s": 0}, "max_load_s is 0; it must be at least 1"),
     ],
 )
 def test_settings_that_can_not_be_used(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, settings)
+
+
+def test_what_is_said_of_the_sandbox(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('sandbox = "required"\nworker_user = "gpu"\nsandbox_without = ["syscalls"]\n')
+    wanted = SandboxSettings(is_required=True, user="gpu", without=frozenset({Measure.SYSCALLS}))
+    assert load_config(path, {}).of_sandbox == wanted
+    assert load_config(None, {}).of_sandbox == SandboxSettings()
 
 
 def test_listening_nowhere(tmp_path: Path) -> None:

@@ -59,9 +59,15 @@ def descendants(pid: int) -> list[ProcessInfo]:
 
 
 def marked(mark: str) -> list[ProcessInfo]:
-    """The running processes that were started with `mark` in their environment, or come from one that was."""
+    """The running processes that were started with `mark` in their environment, or come from one that was.
+
+    Workers are closed to all but root, their environment too: where this process is not root, those are found whose
+    parent was started so.
+    """
     wanted = mark.encode()
-    return [info for info in processes() if wanted in _environment(info.pid)]
+    everybody = processes()
+    found = {info.pid for info in everybody if wanted in _environment(info.pid)}
+    return [info for info in everybody if info.pid in found or info.parent in found]
 
 
 def _environment(pid: int) -> list[bytes]:

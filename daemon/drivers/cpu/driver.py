@@ -1,10 +1,13 @@
 """The embedded driver, as the daemon sees it (the interface's `Driver`)."""
 
+from gpulease.daemon.drivers.cpu.cache import ready_to_look_up
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.native.library import bind_library
 from gpulease.daemon.drivers.cpu.stream import stream_code
 from gpulease.daemon.drivers.cpu.team import host_threads
 from gpulease.daemon.drivers.interface import Context, Opening
+from gpulease.daemon.native.kept_code import keep_for_workers
+from gpulease.daemon.sandbox.needs import Needs
 
 
 class CpuDriver:
@@ -23,6 +26,16 @@ class CpuDriver:
         host_threads()
         stream_code()
         bind_library()
+        ready_to_look_up()
+
+    def needs(self) -> Needs:
+        """No file at all."""
+        return Needs()
+
+    def keep_for(self, owner: int) -> tuple[int, ...]:
+        """Where the operator named a folder for compiled code, one in it that is the workers' own."""
+        folder = keep_for_workers(owner)
+        return () if folder is None else (folder,)
 
     def open_context(self, card: str, slice_bytes: int) -> CpuContext:
         """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""

@@ -5,7 +5,9 @@ import os
 
 from gpulease.daemon.drivers.cuda.context import CudaContext
 from gpulease.daemon.drivers.cuda.native import launching_code
+from gpulease.daemon.drivers.cuda.paths import CACHE_VARIABLE, paths_of_driver
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
+from gpulease.daemon.sandbox.needs import Needs
 
 
 class CudaDriver:
@@ -24,12 +26,22 @@ class CudaDriver:
             ) from None
         launching_code()
 
+    def needs(self) -> Needs:
+        """The driver's devices, libraries and files; none to be written unless the operator named a cache."""
+        return paths_of_driver()
+
+    def keep_for(self, owner: int) -> tuple[int, ...]:
+        """The driver opens its cache by its path."""
+        return ()
+
     def open_context(self, card: str, slice_bytes: int) -> CudaContext:
         """The context; this process sees that card and no other from here on. Raises DriverError."""
         # Read by cuInit (CUDA C++ Programming Guide, "CUDA Environment Variables").
         os.environ["CUDA_VISIBLE_DEVICES"] = card
         # A listing of kernels must not load them (see images.py).
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"
+        if not os.environ.get(CACHE_VARIABLE):
+            os.environ["CUDA_CACHE_DISABLE"] = "1"
         return CudaContext.open()
 
     def rewind(self, context: Context) -> Opening:

@@ -14,6 +14,7 @@ from gpulease.protocol.opcodes import Opcode
 
 S = 1_000_000_000
 LONG = int(UNRESPONSIVE_AFTER_S) * S
+MAX_LOAD_S = 7
 
 
 @dataclass
@@ -47,7 +48,8 @@ def scene() -> Iterator[Scene]:
     # No channel and no process: the watchman looks at pages alone.
     worker = Worker(spec, page, cast(socket.socket, None), is_ready=True)
     posted: list[Event] = []
-    yield Scene(worker_page.counters, Watchman(cast(Workers, OneWorker(worker)), posted.append), posted)
+    watchman = Watchman(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
+    yield Scene(worker_page.counters, watchman, posted)
     worker_page.close()
     page.close()
 
@@ -69,6 +71,15 @@ def test_a_worker_that_goes_round_no_more(scene: Scene, doing: int, ends: bool) 
     assert scene.round(LONG, looked_ns=S, doing=doing) == []
     assert scene.round(S + LONG, looked_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
     assert scene.round(S + LONG + 1, looked_ns=2 * S, doing=doing) == []
+
+
+def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
+    """A load that waits for a kernel is none: its worker has compiled by then."""
+    scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S
+    assert scene.round(10 * S - 1, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(10 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
+    scene.counters[Counter.COMPILING_SINCE_NS] = 0
+    assert scene.round(11 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
 
 
 def test_a_known_wait_leaves_time_for_the_next_look(scene: Scene) -> None:

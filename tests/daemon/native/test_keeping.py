@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.native import keeping
-from gpulease.daemon.native.keeping import MAX_KEPT_ENTRY_BYTES, Keeper
+from gpulease.daemon.native.keeping import MAX_KEPT_ENTRY_BYTES, Keeper, open_for
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 
@@ -113,3 +113,28 @@ def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.Monkey
     assert Keeper(folder).read(OTHER) is None
     Keeper(folder).write(OTHER, bytes(8))
     assert Keeper(folder).read(OTHER) == bytes(8)
+
+
+def test_an_open_directory_is_as_good_as_its_name(folder: Path) -> None:
+    opened = open_for(os.geteuid(), folder)
+    assert opened is not None
+    assert Keeper(opened).read(KEY) == b"code"
+    Keeper(opened).write(OTHER, b"more")
+    assert Keeper(folder).read(OTHER) == b"more"
+    os.close(opened)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_for_another_user_is_only_theirs(tmp_path: Path) -> None:
+    opened = open_for(65534, tmp_path / "theirs")
+    assert opened is not None
+    assert (tmp_path / "theirs").stat().st_uid == 65534
+    assert Keeper(opened).read(KEY) is None
+    os.chown(tmp_path / "theirs", 1, -1)
+    assert open_for(65534, tmp_path / "theirs") is None
+    os.close(opened)
+
+
+def test_a_link_in_a_directorys_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert open_for(os.geteuid(), tmp_path / "link") is None

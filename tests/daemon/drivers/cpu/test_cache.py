@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,33 @@ def test_code_held_in_the_process_is_bounded(kept: Path, monkeypatch: pytest.Mon
     for number in range(3):
         load_code(IMAGE + b"\n" * number, slice_bytes=1 << 20)
     assert len(cache._held) == 1
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    yield
+    kept_code._for_workers.clear()
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_workers_keep_nothing_unless_the_operator_says_where(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = kept_code.key_of(b"image", IMAGE, cpu)
+    monkeypatch.delenv(kept_code.DIRECTORY_VARIABLE)
+    assert kept_code.keep_for_workers(os.geteuid()) is None
+    kept_code.keep(key, b"code")
+    assert kept_code.read_kept(key) is None
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_what_workers_keep_the_daemon_never_reads(kept: Path) -> None:
+    key = kept_code.key_of(b"image", IMAGE, cpu)
+    folder = kept_code.keep_for_workers(os.geteuid())
+    assert folder is not None
+    kept_code.keep(key, b"planted")
+    assert kept_code.read_kept(key) == b"planted"
+    kept_code._for_workers.clear()
+    assert kept_code.read_kept(key) is None
+    os.close(folder)
 
 
 @pytest.mark.parametrize(

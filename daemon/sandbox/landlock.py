@@ -1,0 +1,165 @@
+"""Files, devices, network, signals: what a worker can reach (landlock(7)).
+
+Landlock takes from a process what it may open, for ever and for its threads to come; what is open stays. A kernel knows
+the rights of its ABI, so all of those are taken, and given back where a rule says so.
+"""
+
+import ctypes
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntFlag
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.sandbox.kernel import system_call
+from gpulease.daemon.sandbox.needs import Needs
+
+# The same numbers on every architecture but alpha.
+_CREATE_RULESET: Final = 444
+_ADD_RULE: Final = 445
+_RESTRICT_SELF: Final = 446
+
+_CREATE_RULESET_VERSION: Final = 1
+_RULE_PATH_BENEATH: Final = 1
+
+FILES_SINCE: Final = 1
+REFER_SINCE: Final = 2
+TRUNCATE_SINCE: Final = 3
+NETWORK_SINCE: Final = 4
+DEVICES_SINCE: Final = 5
+SCOPE_SINCE: Final = 6
+"""The ABI, and so the kernel, that has a right first: Linux 5.13, 5.19, 6.2, 6.7, 6.10, 6.12."""
+
+
+class Access(IntFlag):
+    """LANDLOCK_ACCESS_FS_*, by their names in linux/landlock.h."""
+
+    EXECUTE = 1 << 0
+    WRITE_FILE = 1 << 1
+    READ_FILE = 1 << 2
+    READ_DIR = 1 << 3
+    REMOVE_DIR = 1 << 4
+    REMOVE_FILE = 1 << 5
+    MAKE_CHAR = 1 << 6
+    MAKE_DIR = 1 << 7
+    MAKE_REG = 1 << 8
+    MAKE_SOCK = 1 << 9
+    MAKE_FIFO = 1 << 10
+    MAKE_BLOCK = 1 << 11
+    MAKE_SYM = 1 << 12
+    REFER = 1 << 13
+    TRUNCATE = 1 << 14
+    IOCTL_DEV = 1 << 15
+
+
+_ALL_TCP: Final = 0b11
+"""LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
+
+_ALL_SCOPES: Final = 0b11
+"""LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
+
+_READ: Final = Access.READ_FILE | Access.READ_DIR
+_USE: Final = Access.READ_FILE | Access.WRITE_FILE | Access.READ_DIR | Access.IOCTL_DEV
+_NAME_THREADS: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE
+_KEEP: Final = _READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG | Access.MAKE_DIR | Access.REMOVE_FILE
+_OF_FILES: Final = Access.EXECUTE | Access.WRITE_FILE | Access.READ_FILE | Access.TRUNCATE | Access.IOCTL_DEV
+"""What a rule on something that is no folder may speak of; the kernel refuses it otherwise."""
+
+
+class _Ruleset(ctypes.Structure):
+    """struct landlock_ruleset_attr."""
+
+    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+class _PathBeneath(ctypes.Structure):
+    """struct landlock_path_beneath_attr."""
+
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def abi() -> int:
+    """What this kernel's Landlock can do. Raises OSError if it has none, or it is not enabled."""
+    return system_call(_CREATE_RULESET, 0, 0, _CREATE_RULESET_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What is to be taken away.
+
+    Attributes:
+        files: All of the file system but what is needed.
+        devices: ioctl on what is needed of it, but for the driver's devices.
+        network: TCP.
+        scope: Signals and abstract sockets to the outside.
+    """
+
+    files: bool = False
+    devices: bool = False
+    network: bool = False
+    scope: bool = False
+
+    def handled(self, version: int) -> Access:
+        """The rights on files that an ABI of that version takes away for this."""
+        handled = Access(0)
+        if self.files:
+            handled = Access((1 << Access.REFER.bit_length() - 1) - 1)
+            handled |= Access.REFER if version >= REFER_SINCE else Access(0)
+            handled |= Access.TRUNCATE if version >= TRUNCATE_SINCE else Access(0)
+        if self.devices:
+            handled |= Access.IOCTL_DEV
+        return handled
+
+
+def restrict(reach: Reach, needs: Needs) -> None:
+    """Take it all from this process; no_new_privs must be set. Raises OSError."""
+    version = abi()
+    handled = reach.handled(version)
+    attributes = _Ruleset(handled, _ALL_TCP * reach.network, _ALL_SCOPES * reach.scope)
+    size = ctypes.sizeof(_Ruleset) if reach.scope else 16 if reach.network else 8
+    ruleset = system_call(_CREATE_RULESET, ctypes.addressof(attributes), size, 0)
+    try:
+        for folder in needs.kept:
+            _allow(ruleset, folder, _KEEP & handled)
+        for path, access in _rules(needs):
+            with _opened(path) as fd:
+                if fd is not None:
+                    _allow(ruleset, fd, access & handled)
+        system_call(_RESTRICT_SELF, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _rules(needs: Needs) -> Iterator[tuple[Path, Access]]:
+    yield from ((path, _READ) for path in needs.readable)
+    yield from ((path, _USE) for path in needs.devices)
+    yield from ((path, _KEEP) for path in needs.writable)
+    if needs.own_process:
+        yield Path("/proc/self"), _NAME_THREADS
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        # What is not there, or not this user's to reach, needs no rule.
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _allow(ruleset: int, fd: int, access: Access) -> None:
+    if not stat.S_ISDIR(os.fstat(fd).st_mode):
+        access &= _OF_FILES
+    if access:
+        rule = _PathBeneath(access, fd)
+        system_call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.addressof(rule), 0)

@@ -1,0 +1,95 @@
+"""Entering the sandbox: in a worker just forked, before it touches a driver.
+
+The order is the kernel's: what needs privileges comes before they are gone, the signal of the parent's death is asked
+for after the user has changed, which clears it (prctl(2)), and the filter comes last, because it forbids the rest.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from gpulease.daemon.processes import die_with_parent, gain_no_privileges
+from gpulease.daemon.sandbox.descriptors import keep_only
+from gpulease.daemon.sandbox.identity import (
+    Identity,
+    be_undumpable,
+    become,
+    bound_capabilities,
+    drop_capabilities,
+)
+from gpulease.daemon.sandbox.landlock import Reach, restrict
+from gpulease.daemon.sandbox.limits import be_first_to_go, impose, limits_for
+from gpulease.daemon.sandbox.measures import Measure, SandboxBroken
+from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.syscalls import NoFilter, install
+
+Step = Callable[[], None]
+
+BY_LANDLOCK: Mapping[Measure, Reach] = {
+    Measure.FILES: Reach(files=True),
+    Measure.DEVICES: Reach(devices=True),
+    Measure.NETWORK: Reach(network=True),
+    Measure.SCOPE: Reach(scope=True),
+}
+"""Each by itself; together they are one ruleset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sandbox of one driver's workers on this host.
+
+    Attributes:
+        identity: Whose processes they are, None for the daemon's own user's.
+    """
+
+    needs: Needs
+    identity: Identity | None
+    measures: frozenset[Measure]
+
+    def enter(self, kept: Iterable[int], parent_pid: int) -> None:
+        """Shut this process in, and have it die with its parent; `kept` are the descriptors it goes on using.
+
+        Raises SandboxBroken if one of the measures can't be had: the process must end then.
+        """
+        for measure, step in self._before(tuple(kept)):
+            self._take(measure, step)
+        # Whether or not there is a sandbox.
+        die_with_parent(parent_pid)
+        gain_no_privileges()
+        for measure, step in self._after():
+            self._take(measure, step)
+
+    def _take(self, measure: Measure, step: Step) -> None:
+        try:
+            step()
+        except (OSError, ValueError, NoFilter) as error:
+            raise SandboxBroken(f"the worker can't be shut in ({measure.value}): {error}") from None
+
+    def _before(self, kept: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
+        identity = self.identity
+        if Measure.DESCRIPTORS in self.measures:
+            yield Measure.DESCRIPTORS, partial(keep_only, (*kept, *self.needs.kept))
+        if Measure.LIMITS in self.measures:
+            yield Measure.LIMITS, be_first_to_go
+        if Measure.CAPABILITIES in self.measures:
+            yield Measure.PRIVILEGES, bound_capabilities
+        if Measure.USER in self.measures and identity is not None:
+            yield Measure.USER, partial(become, identity)
+        if Measure.CAPABILITIES in self.measures:
+            yield Measure.CAPABILITIES, drop_capabilities
+
+    def _after(self) -> Iterator[tuple[Measure, Step]]:
+        if Measure.INSPECTION in self.measures:
+            yield Measure.INSPECTION, be_undumpable
+        if Measure.LIMITS in self.measures:
+            yield Measure.LIMITS, partial(impose, limits_for(self.needs))
+        reach = Reach(
+            files=Measure.FILES in self.measures,
+            devices=Measure.DEVICES in self.measures,
+            network=Measure.NETWORK in self.measures,
+            scope=Measure.SCOPE in self.measures,
+        )
+        if reach != Reach():
+            yield Measure.FILES, partial(restrict, reach, self.needs)
+        if Measure.SYSCALLS in self.measures:
+            yield Measure.SYSCALLS, partial(install, writes_files=self.needs.writes_files)

@@ -1,0 +1,245 @@
+"""Finding out what this host's kernel can do: a process is forked and shut in, one measure after another.
+
+A measure counts as on if the kernel took it and an attempt to break it failed. It is the zygote that tries, before it
+forks a worker: it has one thread, and what it may do its workers may do.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NoReturn
+
+from gpulease.daemon.processes import exit_text, gain_no_privileges
+from gpulease.daemon.sandbox.descriptors import keep_only
+from gpulease.daemon.sandbox.identity import (
+    DEFAULT_USER,
+    Identity,
+    be_undumpable,
+    become,
+    bound_capabilities,
+    drop_capabilities,
+    identity_of,
+)
+from gpulease.daemon.sandbox.landlock import (
+    DEVICES_SINCE,
+    FILES_SINCE,
+    NETWORK_SINCE,
+    SCOPE_SINCE,
+    abi,
+    restrict,
+)
+from gpulease.daemon.sandbox.limits import be_first_to_go, impose, in_words, limits_for
+from gpulease.daemon.sandbox.measures import Finding, Measure, SandboxBroken
+from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.plan import BY_LANDLOCK, Plan
+from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.syscalls import NoFilter, install
+
+_KERNEL_OF_ABI: Final = {FILES_SINCE: "5.13", NETWORK_SINCE: "6.7", DEVICES_SINCE: "6.10", SCOPE_SINCE: "6.12"}
+
+_ABI_OF: Final = {
+    Measure.FILES: FILES_SINCE,
+    Measure.DEVICES: DEVICES_SINCE,
+    Measure.NETWORK: NETWORK_SINCE,
+    Measure.SCOPE: SCOPE_SINCE,
+}
+
+_LEFT_OUT: Final = "left out by sandbox_without"
+
+
+class _Missing(Exception):
+    """A measure that can't be had; the message says why."""
+
+
+def prepare(
+    settings: SandboxSettings, needs: Needs, keep_for: Callable[[int], tuple[int, ...]]
+) -> tuple[Plan, list[Finding]]:
+    """The sandbox as far as this host has it, and what was found. Raises SandboxBroken if that is not enough.
+
+    `keep_for` opens, for the user that workers are to be, the folders that they may write to.
+    """
+    identity, reason = _identity(settings, needs)
+    needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
+    findings = _try_out(settings, needs, identity, reason)
+    off = [finding for finding in findings if not finding.is_on and finding.measure not in settings.without]
+    for finding in off:
+        if finding.measure is Measure.USER and settings.user is not None and identity is not None:
+            raise SandboxBroken(f"workers can't be {settings.user}: {finding.detail}", hint="Start the daemon as root.")
+    if settings.is_required and off:
+        missing = "; ".join(f"{finding.measure.value} ({finding.detail})" for finding in off)
+        raise SandboxBroken(
+            f"the sandbox is required, and this host lacks {missing}",
+            hint='Name what you do without in sandbox_without, or set sandbox = "available".',
+        )
+    return Plan(needs, identity, frozenset(finding.measure for finding in findings if finding.is_on)), findings
+
+
+def _identity(settings: SandboxSettings, needs: Needs) -> tuple[Identity | None, str]:
+    """Who workers are to be, or why nobody else than the daemon. Raises SandboxBroken for what was asked for."""
+    if Measure.USER in settings.without:
+        return None, _LEFT_OUT
+    if settings.user is not None:
+        identity = identity_of(settings.user, needs.devices)
+        if identity.uid == os.geteuid():
+            return None, "worker_user is the daemon's own"
+        return identity, ""
+    if os.geteuid() != 0:
+        return None, f"the daemon is not root, so its workers are its own user, {os.geteuid()}"
+    try:
+        return identity_of(DEFAULT_USER, needs.devices), ""
+    except SandboxBroken as error:
+        return None, f"{error}. {error.hint}"
+
+
+def _try_out(settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str) -> list[Finding]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _be_tried(settings, needs, identity, reason, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise SandboxBroken(f"a process that was shut in to try it {exit_text(status)}")
+    return [Finding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(told)]
+
+
+def _be_tried(
+    settings: SandboxSettings, needs: Needs, identity: Identity | None, reason: str, writing: int
+) -> NoReturn:
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        trials = _Trials(needs, identity, reason, writing)
+        found: list[tuple[str, bool, str]] = []
+        for measure, attempt in trials.by_measure().items():
+            if measure in settings.without:
+                found.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))
+                continue
+            try:
+                found.append((measure.value, True, attempt()))
+            except (_Missing, NoFilter) as error:
+                found.append((measure.value, False, str(error)))
+            except (OSError, ValueError) as error:
+                found.append((measure.value, False, f"the kernel refuses it: {error}"))
+        os.write(writing, json.dumps(found).encode())
+        status = 0
+    except Exception:
+        # A bug of ours, for the log.
+        traceback.print_exc(file=sys.stderr)
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+class _Trials:
+    """Each takes one measure, tries to break it, and says how far it goes; raises if it can't be had."""
+
+    def __init__(self, needs: Needs, identity: Identity | None, reason: str, writing: int) -> None:
+        self._needs = needs
+        self._identity = identity
+        self._reason = reason
+        self._writing = writing
+
+    def by_measure(self) -> dict[Measure, Callable[[], str]]:
+        """In the order they must be taken in."""
+        return {
+            Measure.DESCRIPTORS: self._descriptors,
+            Measure.USER: self._user,
+            Measure.CAPABILITIES: self._capabilities,
+            Measure.PRIVILEGES: self._privileges,
+            Measure.INSPECTION: self._inspection,
+            Measure.LIMITS: self._limits,
+            Measure.FILES: self._files,
+            Measure.DEVICES: lambda: self._landlock(Measure.DEVICES),
+            Measure.NETWORK: self._network,
+            Measure.SCOPE: self._scope,
+            Measure.SYSCALLS: self._syscalls,
+        }
+
+    def _descriptors(self) -> str:
+        keep_only((self._writing, *self._needs.kept))
+        return "standard error, the channel, the control page"
+
+    def _user(self) -> str:
+        # Here, because they take what a change of user takes away.
+        be_first_to_go()
+        bound_capabilities()
+        if self._identity is None:
+            raise _Missing(self._reason)
+        become(self._identity)
+        groups = ", ".join(map(str, self._identity.groups)) or "none"
+        return f"{self._identity.name} ({self._identity.uid}), other groups: {groups}"
+
+    def _capabilities(self) -> str:
+        drop_capabilities()
+        with open("/proc/self/status") as file:
+            held = [line for line in file if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb"))]
+        if any(int(line.split()[1], 16) for line in held):
+            raise _Missing("the kernel left some")
+        return "none"
+
+    def _privileges(self) -> str:
+        gain_no_privileges()
+        return "set"
+
+    def _inspection(self) -> str:
+        be_undumpable()
+        return "set"
+
+    def _limits(self) -> str:
+        limits = limits_for(self._needs)
+        impose(limits)
+        return in_words(limits)
+
+    def _landlock(self, measure: Measure) -> str:
+        wanted = _ABI_OF[measure]
+        try:
+            version = abi()
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise _Missing("this kernel has no Landlock, or it is not enabled (lsm= on its command line)") from None
+            raise
+        if version < wanted:
+            raise _Missing(f"it takes Linux {_KERNEL_OF_ABI[wanted]} (Landlock ABI {wanted}); this is ABI {version}")
+        restrict(BY_LANDLOCK[measure], self._needs)
+        return f"Landlock ABI {version}"
+
+    def _files(self) -> str:
+        detail = self._landlock(Measure.FILES)
+        _must_fail(lambda: os.listdir("/"))
+        count = len(self._needs.readable) + len(self._needs.devices)
+        return f"{detail}; the driver's {count} paths" if count else detail
+
+    def _network(self) -> str:
+        detail = self._landlock(Measure.NETWORK)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as sock:
+            _must_fail(lambda: sock.bind(("127.0.0.1", 0)))
+        return detail
+
+    def _scope(self) -> str:
+        detail = self._landlock(Measure.SCOPE)
+        _must_fail(lambda: os.kill(os.getppid(), 0))
+        return detail
+
+    def _syscalls(self) -> str:
+        install(writes_files=self._needs.writes_files)
+        # A call that is refused by nothing else, and that a worker has no use for.
+        _must_fail(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+        return "an allow-list for x86_64"
+
+
+def _must_fail(attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except PermissionError:
+        return
+    raise _Missing("the kernel took it, and it does not hold")

@@ -1,0 +1,150 @@
+"""A real daemon's workers: shut in, of use all the same, and told about."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client import GpuSession, GpuSessionFailed
+from gpulease.client.cli.node import info
+from gpulease.client.verify.kernels import compiling_long
+from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
+from gpulease.daemon.sandbox.measures import Measure
+from helpers.daemon import Daemon, python_environment
+from helpers.kernels import Neighbour, check_main_job
+from helpers.processes import open_files
+from helpers.waiting import wait_until
+
+LANDLOCK_CREATE_RULESET = 444
+BY_LANDLOCK = {"files", "device_calls", "network", "scope"}
+BY_ROOT: set[str] = set() if os.geteuid() == 0 else {"user"}
+"""What only root's daemon has."""
+
+
+def findings(daemon: Daemon) -> dict[str, dict[str, Any]]:
+    return {found["measure"]: found for found in daemon.inventory().details[0]["sandbox"]}
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_a_worker_is_shut_in_as_told_and_does_its_job(daemon: Daemon) -> None:
+    found = findings(daemon)
+    assert list(found) == [measure.value for measure in Measure]
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+        pid = daemon.worker_pid(lease.lease_id)
+        status = status_of(pid)
+        assert found["user"]["on"] == (int(status["Uid"].split()[0]) != os.geteuid())
+        assert found["syscalls"]["on"] == (status["Seccomp"] == "2")
+        assert status["NoNewPrivs"] == "1"
+        assert [int(status[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")] == [0] * 4
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "500\n"
+        limits = Path(f"/proc/{pid}/limits").read_text() if os.geteuid() == 0 else "Max core file size 0 0"
+        assert [line.split()[4:6] for line in limits.splitlines() if "core file" in line] == [["0", "0"]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can look into a worker")
+def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        array = session.empty(1024, "f4")
+        names = [to.partition(":[")[0] for to in open_files(daemon.worker_pid(lease.lease_id)).values()]
+        kept = [name for name in names if not name.startswith((str(daemon.folder), "/dev/null"))]
+        assert sorted(name for name in kept if "workers-" not in name) == [
+            "/memfd:gpulease-arena (deleted)",
+            "/memfd:gpulease-arena (deleted)",
+            "/memfd:gpulease-control (deleted)",
+            "/memfd:gpulease-control (deleted)",
+            "/memfd:gpulease-ring (deleted)",
+            "socket",
+            "socket",
+        ]
+        del array
+
+
+def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
+    shown = CliRunner().invoke(info).output
+    for measure, found in findings(daemon).items():
+        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [measure]]
+        assert line.split()[1] == ("on" if found["on"] else "OFF")
+        assert found["detail"] in line
+    assert json.loads(CliRunner().invoke(info, ["--json"]).output) == daemon.inventory().details
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Daemon]:
+    """One that must have all but two measures, and compiles for a second at most."""
+    config = 'sandbox = "required"\nsandbox_without = ["user", "syscalls"]\nmax_load_s = 1\n'
+    daemon = Daemon(config=config)
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+def test_measures_that_the_operator_does_without(strict: Daemon) -> None:
+    daemon = strict
+    found = findings(daemon)
+    assert {measure for measure in found if not found[measure]["on"]} == {"user", "syscalls"}
+    assert found["syscalls"]["detail"] == "left out by sandbox_without"
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+        status = status_of(daemon.worker_pid(lease.lease_id))
+        assert (int(status["Uid"].split()[0]), status["Seccomp"]) == (os.geteuid(), "0")
+
+
+def start_lacking(folder: Path, config: str) -> subprocess.Popen[str]:
+    """A daemon on a kernel that seems to have no Landlock."""
+    (folder / "config.toml").write_text(config)
+    lacking = [sys.executable, "-P", "-m", "helpers.lacking", str(LANDLOCK_CREATE_RULESET)]
+    daemon = [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu", "--config", str(folder / "config.toml")]
+    command = [*lacking, *daemon, "--listen", f"unix:{folder}/d.sock"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=python_environment())
+
+
+def test_a_kernel_without_landlock_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_ADDRESS", f"unix:{tmp_path}/d.sock")
+    with start_lacking(tmp_path, "") as process:
+        try:
+            assert process.stderr is not None
+            assert any("listens on" in line for line in process.stderr)
+            (card,) = json.loads(CliRunner().invoke(info, ["--json"]).output)
+        finally:
+            process.terminate()
+    found = {finding["measure"]: finding for finding in card["sandbox"]}
+    assert {measure for measure in found if not found[measure]["on"]} == BY_LANDLOCK | BY_ROOT
+    assert "no Landlock" in found["files"]["detail"]
+
+
+def test_a_measure_that_is_required_and_can_not_be_had(tmp_path: Path) -> None:
+    with start_lacking(tmp_path, 'sandbox = "required"') as process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == EXIT_UNAVAILABLE
+    assert "gpuleased: the sandbox is required, and this host lacks " in said
+    assert "files (this kernel has no Landlock" in said
+    assert "Traceback" not in said
+
+
+def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> None:
+    daemon = strict
+    with daemon.builder().acquire() as other, GpuSession(other) as beside:
+        neighbour = Neighbour(beside)
+        lease = daemon.builder().acquire()
+        session = GpuSession(lease)
+        with pytest.raises(GpuSessionFailed, match="compiled for more than 1 s"):
+            session.module_load(compiling_long(60))
+        wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
+        report = daemon.query(lease.lease_id)
+        assert (report["cause"], report["reason"]) == ("load_timeout", "an image compiled for more than 1 s")
