@@ -11,17 +11,13 @@ from typing import Any, Final
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.tenant_names import check_tenant
 from gpulease.daemon.tenant_settings import parse_rules
-from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
+from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, parse_tls
+from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TlsAddress, parse_address
 
 MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); the one above says "none"."""
-
-RESERVED_TENANTS: Final = ("tcp", "default", "gpuleased")
-"""Names with a meaning of their own: all peers over TCP, every tenant that has no rules of its own, and the daemon
-itself in the audit log."""
-
-_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -69,6 +65,9 @@ class Config:
         token_key_file: Where the keys that sign tokens are kept; None: in `state`, or without one in this process
             alone, so that a restart ends every token.
         tenant_of_uid: Whose leases a local user's are; users that are not named are tenants of their own, `uid:N`.
+        tls: What it takes to be reached by remote tenants; None to listen for none.
+        tenant_of_certificate: Whose leases those of a certificate's holder are. If it is empty, a certificate says so
+            itself; see `gpulease.daemon.relay.naming`.
         limits: The lease table's bounds, those of single tenants among them.
     """
 
@@ -88,6 +87,8 @@ class Config:
     require_token: frozenset[Demand] = frozenset()
     token_key_file: Path | None = None
     tenant_of_uid: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    tls: TlsSettings | None = None
+    tenant_of_certificate: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     limits: CoreLimits = field(default_factory=CoreLimits)
 
 
@@ -152,6 +153,10 @@ def _convert(key: str, value: Any) -> Any:
             return _limits(value)
         if key == "tenant_of_uid":
             return _tenant_of_uid(value)
+        if key == "tls":
+            return parse_tls(value)
+        if key == "tenant_of_certificate":
+            return parse_certificate_names(value)
         if key == "require_token":
             return frozenset(_demand(text) for text in _texts(value))
         if key == "driver":
@@ -224,8 +229,7 @@ def _tenant_of_uid(table: Any) -> Mapping[int, str]:
     for uid, tenant in table.items():
         if not uid.isdecimal() or int(uid) > MAX_UID:
             raise ValueError(f"{uid!r} is not a user's number")
-        if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant) or tenant in RESERVED_TENANTS:
-            raise ValueError(f"{tenant!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
+        check_tenant(tenant)
     return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
 
 
@@ -249,6 +253,8 @@ def _check(config: Config) -> None:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
     if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
         raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")
+    if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
+        raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
     _check_audit(config)
 
 
