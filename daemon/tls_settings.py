@@ -23,7 +23,7 @@ class TlsSettings:
         crl: Lists of revoked certificates, one for each of those CAs; None to do without.
         operators: Tenants who are operators when they come by TLS.
         max_connections: Relays at a time, sessions' among them: each is a process.
-        max_connections_per_tenant: The same for one tenant; operators are not counted.
+        max_connections_per_tenant: The same for one tenant, operators too.
     """
 
     certificate: Path

@@ -54,7 +54,7 @@ class RemoteDoor:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[None] | None = None
-        # By process id; whose connections count, and whose do not.
+        # By process id.
         self._relays: dict[int, Peer] = {}
         self._by_tenant: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -114,7 +114,8 @@ class RemoteDoor:
         ours, theirs = channel_pair()
         ours.setblocking(False)
         command = [sys.executable, "-P", "-m", "gpulease.daemon.relay", str(theirs.fileno()), str(os.getpid())]
-        command += [str(self._settings.max_connections), *IdentityFiles.of(self._settings).to_arguments()]
+        command += [str(self._settings.max_connections), str(self._settings.max_connections_per_tenant)]
+        command += IdentityFiles.of(self._settings).to_arguments()
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
@@ -189,7 +190,7 @@ class RemoteDoor:
         is_operator = tenant in self._settings.operators
         most = self._settings.max_connections_per_tenant
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
-        if not is_operator and self._by_tenant[tenant] >= most:
+        if self._by_tenant[tenant] >= most:
             why = f"tenant {tenant} has {most} connections by TLS, the most one may have"
             return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")
         return peer, None

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.relay CHANNEL_FD PARENT_PID MAX_RELAYS FILES...`: started by the broker, never by hand."""
+"""`python -m gpulease.daemon.relay CHANNEL_FD PARENT_PID MAX MAX_PER_TENANT FILES...`: started by the broker."""
 
 import logging
 import signal
@@ -11,7 +11,7 @@ from gpulease.daemon.relay.gate import Gate, get_ready
 from gpulease.daemon.relay.identity import BadIdentity, IdentityFiles
 
 
-def main(channel_fd: int, parent_pid: int, max_relays: int, files: list[str]) -> int:
+def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenant: int, files: list[str]) -> int:
     """Read the files, say ready, serve. Returns the exit status."""
     die_with_parent(parent_pid)
     set_name("gpul-gate")
@@ -19,7 +19,7 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, files: list[str]) ->
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     channel = socket.socket(fileno=channel_fd)
     try:
-        gate = Gate(channel, IdentityFiles.from_arguments(files), max_relays)
+        gate = Gate(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
         get_ready()
         send_message(channel, {"op": "ready"})
         gate.run()
@@ -32,4 +32,5 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, files: list[str]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    channel, parent, most, most_per_tenant = map(int, sys.argv[1:5])
+    sys.exit(main(channel, parent, most, most_per_tenant, sys.argv[5:]))

@@ -37,9 +37,9 @@ REVOKED_LOOK_S: Final = 1.0
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """After the host had no descriptor for a connection, until the next one is tried."""
 
-NOT_KNOWN: Final = -1
-"""Instead of the serial number of a certificate that is not verified yet: no CA gives one below zero (RFC 5280,
-4.1.2.2)."""
+TO_BE_TOLD: Final = 16
+"""Connections of one holder beyond those it may have, whose relays live until it was told so. Stops it from taking
+everybody's relays by opening what is refused again and again."""
 
 EXIT_BUG: Final = 70
 """EX_SOFTWARE of sysexits(3)."""
@@ -66,16 +66,30 @@ class Handshake:
     has_failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who showed a certificate: its names, and its serial number; no CA gives one below zero (RFC 5280, 4.1.2.2)."""
+
+    names: tuple[str, ...] = ()
+    serial: int = -1
+
+
+UNKNOWN: Final = Holder()
+
+
 class Gate:
     """Accepts, forks, tells the broker, reaps."""
 
-    def __init__(self, channel: socket.socket, files: IdentityFiles, max_relays: int) -> None:
+    def __init__(
+        self, channel: socket.socket, files: IdentityFiles, max_relays: int, max_relays_per_tenant: int
+    ) -> None:
         """Raises BadIdentity."""
         self._channel = channel
         self._files = files
         self._identity: Identity | None = Identity(files)
         self._complaint_about_files = ""
         self._max_relays = max_relays
+        self._max_by_names = max_relays_per_tenant + TO_BE_TOLD
         self._epoll = select.epoll()
         self._complaints = Complaints()
         self._strangers = Strangers(self._epoll, self._on_spoken, self._on_gone)
@@ -83,8 +97,8 @@ class Gate:
         self._spoken: deque[Stranger] = deque()
         # In the order they began; by their report's descriptor.
         self._handshakes: dict[int, Handshake] = {}
-        # By process id: the serial number of the peer's certificate, once it is known.
-        self._relays: dict[int, int] = {}
+        # By process id; of whom the peer is not known yet: UNKNOWN.
+        self._relays: dict[int, Holder] = {}
         self._next_look = 0.0
         self._accepts_from = 0.0
         # SIGCHLD must wake epoll_wait(2): its arrival is written here by the C-level handler.
@@ -218,9 +232,9 @@ class Gate:
             return
         self._next_look = now + REVOKED_LOOK_S
         self._read_identity()
-        for pid, serial in self._relays.items():
-            if self._identity is not None and serial in self._identity.revoked:
-                _log.warning("relay %d ends: certificate %X was revoked", pid, serial)
+        for pid, holder in self._relays.items():
+            if self._identity is not None and holder.serial in self._identity.revoked:
+                _log.warning("relay %d ends: certificate %X was revoked", pid, holder.serial)
                 os.kill(pid, signal.SIGKILL)
 
     # --- relays ---
@@ -239,7 +253,7 @@ class Gate:
                 return
             if pid == 0:
                 self._become_relay(stranger.sock, relays_inner, relays_report, self._identity)
-            self._relays[pid] = NOT_KNOWN
+            self._relays[pid] = UNKNOWN
             undo.pop_all()
         relays_inner.close()
         relays_report.close()
@@ -276,9 +290,13 @@ class Gate:
         close_all(fds)
         match message:
             case {"op": "verified", "names": list(names), "serial": str(serial), "sha256": str(sha256)}:
-                arrival: dict[str, Any] = {"names": [str(name) for name in names], "serial": serial, "sha256": sha256}
+                holder = Holder(tuple(str(name) for name in names), _number_of(serial))
+                if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
+                    self._give_up(handshake, f"{', '.join(holder.names)} has too many connections")
+                    return
+                self._relays[handshake.pid] = holder
+                arrival: dict[str, Any] = {"names": list(holder.names), "serial": serial, "sha256": sha256}
                 arrival |= {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer}
-                self._relays[handshake.pid] = _number_of(serial)
                 send_message(self._channel, arrival, (handshake.inner.fileno(),))
             case {"op": "failed", "reason": str(reason)} if not handshake.has_failed:
                 self._complaints.add(handshake.peer, reason)
@@ -317,7 +335,7 @@ def _number_of(serial: str) -> int:
     try:
         return int(serial, 16)
     except ValueError:
-        return NOT_KNOWN
+        return UNKNOWN.serial
 
 
 def get_ready() -> None:

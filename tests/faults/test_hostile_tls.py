@@ -15,7 +15,7 @@ import pytest
 
 from gpulease.client import Disconnected, GpuSession
 from gpulease.client.core import fate
-from gpulease.daemon.relay.gate import MAX_HANDSHAKES
+from gpulease.daemon.relay.gate import MAX_HANDSHAKES, TO_BE_TOLD
 from gpulease.daemon.relay.opening import NOT_TLS_ALERT
 from gpulease.daemon.relay.strangers import MAX_STRANGERS
 from gpulease.protocol import Opcode, Status
@@ -300,6 +300,11 @@ def test_connections_of_one_tenant_are_bounded(daemon: Daemon, pki: Pki) -> None
             stack.enter_context(pki.peer(daemon.tls_address, pki.ann)).hello()
         with pki.peer(daemon.tls_address, pki.ann) as peer:
             assert peer.goodbye().status is Status.BUSY
+        # Who comes again and again, and does not go when told, gets no relay any more.
+        for _ in range(2 * TO_BE_TOLD):
+            with suppress(OSError):
+                stack.enter_context(pki.peer(daemon.tls_address, pki.ann))
+        wait_until(lambda: len(relays(daemon)) <= 12 + TO_BE_TOLD + 2, "no more are kept", seen=lambda: relays(daemon))
         with pki.peer(daemon.tls_address, pki.bob).hello() as other:
             assert other.request(Opcode.PING, Ping(2)) == Ping(2)
     wait_until(lambda: len(relays(daemon)) == 2, "theirs are gone", seen=lambda: relays(daemon))
