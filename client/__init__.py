@@ -37,6 +37,7 @@ from gpulease.client.errors import (
     Revoked,
     SyncFailed,
     Unsupported,
+    Untrusted,
 )
 from gpulease.client.graphs import Graph
 from gpulease.client.handles import Buffer, Module
@@ -83,6 +84,7 @@ __all__ = [
     "Stream",
     "SyncFailed",
     "Unsupported",
+    "Untrusted",
     "keep_alive",
     "my_audience",
 ]

@@ -47,7 +47,7 @@ class AsyncGpuBuilder(Wish):
 
     async def acquire(self) -> "AsyncGpuLease":
         """The lease, as GpuBuilder.acquire gives it."""
-        return AsyncGpuLease(await drive(acquire(address_of(self._address), self._request(), asyncio.Lock())))
+        return AsyncGpuLease(await drive(acquire(self._where(), self._request(), asyncio.Lock())))
 
 
 class AsyncGpuLease(LeaseView):

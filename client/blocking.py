@@ -45,7 +45,7 @@ class GpuBuilder(Wish):
 
     def acquire(self) -> "GpuLease":
         """The lease. Raises CapacityExceeded if there is no room in time, Disconnected if there is no daemon."""
-        return GpuLease(drive(acquire(address_of(self._address), self._request(), threading.RLock())))
+        return GpuLease(drive(acquire(self._where(), self._request(), threading.RLock())))
 
 
 class GpuLease(LeaseView):

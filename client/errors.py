@@ -8,6 +8,7 @@
     │   └── Busy            the daemon serves as many peers as it can
     ├── Drained             the node is drained: it grants no lease, or ended this one
     ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
+    │   └── Untrusted       what answers there could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
     ├── Denied              the daemon does not let this tenant do that
     ├── InvalidRequest      the request makes no sense
@@ -134,6 +135,12 @@ class Disconnected(GpuLeaseError):
     default_hint = "Is gpuleased running?"
 
 
+class Untrusted(Disconnected):
+    """What answers at a tls: address could not prove that it is the daemon meant; nothing was told to it."""
+
+    default_hint = "Ask the operator of the node for its name and its CA's certificate"
+
+
 @answers(Status.UNSUPPORTED)
 class Unsupported(GpuLeaseError):
     """The daemon can't serve this: another version, or a card without the feature."""
@@ -235,7 +242,7 @@ class SyncFailed(GpuSessionFailed):
         return self.failure.address
 
 
-PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported)
+PERMANENT_ERRORS = (LeaseExpired, Revoked, Fenced, Drained, InvalidRequest, Denied, Unsupported, Untrusted)
 """Errors that asking again can't cure."""
 
 

@@ -19,7 +19,9 @@ EXIT_UNAVAILABLE: Final = 69
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--listen", multiple=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT; repeatable.")
+@click.option(
+    "--listen", multiple=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable."
+)
 @click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."

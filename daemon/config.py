@@ -13,17 +13,13 @@ from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
+from gpulease.daemon.tenant_names import check_tenant
 from gpulease.daemon.tenant_settings import parse_rules
-from gpulease.protocol.address import DEFAULT_ADDRESS, Address, parse_address
+from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, parse_tls
+from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TlsAddress, parse_address
 
 MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); the one above says "none"."""
-
-RESERVED_TENANTS: Final = ("tcp", "default", "gpuleased")
-"""Names with a meaning of their own: all peers over TCP, every tenant that has no rules of its own, and the daemon
-itself in the audit log."""
-
-_TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -75,6 +71,9 @@ class Config:
         worker_user: Who workers are; None for nobody if the daemon is root, else for the daemon's own user.
         sandbox_without: Measures that the operator does without.
         max_load_s: How long an image may compile before its lease ends.
+        tls: What it takes to be reached by remote tenants; None to listen for none.
+        tenant_of_certificate: Whose leases those of a certificate's holder are. If it is empty, a certificate says so
+            itself; see `gpulease.daemon.relay.naming`.
         limits: The lease table's bounds, those of single tenants among them.
     """
 
@@ -98,6 +97,8 @@ class Config:
     worker_user: str | None = None
     sandbox_without: frozenset[Measure] = frozenset()
     max_load_s: int = 120
+    tls: TlsSettings | None = None
+    tenant_of_certificate: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     limits: CoreLimits = field(default_factory=CoreLimits)
 
     @property
@@ -167,6 +168,10 @@ def _convert(key: str, value: Any) -> Any:
             return _limits(value)
         if key == "tenant_of_uid":
             return _tenant_of_uid(value)
+        if key == "tls":
+            return parse_tls(value)
+        if key == "tenant_of_certificate":
+            return parse_certificate_names(value)
         if key == "require_token":
             return frozenset(_demand(text) for text in _texts(value))
         if key == "sandbox_without":
@@ -256,8 +261,7 @@ def _tenant_of_uid(table: Any) -> Mapping[int, str]:
     for uid, tenant in table.items():
         if not uid.isdecimal() or int(uid) > MAX_UID:
             raise ValueError(f"{uid!r} is not a user's number")
-        if not isinstance(tenant, str) or not _TENANT.fullmatch(tenant) or tenant in RESERVED_TENANTS:
-            raise ValueError(f"{tenant!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
+        check_tenant(tenant)
     return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
 
 
@@ -285,6 +289,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"sandbox is {config.sandbox!r}; it must be {' or '.join(MODES)}")
     if config.max_load_s < 1:
         raise ConfigError(f"max_load_s is {config.max_load_s}; it must be at least 1")
+    if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
+        raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
     _check_audit(config)
 
 

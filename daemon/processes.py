@@ -7,6 +7,7 @@ import signal
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+PR_SET_DUMPABLE: Final = 4
 PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
 PR_SET_NO_NEW_PRIVS: Final = 38
@@ -35,6 +36,11 @@ def adopt_orphans() -> None:
 def gain_no_privileges() -> None:
     """Let no exec of this process or its children gain privileges (no_new_privs)."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def never_dump() -> None:
+    """Leave no core file, and let no other process of the same user trace this one or open its memory."""
+    _prctl(PR_SET_DUMPABLE, 0)
 
 
 def raise_descriptor_limit() -> None:

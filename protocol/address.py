@@ -1,4 +1,4 @@
-"""Where a daemon listens, as one string: `unix:/path` or `tcp:HOST:PORT` (`tcp:[::1]:PORT` for IPv6)."""
+"""Where a daemon listens, as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -27,10 +27,25 @@ class TcpAddress:
     port: int
 
     def __str__(self) -> str:
-        return f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
+        return f"tcp:{_host_and_port(self.host, self.port)}"
 
 
-Address = UnixAddress | TcpAddress
+@dataclass(frozen=True, slots=True)
+class TlsAddress:
+    """A TCP socket on which both ends show certificates (TLS 1.3, RFC 8446); `host` as in TcpAddress."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tls:{_host_and_port(self.host, self.port)}"
+
+
+Address = UnixAddress | TcpAddress | TlsAddress
+
+
+def _host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
@@ -39,8 +54,10 @@ def parse_address(text: str) -> Address:
     if scheme == "unix":
         return _parse_unix(text, rest)
     if scheme == "tcp":
-        return _parse_tcp(text, rest)
-    raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket or tcp:HOST:PORT")
+        return TcpAddress(*_parse_host_and_port(text, scheme, rest))
+    if scheme == "tls":
+        return TlsAddress(*_parse_host_and_port(text, scheme, rest))
+    raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket, tcp:HOST:PORT or tls:HOST:PORT")
 
 
 def _parse_unix(text: str, path: str) -> UnixAddress:
@@ -51,12 +68,12 @@ def _parse_unix(text: str, path: str) -> UnixAddress:
     return UnixAddress(path)
 
 
-def _parse_tcp(text: str, rest: str) -> TcpAddress:
+def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
     host, _, port = rest.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{text!r}: write an IPv6 address in brackets, tcp:[::1]:PORT")
+        raise ValueError(f"{text!r}: write an IPv6 address in brackets, {scheme}:[::1]:PORT")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{text!r} is not an address: write tcp:HOST:PORT with a port from 0 to 65535")
-    return TcpAddress(host, int(port))
+        raise ValueError(f"{text!r} is not an address: write {scheme}:HOST:PORT with a port from 0 to 65535")
+    return host, int(port)

@@ -23,6 +23,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "cuda": "daemon/drivers/cuda/",
     "llvmlite": "daemon/native/",
     "construct": "protocol/",
+    "cryptography": "daemon/pki/",
     # Minting and verifying; a holder's own narrowing.
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.

@@ -11,6 +11,7 @@ from gpulease.client.cli.bench import bench
 from gpulease.client.cli.demo import demo
 from gpulease.client.cli.drain import drain, events
 from gpulease.client.cli.node import fence, info, leases, revoke
+from gpulease.client.cli.pki import pki
 from gpulease.client.cli.private_daemon import CannotStart
 from gpulease.client.cli.verify import verify
 from gpulease.client.errors import Disconnected, GpuLeaseError
@@ -50,7 +51,7 @@ def main() -> None:
     """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
 
 
-for _command in (demo, info, leases, revoke, drain, events, fence, audit, bench, verify):
+for _command in (demo, info, leases, revoke, drain, events, fence, audit, pki, bench, verify):
     main.add_command(_command)
 
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -16,6 +19,7 @@ from gpulease.client.bench.graphs import graph_figures
 from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path, warm_acquisition
 from gpulease.client.bench.overlap import overlap
+from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.blocking import ask
 from gpulease.client.cli.card import card_title
@@ -91,6 +95,11 @@ _TCP_ROWS: Final = (
     ("write_256m_gb_s", "mem_write 256 MiB"),
     ("read_256m_gb_s", "mem_read 256 MiB"),
 )
+_TLS_ROWS: Final = (
+    ("connect_p50_ms", "connect to the first answer, p50", "ms"),
+    ("connect_p99_ms", "connect to the first answer, p99", "ms"),
+    *(row for row in _ROWS if not row[0].startswith("arena_")),
+)
 _GATE_ROWS: Final = (
     ("refused_p50_us", "flip to the typed refusal, us, p50"),
     ("refused_p99_us", "flip to the typed refusal, us, p99"),
@@ -130,14 +139,20 @@ _POSITIVE: Final = click.IntRange(min=1)
     help="Leases acquired and freed, and as many left to expire, and revoked.",
 )
 @click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
+@click.option(
+    "--tls", default="", help="Where it listens for TLS; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_json: bool) -> None:
+def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str, as_json: bool) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
             tcp = f"tcp:127.0.0.1:{_free_port()}"
-            address = stack.enter_context(private_daemon(driver, also_at=tcp))
+            settings = _certificates(stack)
+            tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
+            also_at = (tcp, tls) if tls else (tcp,)
+            address = stack.enter_context(private_daemon(driver, also_at=also_at, settings=settings))
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
@@ -145,6 +160,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_jso
         lease_figures = _acquisition(address, card, leases) | expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
         over_tcp = _over_tcp(tcp, copy_sizes(card["driver"]), rounds) if tcp else {}
+        over_tls = _over_tls(tls, tcp, launches, copy_sizes(card["driver"]), rounds) if tls and tcp else {}
         kernels = kernel_figures(address)
         overlapped = overlap(address, card["driver"])
     if running is None:
@@ -159,6 +175,7 @@ def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, as_jso
         "direct": direct,
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "tcp": over_tcp,
+        "tls": over_tls,
         "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
         "bare": {name: round(value, 2) for name, value in bare.items()},
@@ -202,6 +219,28 @@ def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Fi
         "stream": stream,
         "ratio": {name: round(leased[name] / stream[name], 3) for name in stream},
     }
+
+
+def _over_tls(tls: str, tcp: str, launches: int, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
+    by_tls, by_tcp = (
+        _medians([remote_figures(address, transform_ptx(), launches, sizes) for _ in range(rounds)])
+        for address in (tls, tcp)
+    )
+    return {"tls": by_tls, "tcp": by_tcp, "ratio": {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}}
+
+
+def _certificates(stack: contextlib.ExitStack) -> str:
+    """Settings of a private daemon that this process can reach by TLS until the stack is left; none if it can't be."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-"))
+    try:
+        settings, environment = make_certificates(Path(folder))
+    except NoCertificates as error:
+        click.echo(f"gpulease bench: TLS is left out: {error}", err=True)
+        return ""
+    before = dict.fromkeys(environment, "") | {name: os.environ[name] for name in environment if name in os.environ}
+    os.environ.update(environment)
+    stack.callback(os.environ.update, before)
+    return settings
 
 
 def _free_port() -> int:
@@ -259,6 +298,14 @@ def _tables(report: dict[str, Any]) -> str:
         )
     if report["tcp"]:
         parts.append(_tcp_table(report["tcp"]))
+    if report["tls"]:
+        columns = [report["tls"][column] for column in ("tls", "tcp", "ratio")]
+        rows = [
+            [text, *(_shown(figures, key) for figures in columns[:2]), unit, _shown(columns[2], key)]
+            for key, text, unit in _TLS_ROWS
+            if key in columns[0]
+        ]
+        parts.append(table(["through sockets on loopback", "TLS", "TCP", "unit", "TLS/TCP"], rows))
     for name, head, texts in (
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),

@@ -41,18 +41,27 @@ def running_address() -> str | None:
 
 @contextlib.contextmanager
 def private_daemon(
-    driver: str, vram: tuple[str, ...] = (), *, also_at: str = "", warm_contexts: int = 0
+    driver: str,
+    vram: tuple[str, ...] = (),
+    *,
+    also_at: tuple[str, ...] = (),
+    warm_contexts: int = 0,
+    settings: str = "",
 ) -> Iterator[str]:
     """The address of a daemon of this process's own; it ends with the block. Raises CannotStart.
 
-    `also_at`: another address it listens at.
+    `also_at`: other addresses it listens at. `settings`: what else it is to be told, as TOML.
     """
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir=_short_folder()) as folder:
         path = str(Path(folder) / "daemon.sock")
         log_path = Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.daemon", "--listen", f"unix:{path}", "--driver", driver]
-        if also_at:
-            command += ["--listen", also_at]
+        for address in also_at:
+            command += ["--listen", address]
+        if settings:
+            file = Path(folder) / "settings.toml"
+            file.write_text(settings)
+            command += ["--config", str(file)]
         if warm_contexts:
             command += ["--warm-contexts", str(warm_contexts)]
         for size in vram:

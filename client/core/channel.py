@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpulease.client.core.link import Link
 from gpulease.protocol import Failure, Status
-from gpulease.protocol.address import Address, TcpAddress
+from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.ring import NO_DATA
 from gpulease.protocol.sharing import MAX_DESCRIPTORS
 
@@ -148,7 +148,7 @@ class Channel:
 
 def resolve(address: Address) -> list[tuple[int, Any]]:
     """(family, what connect takes) of every way to an address. Raises OSError if a name has none."""
-    if not isinstance(address, TcpAddress):
+    if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     return [(int(family), where) for family, _, _, _, where in found]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from gpulease.client.core.channel import Channel, connect_error, resolve, start_connecting
+from gpulease.client.core.credentials import SecuredAddress
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
@@ -27,6 +28,9 @@ CONNECT_RETRY_S: Final = 0.01
 
 AGENT: Final = "gpulease-python/0.1"
 """How this client names itself in HELLO."""
+
+TLS_ALERT: Final = b"\x15\x03"
+"""What a port that speaks TLS says to plain frames begins with (RFC 8446, 5.1)."""
 
 _INTERRUPTED: Final = Failure(
     Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
@@ -123,12 +127,16 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
-    """A connection that has said HELLO. Raises Disconnected, Busy, Unsupported or Denied."""
+    """A connection that has said HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
     channel = yield from _connect(address, limit)
+    if isinstance(address, SecuredAddress):
+        channel = yield from _secure(channel, address, limit)
     try:
         hello = yield from ask(channel, Opcode.HELLO, Hello(0, AGENT, ()), limit)
     except LinkEnded as ended:
         channel.close()
+        if channel.link.begins_with(TLS_ALERT):
+            raise Disconnected(f"{address}: it speaks TLS", "Write the address as tls:HOST:PORT") from None
         raise disconnected(ended, channel, "hello") from None
     except BaseException:
         channel.close()
@@ -161,6 +169,24 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
             return channel
         channel.close()
     raise _unreachable(address, os.strerror(code))
+
+
+def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:
+    # Only here: ssl takes a third of all the time it takes to import this package.
+    from gpulease.client.core.tls import TlsChannel, TlsEnded, TlsStream, context_of
+
+    try:
+        stream = TlsStream(channel.sock, context_of(address.files), address)
+        through = TlsChannel(stream, address)
+        while not stream.shake_hands():
+            yield from _wait(through, limit, for_room=stream.has_unsent)
+    except TlsEnded as ended:
+        channel.close()
+        raise ended.error from None
+    except BaseException:
+        channel.close()
+        raise
+    return through
 
 
 def _unreachable(address: Address, why: str) -> Disconnected:

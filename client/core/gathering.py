@@ -212,7 +212,11 @@ class GatheringChannel(Channel):
 
     def _have_rest_sent(self) -> None:
         if self._outbox.data:
-            _flusher.notice(self)
+            self._notice()
+
+    def _notice(self) -> None:
+        """Have the flusher come by."""
+        _flusher.notice(self)
 
     def close(self) -> None:
         """See Channel; what gathered goes first, if the socket takes it in time."""

@@ -134,6 +134,11 @@ class Link:
         self._advance()
         self.break_off(Failure(Status.DISCONNECTED, why))
 
+    def begins_with(self, begin: bytes) -> bool:
+        """Whether what was received last and made no sense begins so."""
+        reader = self.connection.reader
+        return bytes(reader.view[reader.start : reader.end]).startswith(begin)
+
     def break_off(self, failure: Failure, *, is_explained: bool = False) -> None:
         """Use this stream no more. An end that is known already stays."""
         if self.end is None:

@@ -17,11 +17,12 @@ from typing import Final
 
 from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
+from gpulease.client.core.credentials import SecuredAddress
 from gpulease.client.core.gathering import GatheringChannel
 from gpulease.client.core.patience import Patience
 from gpulease.client.errors import Disconnected
 from gpulease.protocol import Failure, Status
-from gpulease.protocol.address import Address, TcpAddress
+from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, RingLayout, client_ends
@@ -38,7 +39,7 @@ ARENA_BYTES: Final = 1 << 30
 
 def wanted_of(address: Address) -> Wanted:
     """What can be shared with the worker behind an address, by this machine's rules; see `protocol.ring`."""
-    if isinstance(address, TcpAddress):
+    if not isinstance(address, UnixAddress):
         return Wanted()
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
@@ -50,7 +51,7 @@ def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple
     try:
         through: Channel
         if given.ring is None:
-            through = GatheringChannel(channel, patience)
+            through = _gathering(channel, patience)
         else:
             through = RingChannel(channel, next(descriptors), given.ring, patience)
         return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
@@ -59,6 +60,15 @@ def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
     finally:
         channel.drop_descriptors()
+
+
+def _gathering(channel: Channel, patience: Patience) -> GatheringChannel:
+    if not isinstance(channel.address, SecuredAddress):
+        return GatheringChannel(channel, patience)
+    # Only here, as in `exchange`.
+    from gpulease.client.core.tls_session import TlsGatheringChannel
+
+    return TlsGatheringChannel(channel, patience)
 
 
 class RingChannel(Channel):

@@ -5,9 +5,10 @@ import os
 from enum import IntEnum
 from typing import Any, Final, Self
 
+from gpulease.client.core.credentials import SecuredAddress, TlsFiles
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol import Exclusivity, Waiting
-from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, parse_address
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, WAITING_TAG
@@ -23,12 +24,16 @@ MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
 
 
-def address_of(text: str | None) -> Address:
-    """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest."""
+def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
+    """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+
+    A tls: address comes with the files that it takes, from `files` or the environment.
+    """
     try:
-        return parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
+        address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
     except ValueError as error:
         raise InvalidRequest(f"the daemon's address: {error}") from None
+    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
 
 
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
@@ -52,6 +57,15 @@ class Wish:
         self._wait_ms = 0
         self._device: str | None = None
         self._parameters: dict[int, bytes] = {}
+        self._tls_files = TlsFiles()
+
+    def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
+        """What shows a remote daemon who this is, and whom to take for it: files, as PEM.
+
+        What is not given is taken from GPULEASE_TLS_CERTIFICATE, GPULEASE_TLS_KEY and GPULEASE_TLS_CA.
+        """
+        self._tls_files = TlsFiles(certificate, key, ca)
+        return self
 
     def min_vram(self, size_bytes: int) -> Self:
         """Bytes of device memory, all of them for the tenant."""
@@ -94,6 +108,9 @@ class Wish:
         """How long to wait for room; 0, the default, is not at all."""
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
+
+    def _where(self) -> Address:
+        return address_of(self._address, self._tls_files)
 
     def _request(self) -> LeaseAlloc:
         if not self._min_vram_bytes:

@@ -72,6 +72,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         admit: Counts the connection in, or says why it is one too many.
         release: Counts it out again; called exactly once.
         tenant_of_uid: Names of tenants by their local users' numbers.
+        peer: Who it is, where that is known already; else its socket says so.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         admit: Callable[["ControlConnection"], Failure | None],
         release: Callable[["ControlConnection"], None],
         tenant_of_uid: Mapping[int, str],
+        peer: Peer | None = None,
     ) -> None:
-        self.peer = Peer("", is_operator=False, is_known=False)
+        self.peer = peer or Peer("", is_operator=False, is_known=False)
+        self._is_identified = peer is not None
         self._runtime = runtime
         self._driver = driver
         self._admit = admit
@@ -102,7 +105,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         # Stream servers hand out stream transports; uvloop's do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
+        if not self._is_identified:
+            self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
         self._desk = Desk(self._runtime, self, self._driver)
         refusal = self._admit(self)
         if refusal is not None:
@@ -292,7 +296,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         fd = os.dup(self._transport.get_extra_info("socket").fileno())
         try:
             rest = self._connection.take_rest()
-            wanted = Wanted.from_options(request.body.options) if isinstance(request.body, Attach) else Wanted()
+            wanted = Wanted()
+            # A relay's socket looks like a local peer's, and descriptors would end in the relay.
+            if isinstance(request.body, Attach) and not self.peer.is_relayed:
+                wanted = Wanted.from_options(request.body.options)
             if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted, guest):
                 self._connection.receive_data(rest)
                 return False

@@ -1,7 +1,8 @@
 """The sockets the broker listens on.
 
 A Unix socket is guarded by a lock file beside it, so that two daemons can't take it from one another and a socket left
-by a crash can be told from one in use. TCP is bound to loopback only: it is neither encrypted nor authenticated.
+by a crash can be told from one in use. TCP is bound to loopback only: it is neither encrypted nor authenticated. Where
+TLS is spoken, `remote` listens.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from gpulease.protocol.address import Address, TcpAddress, UnixAddress
+from gpulease.protocol.address import TcpAddress, UnixAddress
 
 BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted; the kernel's own limit may be lower."""
@@ -34,7 +35,7 @@ class Listeners:
         self._paths: list[str] = []
         self._locks: list[int] = []
 
-    async def listen(self, address: Address) -> Address:
+    async def listen(self, address: UnixAddress | TcpAddress) -> UnixAddress | TcpAddress:
         """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen."""
         try:
             if isinstance(address, UnixAddress):
@@ -94,7 +95,8 @@ class Listeners:
         for host in hosts:
             if not ipaddress.ip_address(host).is_loopback:
                 raise CannotListen(
-                    f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address"
+                    f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
+                    " use tls: for others"
                 )
         server = await loop.create_server(self._factory, host=sorted(hosts), port=address.port, backlog=BACKLOG)
         self._servers.append(server)

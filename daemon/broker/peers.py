@@ -1,7 +1,8 @@
 """Who is at the other end of a control connection.
 
-On a Unix socket the kernel says which user connected (unix(7), SO_PEERCRED). On loopback TCP nobody does: such peers
-share one tenant, may use only leases whose ids they know, and are never operators.
+On a Unix socket the kernel says which user connected (unix(7), SO_PEERCRED). By TLS a certificate does, which a relay
+has verified (`gpulease.daemon.relay`). On loopback TCP nobody does: such peers share one tenant, may use only leases
+whose ids they know, and are never operators.
 """
 
 import os
@@ -23,13 +24,16 @@ class Peer:
 
     Attributes:
         tenant: Who its leases belong to.
-        is_operator: Whether it may list and revoke everybody's leases: root, and the daemon's own user.
-        is_known: Whether the kernel vouches for `tenant`.
+        is_operator: Whether it may list and revoke everybody's leases: root, the daemon's own user, and remote tenants
+            whom the settings say it of.
+        is_known: Whether anybody vouches for `tenant`: the kernel, or a certificate.
+        is_relayed: Whether a relay is between it and this host, so that no memory can be shared with it.
     """
 
     tenant: str
     is_operator: bool
     is_known: bool
+    is_relayed: bool = False
 
     def __str__(self) -> str:
         return f"{self.tenant}{' (operator)' if self.is_operator else ''}"

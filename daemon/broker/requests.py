@@ -345,6 +345,6 @@ class Desk:
                 Failure(
                     Status.DENIED,
                     f"{operation} is for operators; this connection is {self._peer}",
-                    hint="Run it as root or as the daemon's user, over its Unix socket.",
+                    hint="Run it as root or as the daemon's user, over its Unix socket; or be one of [tls] operators.",
                 )
             )

@@ -9,9 +9,11 @@ from typing import Final
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
-from gpulease.daemon.broker.listening import Listeners
+from gpulease.daemon.broker.listening import CannotListen, Listeners
+from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
 from gpulease.daemon.broker.recording import boot_id, recording
+from gpulease.daemon.broker.remote import RemoteDoor
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
@@ -21,7 +23,7 @@ from gpulease.daemon.config import Config
 from gpulease.daemon.core import Card, LeaseRestored, LeaseTable, PoolTimerFired, ShutdownRequested
 from gpulease.daemon.journal import Journal, open_journal
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
-from gpulease.protocol.address import Address
+from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -55,18 +57,32 @@ class Service:
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
+        self._remote: RemoteDoor | None = None
+        if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
+            self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection)
 
     async def start(self) -> None:
         """Enter what an earlier daemon left, listen, and begin to make warm contexts. Raises CannotListen."""
         for kept in self.runtime.journal.kept:
             self.runtime.post(LeaseRestored(kept, has_worker=False))
+        if self._remote is not None:
+            await self._remote.start()
         for address in self._config.listen:
-            self.addresses.append(await self._listeners.listen(address))
+            self.addresses.append(await self._listen(address))
         self.runtime.post(PoolTimerFired())
+
+    async def _listen(self, address: Address) -> Address:
+        if not isinstance(address, TlsAddress):
+            return await self._listeners.listen(address)
+        if self._remote is None:
+            raise CannotListen(f"can't listen on {address}: there are no certificates")
+        return await self._remote.listen(address)
 
     async def stop(self) -> None:
         """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""
         self._listeners.close()
+        if self._remote is not None:
+            await self._remote.stop()
         self.runtime.post(ShutdownRequested())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -81,6 +97,14 @@ class Service:
     def _new_connection(self) -> ControlConnection:
         door = self._doorkeeper
         return ControlConnection(self.runtime, self._driver, door.admit, door.release, self._config.tenant_of_uid)
+
+    def _new_remote_connection(self, peer: Peer, refusal: Failure | None) -> ControlConnection:
+        door = self._doorkeeper
+
+        def admit(connection: ControlConnection) -> Failure | None:
+            return refusal or door.admit(connection)
+
+        return ControlConnection(self.runtime, self._driver, admit, door.release, {}, peer)
 
 
 @contextlib.asynccontextmanager

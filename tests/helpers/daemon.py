@@ -31,6 +31,7 @@ MARK: Final = "GPULEASE_TEST_DAEMON"
 
 _TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^Traceback|Exception ignored", re.MULTILINE)
 _TCP: Final = re.compile(r"listens on (tcp:\S+)")
+_TLS: Final = re.compile(r"listens on (tls:\S+)")
 
 
 def python_environment() -> dict[str, str]:
@@ -70,6 +71,7 @@ class Daemon:
         *,
         vram: Sequence[str] = ("6GiB",),
         tcp: bool = False,
+        tls: bool = False,
         config: str = "",
         faults: Faults | None = None,
         driver: str = "cpu",
@@ -83,9 +85,10 @@ class Daemon:
         self._was_killed = False
         self._owns_folder = folder is None
         self._mark = uuid.uuid4().hex
-        self._listeners = 1 + tcp
+        self._listeners = 1 + tcp + tls
         arguments = ["--listen", self.address, "--driver", driver]
         arguments += ["--listen", "tcp:127.0.0.1:0"] * tcp
+        arguments += ["--listen", "tls:127.0.0.1:0"] * tls
         arguments += [part for size in vram for part in ("--vram", size)]
         if config:
             (self.folder / "config.toml").write_text(config)
@@ -164,6 +167,13 @@ class Daemon:
     def tcp_address(self) -> str:
         """Where it listens for TCP."""
         found = _TCP.search(self.log())
+        assert found, self.log()
+        return found[1]
+
+    @property
+    def tls_address(self) -> str:
+        """Where it listens for TLS."""
+        found = _TLS.search(self.log())
         assert found, self.log()
         return found[1]
 

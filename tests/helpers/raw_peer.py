@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpulease.protocol import Connection, EndOfStream, Event, Failure, Goodbye, Opcode, Reply, Role
-from gpulease.protocol.address import TcpAddress, parse_address
+from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -22,7 +22,7 @@ REPLY_LIMIT_S = 10.0
 def connect(address: str) -> socket.socket:
     """A blocking socket to a daemon, with a bound on every wait."""
     where = parse_address(address)
-    if isinstance(where, TcpAddress):
+    if not isinstance(where, UnixAddress):
         return socket.create_connection((where.host, where.port), REPLY_LIMIT_S)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

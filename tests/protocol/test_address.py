@@ -2,7 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.protocol.address import DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, parse_address
+from gpulease.protocol.address import (
+    DEFAULT_ADDRESS,
+    MAX_UNIX_PATH_BYTES,
+    TcpAddress,
+    TlsAddress,
+    UnixAddress,
+    parse_address,
+)
 
 GOOD = {
     "unix:/run/gpulease.sock": UnixAddress("/run/gpulease.sock"),
@@ -11,6 +18,8 @@ GOOD = {
     "tcp:localhost:0": TcpAddress("localhost", 0),
     "tcp:127.0.0.1:65535": TcpAddress("127.0.0.1", 65535),
     "tcp:[::1]:7070": TcpAddress("::1", 7070),
+    "tls:gpu1.example:7071": TlsAddress("gpu1.example", 7071),
+    "tls:[fe80::1]:7071": TlsAddress("fe80::1", 7071),
 }
 BAD = {
     "": "is not an address",
@@ -32,7 +41,9 @@ BAD = {
     "tcp:localhost:+1": "port from 0 to 65535",
     "tcp:localhost: 1": "port from 0 to 65535",
     "tcp:localhost:\N{FULLWIDTH DIGIT ONE}": "port from 0 to 65535",
-    "tcp:::1:80": "in brackets",
+    "tcp:::1:80": "in brackets, tcp:",
+    "tls:::1:80": "in brackets, tls:",
+    "tls:localhost": "write tls:HOST:PORT",
 }
 
 
@@ -52,7 +63,7 @@ def test_the_default_is_an_address() -> None:
     assert str(parse_address(DEFAULT_ADDRESS)) == DEFAULT_ADDRESS
 
 
-@given(st.text() | st.text().map("unix:/".__add__) | st.text().map("tcp:".__add__))
+@given(st.text() | st.text().map("unix:/".__add__) | st.text().map("tcp:".__add__) | st.text().map("tls:".__add__))
 def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
     try:
         address = parse_address(text)

@@ -1,0 +1,71 @@
+"""What distance costs: the same work over TLS, through a relay, and over plain TCP, both on loopback."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from gpulease.client.bench.figures import percentile
+from gpulease.client.bench.leased import bulk_copies, hot_path
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Ping
+
+CONNECTS: Final = 100
+PKI_TIMEOUT_S: Final = 30.0
+HOST: Final = "127.0.0.1"
+
+_HOT: Final = (
+    "launch_pipelined_us",
+    "launch_own_us",
+    "launch_sync_p50_us",
+    "launch_sync_p99_us",
+    "sync_p50_us",
+    "alloc_free_p50_us",
+    "write_4k_p50_us",
+    "read_4k_p50_us",
+)
+
+
+class NoCertificates(Exception):
+    """The test certificates could not be made; the message has why."""
+
+
+def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ...]) -> dict[str, float]:
+    """Of one address: connecting, a session's hot path, large copies."""
+    connects = sorted(_connect_ms(address) for _ in range(CONNECTS))
+    hot = hot_path(address, ptx, launches, 500)
+    return {
+        "connect_p50_ms": percentile(connects, 50),
+        "connect_p99_ms": percentile(connects, 99),
+        **{name: hot[name] for name in _HOT},
+        **{name: value for name, value in bulk_copies(address, sizes).items() if not name.startswith("arena_")},
+    }
+
+
+def _connect_ms(address: str) -> float:
+    """From nothing to a connection that has said HELLO and been answered a PING."""
+    started = time.perf_counter()
+    ask(Opcode.PING, Ping(1), address)
+    return (time.perf_counter() - started) * 1e3
+
+
+def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
+    """Test certificates: what a daemon on this host needs as settings, and a tenant as environment.
+
+    Raises NoCertificates.
+    """
+    for words in (("init",), ("issue", "--server", HOST), ("issue", "--tenant", "bench")):
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.pki", words[0], str(folder), *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PKI_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise NoCertificates((done.stderr.strip().splitlines() or ["no output"])[-1])
+    paths = {"certificate": f"server-{HOST}.pem", "key": f"server-{HOST}.key", "client_ca": "ca.pem"}
+    settings = "".join(f'{name} = "{folder / path}"\n' for name, path in paths.items())
+    environment = {
+        "GPULEASE_TLS_CERTIFICATE": str(folder / "tenant-bench.pem"),
+        "GPULEASE_TLS_KEY": str(folder / "tenant-bench.key"),
+        "GPULEASE_TLS_CA": str(folder / "ca.pem"),
+    }
+    return f"[tls]\n{settings}", environment

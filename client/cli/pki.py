@@ -1,0 +1,22 @@
+"""`gpulease pki`: test certificates, which are made by a module of the daemon in a process of its own."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Final
+
+import click
+
+from gpulease.client.cli.private_daemon import CannotStart
+
+MODULE: Final = "gpulease.daemon.pki"
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def pki(words: tuple[str, ...]) -> None:
+    """Make a test authority and certificates: init, issue, revoke. `gpulease pki -h` says more."""
+    # The daemon need not be installed where its client is.
+    if find_spec(MODULE.rpartition(".")[0]) is None:
+        raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
+    sys.exit(subprocess.run([sys.executable, "-P", "-m", MODULE, *words], check=False).returncode)

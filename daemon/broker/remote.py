@@ -1,0 +1,267 @@
+"""Where remote tenants come in: the gate as the broker sees it, and whose connection each relay's socket is.
+
+The broker holds the listening sockets, so that they outlive a gate that dies; it never reads from one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from gpulease.daemon.broker.listening import BACKLOG, CannotListen
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.relay.complaints import Complaints
+from gpulease.daemon.relay.identity import IdentityFiles
+from gpulease.daemon.relay.naming import NoTenant, tenant_named
+from gpulease.daemon.tls_settings import TlsSettings
+from gpulease.protocol.address import TlsAddress
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.opcodes import Status
+
+START_TIMEOUT_S: Final = 30.0
+"""For the gate to be there: it imports little."""
+
+RESTART_DELAY_S: Final = 1.0
+"""Between the death of a gate and the next one: one that dies at once must not be started in a busy loop."""
+
+OVERWRITE_WHAT_IS_FREED: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
+"""For the C library of the gate and its relays: OpenSSL overwrites a private key that it frees, but not what it read it
+from. The second makes the first true of small pieces too (glibc manual, "Memory Allocation Tunables")."""
+
+_UNKNOWN: Final = Peer("", is_operator=False, is_known=False, is_relayed=True)
+
+MakeConnection = Callable[[Peer, Failure | None], asyncio.BaseProtocol]
+"""A control connection of that peer; with a failure, one that says it and closes."""
+
+_log = logging.getLogger("gpulease.relay")
+
+
+class RemoteDoor:
+    """The gate, its listening sockets, and the relays that live."""
+
+    def __init__(self, settings: TlsSettings, tenants: Mapping[str, str], make_connection: MakeConnection) -> None:
+        self._settings = settings
+        self._tenants = tenants
+        self._make_connection = make_connection
+        self._listeners: list[socket.socket] = []
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        # By process id.
+        self._relays: dict[int, Peer] = {}
+        self._by_tenant: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_stopping = False
+        self._complaints = Complaints()
+
+    async def start(self) -> None:
+        """Start the gate and wait until it has read its files. Raises CannotListen."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._channel = self._launch()
+        except OSError as error:
+            raise CannotListen(f"no process can be started: {error.strerror}") from None
+        self._ready = loop.create_future()
+        loop.add_reader(self._channel, self._read)
+        try:
+            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
+            for listener in self._listeners:
+                self._pass_on(listener)
+        except TimeoutError:
+            self._end()
+            raise CannotListen(f"the gate for remote tenants was not ready after {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            self._end()
+            raise
+
+    async def listen(self, address: TlsAddress) -> TlsAddress:
+        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen."""
+        loop = asyncio.get_running_loop()
+        port = address.port
+        try:
+            found = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, where in sorted({(entry[0], entry[4]) for entry in found}):
+                # All of a name's addresses have one port, also where the kernel chooses it.
+                listener = _bound(family, (where[0], port, *where[2:]))
+                port = int(listener.getsockname()[1])
+                self._listeners.append(listener)
+                self._pass_on(listener)
+        except OSError as error:
+            raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+        return TlsAddress(address.host, port)
+
+    async def stop(self) -> None:
+        """Let nobody in any more. Relays live for as long as their connections."""
+        self._is_stopping = True
+        for task in list(self._tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._end()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _launch(self) -> socket.socket:
+        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.relay", str(theirs.fileno()), str(os.getpid())]
+        command += [str(self._settings.max_connections), str(self._settings.max_connections_per_tenant)]
+        command += IdentityFiles.of(self._settings).to_arguments()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"GLIBC_TUNABLES": OVERWRITE_WHAT_IS_FREED},
+            )
+            undo.pop_all()
+        return ours
+
+    def _pass_on(self, listener: socket.socket) -> None:
+        if self._channel is not None:
+            send_message(self._channel, {"op": "listen"}, (listener.fileno(),))
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for pid in list(self._relays):
+            _adopt(pid, self._left)
+
+    # --- what the gate says ---
+
+    def _read(self) -> None:
+        while self._channel is not None:
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return
+            except ChannelClosed:
+                self._gone()
+                return
+            self._take(message, fds)
+
+    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
+        match message:
+            case {"op": "ready"} if self._ready is not None and not self._ready.done():
+                self._ready.set_result(None)
+            case {"op": "broken", "reason": reason} if self._ready is not None and not self._ready.done():
+                self._ready.set_exception(CannotListen(f"no remote tenant could connect: {reason}"))
+            case {"op": "arrived", "pid": int(pid)} if len(fds) == 1:
+                self._arrived(pid, message, socket.socket(fileno=fds.pop()))
+            case {"op": "left", "pid": int(pid)}:
+                self._left(pid)
+        close_all(fds)
+
+    def _arrived(self, pid: int, message: dict[str, Any], sock: socket.socket) -> None:
+        peer, refusal = self._look_at(message)
+        self._relays[pid] = peer
+        self._by_tenant[peer.tenant] += 1
+        _log.debug("relay %d: %s from %s, certificate %s", pid, peer, message["peer"], message["serial"])
+        if refusal is not None:
+            self._complaints.add(f"{peer.tenant or 'nobody'} from {message['peer']}", refusal.message)
+        sock.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._connect(sock, peer, refusal))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _look_at(self, message: dict[str, Any]) -> tuple[Peer, Failure | None]:
+        try:
+            tenant = tenant_named(message["names"], self._tenants)
+        except NoTenant as error:
+            hint = "Ask the operator of the node for a certificate in your name."
+            return _UNKNOWN, Failure(Status.DENIED, str(error), hint=hint)
+        is_operator = tenant in self._settings.operators
+        most = self._settings.max_connections_per_tenant
+        peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
+        if self._by_tenant[tenant] >= most:
+            why = f"tenant {tenant} has {most} connections by TLS, the most one may have"
+            return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")
+        return peer, None
+
+    async def _connect(self, sock: socket.socket, peer: Peer, refusal: Failure | None) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: self._make_connection(peer, refusal), sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _left(self, pid: int) -> None:
+        peer = self._relays.pop(pid, None)
+        if peer is None:
+            return
+        self._by_tenant[peer.tenant] -= 1
+        if not self._by_tenant[peer.tenant]:
+            del self._by_tenant[peer.tenant]
+
+    def _gone(self) -> None:
+        self._end()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(CannotListen("the gate for remote tenants died as it started; its log says why"))
+        elif not self._is_stopping:
+            _log.error("the gate for remote tenants died: it will be started again; connections that are open go on")
+            task = asyncio.get_running_loop().create_task(self._restart())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self) -> None:
+        while True:
+            await asyncio.sleep(RESTART_DELAY_S)
+            try:
+                await self.start()
+            except CannotListen as error:
+                _log.error("the gate for remote tenants can't be started: %s", error)
+                continue
+            _log.info("the gate for remote tenants is back")
+            return
+
+
+def _bound(family: int, where: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setblocking(False)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _adopt(pid: int, left: Callable[[int], None]) -> None:
+    """A dead gate's relay is this process's child (see processes.adopt_orphans): wait for it when it has ended."""
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        left(pid)
+        return
+
+    def reap() -> None:
+        loop.remove_reader(pidfd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+        left(pid)
+
+    loop.add_reader(pidfd, reap)

@@ -1,0 +1,348 @@
+"""The gate: the process that accepts remote tenants' connections and forks a relay for each."""
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.processes import exit_text
+from gpulease.daemon.relay.complaints import Complaints
+from gpulease.daemon.relay.crowd import first_of_the_fewest, first_of_the_largest
+from gpulease.daemon.relay.identity import BadIdentity, Identity, IdentityFiles
+from gpulease.daemon.relay.life import live, preload
+from gpulease.daemon.relay.strangers import Stranger, Strangers
+
+MAX_HANDSHAKES: Final = 32
+"""Processes at a time whose peer is not known yet. An honest one is that for a round trip."""
+
+MIN_HANDSHAKE_S: Final = 0.5
+"""What each of them gets at least; then, if others wait, one is ended: see `crowd`."""
+
+LOOK_S: Final = 0.25
+"""Between two looks at who has had enough time, while others wait."""
+
+REVOKED_LOOK_S: Final = 1.0
+"""Between two looks at whether the certificates of open connections were revoked."""
+
+NO_DESCRIPTORS_PAUSE_S: Final = 0.1
+"""After the host had no descriptor for a connection, until the next one is tried."""
+
+TO_BE_TOLD: Final = 16
+"""Connections of one holder beyond those it may have, whose relays live until it was told so. Stops it from taking
+everybody's relays by opening what is refused again and again."""
+
+EXIT_BUG: Final = 70
+"""EX_SOFTWARE of sysexits(3)."""
+
+_log = logging.getLogger("gpulease.relay")
+
+
+@dataclass(slots=True)
+class Handshake:
+    """A relay whose peer is not known yet.
+
+    Attributes:
+        report: Where it says whose connection it is.
+        inner: The end of its other socket that the broker gets then.
+        has_failed: Whether there will be no connection, and the relay only waits for the peer to read why.
+    """
+
+    pid: int
+    peer: str
+    source: str
+    report: socket.socket
+    inner: socket.socket
+    since: float
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who showed a certificate: its names, and its serial number; no CA gives one below zero (RFC 5280, 4.1.2.2)."""
+
+    names: tuple[str, ...] = ()
+    serial: int = -1
+
+
+UNKNOWN: Final = Holder()
+
+
+class Gate:
+    """Accepts, forks, tells the broker, reaps."""
+
+    def __init__(
+        self, channel: socket.socket, files: IdentityFiles, max_relays: int, max_relays_per_tenant: int
+    ) -> None:
+        """Raises BadIdentity."""
+        self._channel = channel
+        self._files = files
+        self._identity: Identity | None = Identity(files)
+        self._complaint_about_files = ""
+        self._max_relays = max_relays
+        self._max_by_names = max_relays_per_tenant + TO_BE_TOLD
+        self._epoll = select.epoll()
+        self._complaints = Complaints()
+        self._strangers = Strangers(self._epoll, self._on_spoken, self._on_gone)
+        self._listeners: dict[int, socket.socket] = {}
+        self._spoken: deque[Stranger] = deque()
+        # In the order they began; by their report's descriptor.
+        self._handshakes: dict[int, Handshake] = {}
+        # By process id; of whom the peer is not known yet: UNKNOWN.
+        self._relays: dict[int, Holder] = {}
+        self._next_look = 0.0
+        self._accepts_from = 0.0
+        # SIGCHLD must wake epoll_wait(2): its arrival is written here by the C-level handler.
+        self._wakeup, self._wakeup_end = socket.socketpair()
+        for end in (self._wakeup, self._wakeup_end):
+            end.setblocking(False)
+
+    def run(self) -> None:
+        """Serve until the broker is gone. Raises ChannelClosed then."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
+        self._epoll.register(self._channel, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        while True:
+            for fd, _ in self._epoll.poll(self._timeout_s()):
+                self._on_event(fd)
+            self._strangers.expire()
+            self._begin_handshakes()
+            self._accept_again()
+            self._look_for_revoked()
+
+    def _on_event(self, fd: int) -> None:
+        if fd in self._strangers:
+            self._strangers.look(fd)
+        elif fd in self._listeners:
+            self._accept(self._listeners[fd])
+        elif fd in self._handshakes:
+            self._on_report(self._handshakes[fd])
+        elif fd == self._wakeup.fileno():
+            with contextlib.suppress(BlockingIOError):
+                while self._wakeup.recv(4096):
+                    pass
+            self._reap()
+        elif fd == self._channel.fileno():
+            self._on_broker(*receive_message(self._channel))
+
+    def _timeout_s(self) -> float | None:
+        looks = [self._strangers.next_end_s]
+        if self._spoken:
+            looks.append(LOOK_S)
+        if self._accepts_from:
+            looks.append(NO_DESCRIPTORS_PAUSE_S)
+        if self._relays:
+            looks.append(REVOKED_LOOK_S)
+        return min((look for look in looks if look is not None), default=None)
+
+    # --- who comes ---
+
+    def _on_broker(self, message: dict[str, Any], fds: list[int]) -> None:
+        if message.get("op") != "listen" or len(fds) != 1:
+            close_all(fds)
+            return
+        listener = socket.socket(fileno=fds[0])
+        listener.setblocking(False)
+        self._listeners[listener.fileno()] = listener
+        self._epoll.register(listener, select.EPOLLIN)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            self._strangers.accept(listener)
+        except OSError as error:
+            self._complaints.add("a peer", f"no connection can be taken: {error.strerror}")
+            self._strangers.make_room("there are no descriptors left")
+            self._listen(events=0)
+            self._accepts_from = time.monotonic() + NO_DESCRIPTORS_PAUSE_S
+
+    def _accept_again(self) -> None:
+        if self._accepts_from and time.monotonic() >= self._accepts_from:
+            self._accepts_from = 0.0
+            self._listen(events=select.EPOLLIN)
+
+    def _listen(self, events: int) -> None:
+        for listener in self._listeners.values():
+            self._epoll.modify(listener, events)
+
+    def _on_gone(self, stranger: Stranger, why: str) -> None:
+        self._complaints.add(stranger.peer, why)
+
+    def _on_spoken(self, stranger: Stranger) -> None:
+        if len(self._relays) >= self._max_relays:
+            stranger.sock.close()
+            self._on_gone(stranger, f"{len(self._relays)} connections are open, the most this daemon takes")
+            return
+        self._spoken.append(stranger)
+        if len(self._spoken) > MAX_HANDSHAKES:
+            one = first_of_the_largest(self._spoken) or stranger
+            self._spoken.remove(one)
+            one.sock.close()
+            self._on_gone(one, f"more than {MAX_HANDSHAKES} wait for their handshake")
+
+    def _begin_handshakes(self) -> None:
+        if not self._spoken:
+            return
+        self._read_identity()
+        self._make_room()
+        while self._spoken and len(self._handshakes) < MAX_HANDSHAKES:
+            stranger = first_of_the_fewest(self._spoken, self._handshakes.values())
+            self._spoken.remove(stranger)
+            with stranger.sock:
+                self._fork(stranger)
+
+    def _make_room(self) -> None:
+        """End handshakes, as many as others wait: those that have failed, then those that have had their time."""
+        before = time.monotonic() - MIN_HANDSHAKE_S
+        for _ in range(len(self._handshakes) + len(self._spoken) - MAX_HANDSHAKES):
+            handshakes = self._handshakes.values()
+            one = first_of_the_largest(handshakes, lambda one: one.has_failed)
+            one = one or first_of_the_largest(handshakes, lambda one: one.since <= before)
+            if one is None:
+                return
+            self._give_up(one, f"its handshake goes on, and {len(self._spoken)} others wait")
+
+    def _read_identity(self) -> None:
+        """Read the files again if they have changed. Nobody is let in by what they were, nor without them."""
+        if self._identity is not None and self._identity.is_current():
+            return
+        try:
+            self._identity = Identity(self._files)
+            _log.info("read the node's certificate, its key and whom it believes again")
+            self._complaint_about_files = ""
+        except BadIdentity as error:
+            self._identity = None
+            if str(error) != self._complaint_about_files:
+                self._complaint_about_files = str(error)
+                _log.error("no remote tenant can connect: %s", error)
+
+    def _look_for_revoked(self) -> None:
+        """End connections whose certificates were revoked after they were made."""
+        now = time.monotonic()
+        if not self._relays or now < self._next_look:
+            return
+        self._next_look = now + REVOKED_LOOK_S
+        self._read_identity()
+        for pid, holder in self._relays.items():
+            if self._identity is not None and holder.serial in self._identity.revoked:
+                _log.warning("relay %d ends: certificate %X was revoked", pid, holder.serial)
+                os.kill(pid, signal.SIGKILL)
+
+    # --- relays ---
+
+    def _fork(self, stranger: Stranger) -> None:
+        if self._identity is None:
+            self._on_gone(stranger, "this node has no certificate that can be used")
+            return
+        with contextlib.ExitStack() as undo:
+            try:
+                inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
+                report, relays_report = (undo.enter_context(end) for end in channel_pair())
+                pid = os.fork()
+            except OSError as error:
+                self._on_gone(stranger, f"no process can be started: {error.strerror}")
+                return
+            if pid == 0:
+                self._become_relay(stranger.sock, relays_inner, relays_report, self._identity)
+            self._relays[pid] = UNKNOWN
+            undo.pop_all()
+        relays_inner.close()
+        relays_report.close()
+        self._epoll.register(report, select.EPOLLIN)
+        self._handshakes[report.fileno()] = Handshake(
+            pid, stranger.peer, stranger.source, report, inner, time.monotonic()
+        )
+
+    def _become_relay(
+        self, net: socket.socket, inner: socket.socket, report: socket.socket, identity: Identity
+    ) -> NoReturn:
+        status = EXIT_BUG
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            net.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            inner.setblocking(False)
+            self._identity = None
+            status = live(net, inner, report, identity)
+        except BaseException:
+            # A bug of ours. Nothing of the gate's may go on in this process.
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _on_report(self, handshake: Handshake) -> None:
+        try:
+            message, fds = receive_message(handshake.report)
+        except ChannelClosed:
+            self._forget(handshake)
+            return
+        close_all(fds)
+        match message:
+            case {"op": "verified", "names": list(names), "serial": str(serial), "sha256": str(sha256)}:
+                holder = Holder(tuple(str(name) for name in names), _number_of(serial))
+                if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
+                    self._give_up(handshake, f"{', '.join(holder.names)} has too many connections")
+                    return
+                self._relays[handshake.pid] = holder
+                arrival: dict[str, Any] = {"names": list(holder.names), "serial": serial, "sha256": sha256}
+                arrival |= {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer}
+                send_message(self._channel, arrival, (handshake.inner.fileno(),))
+            case {"op": "failed", "reason": str(reason)} if not handshake.has_failed:
+                self._complaints.add(handshake.peer, reason)
+                handshake.has_failed = True
+                return
+        self._forget(handshake)
+
+    def _give_up(self, handshake: Handshake, why: str) -> None:
+        if not handshake.has_failed:
+            self._complaints.add(handshake.peer, why)
+        if handshake.pid in self._relays:
+            os.kill(handshake.pid, signal.SIGKILL)
+        self._forget(handshake)
+
+    def _forget(self, handshake: Handshake) -> None:
+        del self._handshakes[handshake.report.fileno()]
+        self._epoll.unregister(handshake.report)
+        handshake.report.close()
+        handshake.inner.close()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._relays.pop(pid, None)
+            if status:
+                _log.warning("relay %d %s", pid, exit_text(status))
+            send_message(self._channel, {"op": "left", "pid": pid})
+
+
+def _number_of(serial: str) -> int:
+    try:
+        return int(serial, 16)
+    except ValueError:
+        return UNKNOWN.serial
+
+
+def get_ready() -> None:
+    """Have done before the first fork what would be done in each relay.
+
+    What is alive now is alive in every relay: keep the collector from touching, and so copying, its pages.
+    """
+    preload()
+    gc.collect()
+    gc.freeze()

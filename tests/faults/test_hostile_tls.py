@@ -1,0 +1,311 @@
+"""The TLS port under peers that mean harm, and relays that die: nobody else notices, and nothing is left."""
+
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Disconnected, GpuSession
+from gpulease.client.core import fate
+from gpulease.daemon.relay.gate import MAX_HANDSHAKES, TO_BE_TOLD
+from gpulease.daemon.relay.opening import NOT_TLS_ALERT
+from gpulease.daemon.relay.strangers import MAX_STRANGERS
+from gpulease.protocol import Opcode, Status
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Hello, MemWrite, Ping
+from helpers.daemon import Daemon
+from helpers.kernels import check_main_job
+from helpers.processes import cpu_seconds, is_running
+from helpers.raw_peer import connect
+from helpers.remote import Pki, gate_pid, relays
+from helpers.waiting import wait_until
+
+HALF_OPEN = 1000
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki.make(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(scope="module")
+def remote_daemon(pki: Pki) -> Iterator[Daemon]:
+    daemon = Daemon(tls=True, config=pki.settings("max_connections_per_tenant = 12"))
+    try:
+        daemon.wait_until_it_answers()
+    except BaseException:
+        daemon.discard()
+        raise
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def daemon(remote_daemon: Daemon, pki: Pki) -> Iterator[Daemon]:
+    """It, with a neighbour who works on all the while; afterwards nothing is left of what a test did."""
+    files = len(remote_daemon.open_files())
+    with pki.builder(remote_daemon.tls_address, pki.bob).acquire() as lease, GpuSession(lease) as session:
+        yield remote_daemon
+        check_main_job(session)
+    wait_until(lambda: not relays(remote_daemon), "no relay is left", seen=lambda: relays(remote_daemon))
+    wait_until(lambda: not remote_daemon.leases(), "no lease is left", seen=remote_daemon.leases)
+    wait_until(lambda: len(remote_daemon.open_files()) <= files, "no descriptor is left", seen=remote_daemon.open_files)
+
+
+def first_words(pki: Pki) -> bytes:
+    """A ClientHello."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = pki.context(pki.ann).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def check_ann_is_served(daemon: Daemon, pki: Pki) -> None:
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+        session.sync()
+
+
+# --- before the handshake ---
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", bytes(600), build_frame(Opcode.HELLO, b"", request_id=1), b"\x16\x03\x01\xff\xff\x01"],
+)
+def test_what_is_no_tls_is_told_so_and_cut(daemon: Daemon, pki: Pki, garbage: bytes) -> None:
+    with connect(daemon.tls_address) as sock:
+        sock.sendall(garbage)
+        assert sock.recv(100) == NOT_TLS_ALERT
+        assert sock.recv(100) == b""
+    check_ann_is_served(daemon, pki)
+
+
+def test_garbage_inside_a_record_gets_an_alert_and_no_connection(daemon: Daemon, pki: Pki) -> None:
+    with connect(daemon.tls_address) as sock:
+        sock.sendall(b"\x16\x03\x01\x00\x40\x01" + os.urandom(63))
+        assert sock.recv(100)[:1] == b"\x15"
+        assert sock.recv(100) == b""
+    check_ann_is_served(daemon, pki)
+
+
+def test_a_thousand_half_open_connections_cost_no_process_and_hold_up_nobody(daemon: Daemon, pki: Pki) -> None:
+    before, begin = len(relays(daemon)), first_words(pki)[:50]
+    with ExitStack() as stack:
+        half = [stack.enter_context(connect(daemon.tls_address)) for _ in range(HALF_OPEN)]
+        for sock in half[::2]:
+            # Reset already, where it was cut for those behind it.
+            with suppress(OSError):
+                sock.sendall(begin)
+        check_ann_is_served(daemon, pki)
+        wait_until(lambda: len(relays(daemon)) <= before, "no process is made for them", seen=lambda: relays(daemon))
+        assert gate_files(daemon) < MAX_STRANGERS + 100
+
+
+def test_peers_that_stall_in_the_handshake_are_bounded_and_hold_up_nobody(daemon: Daemon, pki: Pki) -> None:
+    before = len(relays(daemon))
+    hello = first_words(pki)
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_HANDSHAKES):
+            sock = stack.enter_context(connect(daemon.tls_address))
+            sock.sendall(hello)
+        check_ann_is_served(daemon, pki)
+        assert len(relays(daemon)) <= before + MAX_HANDSHAKES + 3
+        # They are cut without anybody waiting for their place; and so is who says nothing at all.
+        silent = stack.enter_context(connect(daemon.tls_address))
+        wait_until(lambda: len(relays(daemon)) <= before, "they are gone", seen=lambda: relays(daemon))
+        assert silent.recv(1) == b""
+
+
+def test_a_byte_at_a_time_is_a_handshake_and_a_session_too(daemon: Daemon, pki: Pki) -> None:
+    with connect(daemon.tls_address) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = pki.context(pki.ann).wrap_bio(incoming, outgoing, server_hostname="localhost")
+
+        def send_slowly() -> None:
+            for byte in outgoing.read():
+                sock.sendall(bytes([byte]))
+
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                send_slowly()
+                incoming.write(sock.recv(1 << 16))
+        spent = cpu_seconds(gate_pid(daemon))
+        frame = build_frame(Opcode.HELLO, build_body(Hello(0, "slow", ())), request_id=1)
+        for byte in frame:
+            tls.write(bytes([byte]))
+        send_slowly()
+        incoming.write(sock.recv(1 << 16))
+        assert tls.read(1 << 16)
+        assert cpu_seconds(gate_pid(daemon)) - spent < 0.2
+
+
+def test_a_flood_from_one_address_crowds_out_itself(pki: Pki, daemon: Daemon) -> None:
+    """All the while handshakes are begun from there, by the hundred a second, and left alone."""
+    files = gate_files(daemon)
+    hello, address, port = first_words(pki), "127.0.0.1", int(daemon.tls_address.rpartition(":")[2])
+    is_over = threading.Event()
+
+    def flood() -> None:
+        begun: deque[socket.socket] = deque()
+        while not is_over.wait(0.01):
+            with suppress(OSError):
+                sock = socket.create_connection((address, port), 5, ("127.0.0.2", 0))
+                begun.append(sock)
+                sock.sendall(hello)
+            if len(begun) > 5 * MAX_HANDSHAKES:
+                begun.popleft().close()
+        for sock in begun:
+            sock.close()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        time.sleep(0.5)
+        check_ann_is_served(daemon, pki)
+    finally:
+        is_over.set()
+        thread.join()
+    wait_until(lambda: gate_files(daemon) <= files, "they are gone", seen=lambda: relays(daemon))
+
+
+def gate_files(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{gate_pid(daemon)}/fd"))
+
+
+# --- in a session ---
+
+
+def test_a_relay_that_is_killed_ends_its_connection_alone(
+    daemon: Daemon, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fate, "FATE_WAIT_S", 0.2)
+    before = {info.pid for info in relays(daemon)}
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease:
+        control = {info.pid for info in relays(daemon)} - before
+        with GpuSession(lease) as session:
+            (pid,) = {info.pid for info in relays(daemon)} - before - control
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(Disconnected, match="the daemon says the lease is still active"):
+                session.sync()
+        with GpuSession(lease) as session:
+            check_main_job(session)
+
+
+def test_connections_outlive_the_gate_and_it_comes_back(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(tls=True, config=pki.settings())
+    daemon.allowed_trouble.append("the gate for remote tenants died")
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+        os.kill(gate_pid(daemon), signal.SIGKILL)
+        check_main_job(session)
+        lease.renew(30)
+    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+    check_ann_is_served(daemon, pki)
+
+
+def test_a_session_does_not_need_the_broker(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
+    """Its relay goes on for as long as there is a worker, and ends with it."""
+    daemon = start_daemon(tls=True, config=pki.settings())
+    with pki.peer(daemon.tls_address, pki.ann).hello() as control:
+        lease_id = control.acquire().lease_id
+        control_relay = {info.pid for info in relays(daemon)}
+        with pki.peer(daemon.tls_address, pki.ann).hello() as session:
+            session.attach(lease_id)
+            (relay,) = {info.pid for info in relays(daemon)} - control_relay
+            worker = daemon.worker_pid(lease_id)
+            os.kill(worker, signal.SIGSTOP)
+            daemon.kill()
+            time.sleep(0.1)
+            # The worker dies with its broker; stopped or not, its socket closes then.
+            wait_until(lambda: not is_running(worker), "the worker is gone")
+            assert session.sock.recv(1) == b""
+        wait_until(lambda: not is_running(relay), "its relay is gone")
+
+
+def test_a_tenant_that_dies_inside_a_frame_is_forgotten(daemon: Daemon, pki: Pki) -> None:
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease:
+        for cut in (1, 30, 20_000):
+            with pki.peer(daemon.tls_address, pki.ann).hello() as peer:
+                peer.attach(lease.lease_id)
+                frame = build_frame(
+                    Opcode.MEM_WRITE,
+                    build_body(MemWrite(1, 0, bytes(100_000))),
+                    request_id=9,
+                    session_id=lease.lease_id,
+                )
+                peer.sock.sendall(frame[:cut])
+                peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        with GpuSession(lease) as session:
+            check_main_job(session)
+
+
+def test_bytes_changed_on_the_way_end_the_connection(daemon: Daemon, pki: Pki) -> None:
+    with pki.peer(daemon.tls_address, pki.ann).hello() as peer, socket.socket(fileno=os.dup(peer.sock.fileno())) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+        # An alert, and the end.
+        while raw.recv(1 << 16):
+            pass
+
+
+def test_a_tenant_that_does_not_read_holds_up_itself_alone(daemon: Daemon, pki: Pki) -> None:
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease:
+        before = {info.pid for info in relays(daemon)}
+        with pki.peer(daemon.tls_address, pki.ann).hello() as peer:
+            peer.attach(lease.lease_id)
+            (relay,) = {info.pid for info in relays(daemon)} - before
+            peer.sock.settimeout(0.3)
+            ping = build_frame(Opcode.PING, build_body(Ping(1)), request_id=1, session_id=lease.lease_id)
+            with pytest.raises(TimeoutError):
+                peer.sock.sendall(ping * (64 << 20 >> 5))
+            check_ann_is_served_by_the_broker(daemon, pki)
+            spent = cpu_seconds(relay)
+            time.sleep(0.3)
+            assert cpu_seconds(relay) - spent < 0.1
+            memory = Path(f"/proc/{relay}/status").read_text()
+            (resident,) = [line.split()[1] for line in memory.splitlines() if line.startswith("RssAnon")]
+            assert int(resident) < 32 << 10
+
+
+def check_ann_is_served_by_the_broker(daemon: Daemon, pki: Pki) -> None:
+    with pki.peer(daemon.tls_address, pki.ann).hello() as peer:
+        assert peer.request(Opcode.PING, Ping(3)) == Ping(3)
+
+
+def test_idle_relays_cost_nothing(daemon: Daemon, pki: Pki) -> None:
+    with pki.peer(daemon.tls_address, pki.ann).hello():
+        pids = [info.pid for info in relays(daemon)]
+        time.sleep(0.2)
+        before = [cpu_seconds(pid) for pid in pids]
+        time.sleep(0.5)
+        assert [cpu_seconds(pid) for pid in pids] == before
+
+
+def test_connections_of_one_tenant_are_bounded(daemon: Daemon, pki: Pki) -> None:
+    with ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(pki.peer(daemon.tls_address, pki.ann)).hello()
+        with pki.peer(daemon.tls_address, pki.ann) as peer:
+            assert peer.goodbye().status is Status.BUSY
+        # Who comes again and again, and does not go when told, gets no relay any more.
+        for _ in range(2 * TO_BE_TOLD):
+            with suppress(OSError):
+                stack.enter_context(pki.peer(daemon.tls_address, pki.ann))
+        wait_until(lambda: len(relays(daemon)) <= 12 + TO_BE_TOLD + 2, "no more are kept", seen=lambda: relays(daemon))
+        with pki.peer(daemon.tls_address, pki.bob).hello() as other:
+            assert other.request(Opcode.PING, Ping(2)) == Ping(2)
+    wait_until(lambda: len(relays(daemon)) == 2, "theirs are gone", seen=lambda: relays(daemon))
+    check_ann_is_served(daemon, pki)

@@ -1,0 +1,111 @@
+"""Remote tenants: an authority of the tests' own, what it issued, and raw peers that speak TLS."""
+
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from gpulease.client import GpuBuilder
+from gpulease.daemon.pki.authority import Authority, Issued
+from gpulease.protocol import Connection, Role
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+from helpers.daemon import Daemon
+from helpers.processes import ProcessInfo
+from helpers.raw_peer import RawPeer, connect
+
+
+@dataclass(frozen=True)
+class Pki:
+    """An authority and what it issued."""
+
+    authority: Authority
+    server: Issued
+    ann: Issued
+    bob: Issued
+    ops: Issued
+
+    @classmethod
+    def make(cls, folder: Path) -> Self:
+        """A new one."""
+        authority = Authority.create(folder)
+        ann, bob, ops = (authority.issue_tenant(name) for name in ("ann", "bob", "ops"))
+        return cls(authority, authority.issue_server(["127.0.0.1", "localhost"]), ann, bob, ops)
+
+    def settings(self, more: str = "", *, crl: bool = True) -> str:
+        """A `[tls]` table that believes this authority, with more lines in it or behind it."""
+        lines = [
+            "[tls]",
+            f'certificate = "{self.server.certificate}"',
+            f'key = "{self.server.key}"',
+            f'client_ca = "{self.authority.certificate_path}"',
+        ]
+        if crl:
+            lines.append(f'crl = "{self.authority.crl_path}"')
+        return "\n".join([*lines, more, ""])
+
+    def builder(self, address: str, who: Issued) -> GpuBuilder:
+        """Ask a daemon for a small lease, as somebody."""
+        builder = GpuBuilder(address).min_vram(1 << 20).lease_secs(60)
+        return builder.tls(str(who.certificate), str(who.key), str(self.authority.certificate_path))
+
+    def be(self, who: Issued, monkeypatch: Any) -> None:
+        """Be somebody, by the environment."""
+        monkeypatch.setenv("GPULEASE_TLS_CERTIFICATE", str(who.certificate))
+        monkeypatch.setenv("GPULEASE_TLS_KEY", str(who.key))
+        monkeypatch.setenv("GPULEASE_TLS_CA", str(self.authority.certificate_path))
+
+    def peer(self, address: str, who: Issued) -> "TlsPeer":
+        """A raw peer that is somebody."""
+        return TlsPeer(address, self.context(who))
+
+    def context(self, who: Issued | None) -> ssl.SSLContext:
+        """What a peer shakes hands by."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self.authority.certificate_path)
+        if who is not None:
+            context.load_cert_chain(who.certificate, who.key)
+        return context
+
+    def short_lived(self, tenant: str, seconds: float) -> Issued:
+        """A tenant's certificate that ends then; it has ended already if that is negative."""
+        return self.authority.issue_tenant(tenant, timedelta(seconds=seconds))
+
+
+class TlsPeer(RawPeer):
+    """A RawPeer through TLS."""
+
+    def __init__(self, address: str, context: ssl.SSLContext) -> None:
+        plain = connect(address)
+        try:
+            self.sock = context.wrap_socket(plain, server_hostname="localhost")
+        except BaseException:
+            plain.close()
+            raise
+        self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
+        self.session_id = 0
+
+
+def relays(daemon: Daemon) -> list[ProcessInfo]:
+    """The relays of a daemon, and the processes that may become one."""
+    gate = gate_pid(daemon)
+    return [info for info in daemon.processes() if info.name == "gpul-relay" or info.parent == gate]
+
+
+def gate_pid(daemon: Daemon) -> int:
+    """The process that accepts remote tenants."""
+    (gate,) = [info for info in daemon.processes() if info.name == "gpul-gate" and info.parent == daemon.process.pid]
+    return gate.pid
+
+
+@contextmanager
+def short_time_limit(sock: Any, seconds: float) -> Iterator[None]:
+    """A bound on each wait of a socket, for a while."""
+    before = sock.gettimeout()
+    sock.settimeout(seconds)
+    try:
+        yield
+    finally:
+        sock.settimeout(before)
