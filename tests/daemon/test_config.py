@@ -25,7 +25,9 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "6 GiBs", "1e9", "0", "0.1B", "six", "6P", "6.GiB", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "6 GiBs", "1e9", "0", "0.1B", "six", "6P", "6.GiB", "0x10", "9" * 400, "1" * 19]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
@@ -87,6 +89,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"listen": 5}, "setting listen: it must be a string or a list of strings"),
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
+        ({"limits": {"grace_ms": ["expired"]}}, "setting limits: grace_ms must be a table"),
         ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
         ({"warm_contexts": -1}, "warm_contexts is -1"),
         ({"colour": "red"}, "unknown setting 'colour'"),
@@ -104,6 +107,14 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
 def test_settings_that_can_not_be_used(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, settings)
+
+
+@pytest.mark.parametrize("text", [b"driver = ", b"\xff", b"listen = " + b"[" * 2000])
+def test_what_is_no_settings_file(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(path, {})
 
 
 def test_listening_nowhere(tmp_path: Path) -> None:
