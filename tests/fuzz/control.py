@@ -203,8 +203,9 @@ FRAMES = tuple(dict.fromkeys(said_by("client")))
 def seeds() -> Iterator[bytes]:
     """One lease and every request about it by everybody; misbehaviour of every kind around it."""
     request, everybody = 5, range(len(NAMES))
-    got = bytes([1, 1, 1, 0, request, 0, 0, 0, 1, 0, 0, 0, 1, 0, 1])
+    got = bytes([1, 1, 1, 0, request, 0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1])
     for name in everybody:
+        yield got + bytes([3, name, 0, 0, 0, 0])
         for number in range(len(REQUESTS)):
             yield got + bytes([request, name, number, 0, 0, 0, 1, 0, 1]) * 2
             yield (

@@ -255,6 +255,7 @@ def seeds() -> Iterator[bytes]:
     write = bytes([0, ask[Opcode.MEM_WRITE], 1, 0, 16, *range(16), 0])
     read, sync = bytes([0, ask[Opcode.MEM_READ], 1, 0, 3]), bytes([0, ask[Opcode.SYNC]])
     job = alloc + load + write + launched * 3 + sync + read
+    yield b"\0" + job + bytes([255, 0]) + job
     for arena in (0, 3):
         yield bytes([arena]) + job
         for number in range(len(OPS)):
@@ -262,6 +263,5 @@ def seeds() -> Iterator[bytes]:
                 yield (
                     bytes([arena]) + job + bytes([way, number, 1, 1, 2, 3, 0, 1, 0, 1, 0, 2, 1, 0, 0, 3, 0]) * 3 + read
                 )
-    yield b"\0" + job + bytes([255, 0]) + job
     for number in range(len(FRAMES)):
         yield b"\0" + alloc + load + bytes([240, number]) * 2 + read
