@@ -84,6 +84,10 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.GET_INVENTORY, lambda scene, draws: m.Empty()),
     (Opcode.CAPABILITY_AUDIENCE, lambda scene, draws: m.Empty()),
     (Opcode.PING, lambda scene, draws: m.Ping(draws.number(8))),
+    (Opcode.LEASE_SUBSCRIBE, lambda scene, draws: m.LeaseSubscribe(lease(scene, draws))),
+    (Opcode.LEASE_UNSUBSCRIBE, lambda scene, draws: m.LeaseUnsubscribe(draws.below(8))),
+    (Opcode.DRAIN, lambda scene, draws: m.Drain(draws.pick((5000, 500, 0)))),
+    (Opcode.DRAIN_CANCEL, lambda scene, draws: m.Empty()),
 )
 
 

@@ -107,7 +107,7 @@ def step(shared: Shared, draws: Draws) -> None:
 
 
 def take(shared: Shared, requests: RingReader, draws: Draws) -> None:
-    head, tail = requests._head, shared.words[TAIL]
+    head, tail = requests.head, shared.words[TAIL]
     there = tail - head
 
     def bytes_at(size: int) -> bytes:
@@ -128,21 +128,22 @@ def take(shared: Shared, requests: RingReader, draws: Draws) -> None:
         case 4:
             prefix = bytes_at(min(40, there)) if 0 < there <= BYTES else draws.sized(40)
             into = bytearray(draws.pick((max(0, there - len(prefix)) % BYTES, 0, 10)))
-            count = len(prefix) + len(into) if requests.take_data_if(prefix, memoryview(into)) else 0
+            count = len(prefix) + len(into) if requests.take_if(prefix, memoryview(into)) else 0
             assert not count or (there == count and bytes_at(count) == prefix + into)
         case _:
             count = 0
-            assert requests.look_for(draws.number(2), 2) in (False, True)
-            assert requests.look(2) == requests.has_bytes == (there != 0)
+            assert requests.look(2, draws.number(2)) in (False, True)
+            assert requests.has_bytes == (there != 0)
+            assert requests.look(2) == (there > 0)
             assert requests.doze() == (there == 0)
             requests.rise()
-    assert requests._head == head + count
+    assert requests.head == head + count
     if count:
         assert shared.words[HEAD] == head + count
 
 
 def put(shared: Shared, replies: RingWriter, draws: Draws) -> None:
-    tail, known = replies._tail, replies._head
+    tail, known = replies.tail, replies.head
     claimed = shared.words[REPLY_HEAD]
     data = draws.sized(64) * draws.pick((1, 1, 20, 70))
     room = BYTES - tail + known
@@ -161,10 +162,10 @@ def put(shared: Shared, replies: RingWriter, draws: Draws) -> None:
         raise
     # It went by the word of a counter that made sense, of now or of an earlier look.
     most = max(room, BYTES - tail + claimed if known <= claimed <= tail else room)
-    assert replies._tail == tail + count == shared.words[REPLY_TAIL] or not count
+    assert replies.tail == tail + count == shared.words[REPLY_TAIL] or not count
     assert count <= most <= BYTES
     assert bytes(shared.reply_data[(tail + at) % BYTES] for at in range(count)) == data[:count]
-    assert known <= replies._head <= tail
+    assert known <= replies.head <= tail
 
 
 def check_offers(data: bytes) -> None:

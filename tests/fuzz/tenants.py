@@ -17,6 +17,7 @@ from gpulease.protocol import Connection, Goodbye, LocalProtocolError, Opcode, R
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, SESSION_PERMISSIONS, Permission
 from gpulease.protocol.codec import build_body
+from gpulease.protocol.connection import Told
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -137,6 +138,7 @@ class Peer:
         self.name = name
         self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
         self.asked: dict[int, Asked] = {}
+        self.subscribed: dict[int, Asked] = {}
         self.outbox = b""
         self.unread = 0
         self.is_raw = False
@@ -161,6 +163,8 @@ class Peer:
             return
         lease_id = session_id or getattr(body, "lease_id", 0)
         self.asked[number] = Asked(op, body, CLOCK.now_ns, self.scene.known.generation.get(lease_id, 0))
+        if op is Opcode.LEASE_SUBSCRIBE:
+            self.subscribed[number] = self.asked[number]
         self.say(frame)
 
     def say(self, data: bytes) -> None:
@@ -180,10 +184,21 @@ class Peer:
         while (event := self.connection.next_event()) is not None:
             if isinstance(event, Goodbye):
                 continue
+            if isinstance(event, Told):
+                self.overhear(event)
+                continue
             # A peer that talks nonsense is answered with numbers that it never gave.
             assert isinstance(event, Reply) or self.is_raw, event
             if isinstance(event, Reply):
                 self.learn(self.asked.pop(event.request_id), event.result)
+
+    def overhear(self, told: Told) -> None:
+        """What a subscription tells is of leases that this peer may know of."""
+        subscribed = self.subscribed[told.subscription]
+        lease_id, owner = told.event.lease_id, self.scene.known.owner.get(told.event.lease_id)
+        assert subscribed.body.lease_id in (NODE_LEASE, lease_id)
+        if owner is not None:
+            assert self.may(lease_id, ALL_PERMISSIONS, subscribed), f"{self.name} hears of a lease of {owner}"
 
     def learn(self, asked: Asked, result: Any) -> None:
         if not isinstance(result, Failure):
@@ -242,7 +257,7 @@ def revoked(peer: Peer, asked: Asked, body: m.LeaseRevoke, result: m.LeaseRevoke
     assert result.outcome in set(RevokeOutcome)
 
 
-def cleared(peer: Peer, asked: Asked, body: m.FenceClear, result: m.FenceCleared) -> None:
+def for_operators(peer: Peer, asked: Asked, body: Any, result: Any) -> None:
     assert peer.name == OPERATOR
 
 
@@ -276,7 +291,9 @@ ANSWERS: dict[Opcode, Callable[[Peer, Asked, Any, Any], None]] = {
     Opcode.LEASE_QUERY: queried,
     Opcode.LEASE_LIST_ACTIVE: listed,
     Opcode.LEASE_REVOKE: revoked,
-    Opcode.FENCE_CLEAR: cleared,
+    Opcode.FENCE_CLEAR: for_operators,
+    Opcode.DRAIN: for_operators,
+    Opcode.DRAIN_CANCEL: for_operators,
     Opcode.CAPABILITY_ISSUE: issued,
     Opcode.CAPABILITY_PRESENT: presented,
 }

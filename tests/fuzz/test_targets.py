@@ -71,6 +71,7 @@ def test_a_campaign(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     path = [str(root / folder) for folder in (".dev", "tests")]
     command = [sys.executable, "-m", "tests.fuzz", "rings", str(tmp_path), "-runs=2000", "-print_final_stats=1"]
+    command.append(f"-artifact_prefix={tmp_path}/")
     ended = subprocess.run(
         command, cwd=root, env={"PYTHONPATH": ":".join(path)}, capture_output=True, text=True, timeout=100, check=False
     )
