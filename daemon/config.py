@@ -35,7 +35,12 @@ MAX_EMBEDDED_CARDS: Final = 64
 MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE)
+MAX_SIZE_DIGITS: Final = 18
+"""Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
+
+_SIZE: Final = re.compile(
+    rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
+)
 _FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
 """Settings that people write in another unit than the daemon keeps them."""
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -140,8 +145,8 @@ def _from_file(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        # TOMLDecodeError, or bytes that are not UTF-8.
+    except (ValueError, RecursionError) as error:
+        # TOMLDecodeError, bytes that are not UTF-8, or a thousand brackets.
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
@@ -197,6 +202,8 @@ def _limits(table: Any) -> CoreLimits:
     settings = dict(table)
     _check_names(settings, [item.name for item in fields(CoreLimits) if item.name != "tenants"])
     graces = settings.pop("grace_ms", {})
+    if not isinstance(graces, dict):
+        raise ValueError("grace_ms must be a table")
     _check_names(graces, [cause.value for cause in Cause])
     graces = {Cause(cause): _whole(f"grace_ms.{cause}", ms) for cause, ms in graces.items()}
     bounds: dict[str, Any] = {name: _whole(name, bound) for name, bound in settings.items()}

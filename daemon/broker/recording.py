@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.audit.canonical import canonical_bytes
+from gpulease.daemon.audit.canonical import MAX_INTEGER, canonical_bytes
 from gpulease.daemon.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings
 from gpulease.daemon.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.audit.writer import Writer
@@ -87,4 +87,7 @@ def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return value if value is None or isinstance(value, int | str) else str(value)
+    if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
+        return value
+    # A number of any size, and a path whose bytes are no text, are settings as well.
+    return str(value).encode(errors="backslashreplace").decode()

@@ -27,7 +27,9 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "6 GiBs", "1e9", "0", "0.1B", "six", "6P", "6.GiB", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "6 GiBs", "1e9", "0", "0.1B", "six", "6P", "6.GiB", "0x10", "9" * 400, "1" * 19]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
@@ -89,6 +91,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"listen": 5}, "setting listen: it must be a string or a list of strings"),
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
+        ({"limits": {"grace_ms": ["expired"]}}, "setting limits: grace_ms must be a table"),
         ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
         ({"warm_contexts": -1}, "warm_contexts is -1"),
         ({"colour": "red"}, "unknown setting 'colour'"),
@@ -120,6 +123,14 @@ def test_what_is_said_of_the_sandbox(tmp_path: Path) -> None:
     wanted = SandboxSettings(is_required=True, user="gpu", without=frozenset({Measure.SYSCALLS}))
     assert load_config(path, {}).of_sandbox == wanted
     assert load_config(None, {}).of_sandbox == SandboxSettings()
+
+
+@pytest.mark.parametrize("text", [b"driver = ", b"\xff", b"listen = " + b"[" * 2000])
+def test_what_is_no_settings_file(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(path, {})
 
 
 def test_listening_nowhere(tmp_path: Path) -> None:

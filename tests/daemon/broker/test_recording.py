@@ -1,5 +1,6 @@
 """What the audit log's first record says of the settings."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,5 +41,9 @@ def test_other_settings_have_another() -> None:
         of_tenants(ann=ANN),
         of_tenants(ann=BOB),
         of_tenants(bob=BOB),
+        # Numbers that records do not hold, and a path whose bytes are no text.
+        {"max_connections": 10**20},
+        {"max_connections": 10**20 + 1},
+        {"audit": Path("/log/\udcff")},
     ]
     assert len({config_digest(Config(**settings)) for settings in several}) == len(several)

@@ -7,8 +7,7 @@ from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, CapabilityDenie
 from gpulease.daemon.capabilities.keys import KeyRing
 from gpulease.daemon.capabilities.nonces import MAX_NONCES_PER_LEASE
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, Permission
-
-from .scene import LEASE, OTHER, S, Scene
+from helpers.token_scene import LEASE, OTHER, S, Scene
 
 
 @pytest.fixture

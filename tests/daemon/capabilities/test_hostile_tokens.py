@@ -12,8 +12,7 @@ from gpulease.daemon.capabilities.claims import CapabilityDenied, Check
 from gpulease.daemon.capabilities.tokens import MAX_BLOCKS, public_key
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission, narrowing_source
 from gpulease.protocol.limits import MAX_TOKEN_BYTES
-
-from .scene import Scene
+from helpers.token_scene import Scene
 
 SCENE = Scene()
 TOKEN = SCENE.token(ALL_PERMISSIONS, 300)

@@ -9,6 +9,7 @@ valid as a global one, or lies in the host memory of the block's shared or the t
 """
 
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, Access, Environment, Launch, Status
+from gpulease.daemon.drivers.cpu.ptx.scalars import Scalar
 from gpulease.daemon.drivers.cpu.ptx.syntax import Address, Integer, Operand, Register, Space, Variable
 from gpulease.daemon.drivers.cpu.translate.callees import PASSED, RETURNED
 from gpulease.daemon.drivers.cpu.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
@@ -178,11 +179,16 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
         case Integer(value):
             return constant("i64", (value + operand.offset) & (2**64 - 1))
         case Register() as register:
-            if register.type.bits not in (32, 64) or register.type.is_float:
-                raise t.problem(f"{register.name} is .{register.type.name}, which holds no address")
-            base = t.read(register, bits_type(register.type.bits))
+            base = t.read(register, address_type(t, register))
             base = t.ir.resize(base, "i64", signed=False)
             return t.ir.binary("add", base, operand.offset) if operand.offset else base
+
+
+def address_type(t: OperandTranslator, register: Register) -> Scalar:
+    """As what a register is read that holds an address. Raises ImageRejected for one that can hold none."""
+    if register.type.bits not in (32, 64) or register.type.is_float:
+        raise t.problem(f"{register.name} is .{register.type.name}, which holds no address")
+    return bits_type(register.type.bits)
 
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:

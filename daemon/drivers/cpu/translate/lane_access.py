@@ -15,6 +15,7 @@ from gpulease.daemon.drivers.cpu.translate.access import (
     GRANULE_BYTES,
     RECORD_FAULT,
     SPACE_NUMBERS,
+    address_type,
     global_is_valid,
     window_base,
     window_is_valid,
@@ -23,7 +24,7 @@ from gpulease.daemon.drivers.cpu.translate.access import (
 from gpulease.daemon.drivers.cpu.translate.forms import Modifiers
 from gpulease.daemon.drivers.cpu.translate.ir import LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.cpu.translate.memory import check_policy, elements
-from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT, bits_type
+from gpulease.daemon.drivers.cpu.translate.operands import ENVIRONMENT
 from gpulease.daemon.drivers.cpu.translate.vectors import NotWide, is_wide
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
             raise NotWide
         return False
     space = Space(m.get("space").split("::")[0] or "generic")
-    if not is_wide(t.read(operand.base, bits_type(operand.base.type.bits))):
+    if not is_wide(t.read(operand.base, address_type(t, operand.base))):
         if space not in (*_SPACES, Space.PARAM):
             raise NotWide
         return False
@@ -87,12 +88,10 @@ class _Access:
     """One load or store for each lane, of a scalar or a few; vectors of all hold those of the first lane first."""
 
     def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
-        if base.type.bits not in (32, 64) or base.type.is_float:
-            raise t.problem(f"{base.name} is .{base.type.name}, which holds no address")
         self.t, self.ir = t, t.ir
         self._space, self._scalar, self._count = what
         self._size = self._scalar.size * self._count
-        self._base = t.read(base, bits_type(base.type.bits))
+        self._base = t.read(base, address_type(t, base))
         self._offset = operand.offset
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"

@@ -112,6 +112,7 @@ def test_initialisers_become_bytes() -> None:
         (kernel(".reg .b64 %d;\nadd.s32 %d, 1, 2;"), 7, "%d is .b64, not .s32"),
         (kernel(".reg .b32 %r;\nmov.b32 %r, 0d3FF0000000000000;"), 7, "constant can't be read as .b32"),
         (kernel(".reg .b16 %h;\nld.global.u32 %h, [%h];"), 7, "holds no address"),
+        (kernel(".reg .pred %p; .reg .b64 %d;\nld.global.u64 %d, [%p];"), 7, "%p is .pred, which holds no address"),
         (kernel(".reg .e4m3 %h;"), 6, "'.e4m3' is no type"),
         (kernel("{" * 1000), 6, "blocks in one another"),
         (kernel(".shared .b8 s[49153];"), 6, "over 49152 bytes of .shared"),

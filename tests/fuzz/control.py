@@ -1,0 +1,226 @@
+"""The broker's control operations: daemon/broker (control, requests, tokens, runtime, turns) and daemon/core behind it.
+
+The invariant. Whatever several tenants, an operator and strangers over TCP ask, in whatever order and at whatever time:
+
+- every request is answered exactly once, or its connection was closed; in the end nobody waits, and nothing is kept of
+  those who went;
+- the lease table's own rules hold after every step (`LeaseTable.validate`), and no effect of it fails;
+- a tenant is told of, and can renew, free, revoke, or attach to, only leases of its own and those that a token lets it,
+  one that was issued to it, for that, for this generation, and has not expired; a token opens one session, once;
+- what is only for operators is done for operators only.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+
+from gpulease.daemon.core import PoolTimerFired, ShutdownRequested
+from gpulease.protocol import Opcode
+from gpulease.protocol import messages as m
+from gpulease.protocol.capabilities import AttachOption, Permission
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE
+from gpulease.protocol.primitives import LeaseParameter, Tlv
+
+from .draws import Draws
+from .tenants import CARDS, NAMES, Peer, Scene
+from .vector_seeds import said_by
+from .virtual import VirtualLoop, virtual_time
+
+MAX_BYTES = 768
+MAX_STEPS = 60
+SETTLED_S = 40.0
+"""After twice that, all is over: the longest wait, spawn, lease, reclaim and linger one after the other."""
+
+DRAIN_S = 60.0
+
+
+# --- what is asked ---
+
+
+def alloc(scene: Scene, draws: Draws) -> m.LeaseAlloc:
+    device = draws.pick((None, None, None, "0", "1", CARDS[0].uuid, "nope"))
+    values = [bytes([draws.pick((0, 0, 1, 2, 3, 4, 255))])] * draws.pick((0, 1, 1, 1, 2))
+    parameters = tuple(LeaseParameter(EXCLUSIVITY_TAG, value) for value in values)
+    kind = GPU_RESOURCE_TYPE if not draws.chance(16) else 6
+    size, ttl_ms = draws.pick((100, 1, 300, 380, 700, 980, 0, 1 << 40)), draws.pick((1000, 8000, 100, 3000, 8001, 0))
+    return m.LeaseAlloc(kind, size, ttl_ms, draws.pick((0, 0, 1000, 6000, 6001)), device, parameters)
+
+
+def lease(scene: Scene, draws: Draws) -> int:
+    """Mostly one of the latest."""
+    way, leases = draws.byte(), scene.known.leases
+    return leases[-1 - way % min(4, len(leases))] if way < 200 else leases[way % len(leases)]
+
+
+def issue(scene: Scene, draws: Draws) -> m.CapabilityIssue:
+    audience = scene.audience_of(draws.pick(NAMES)) if not draws.chance(8) else draws.sized(32)
+    permissions = draws.pick(
+        (int(Permission.LEASE_FREE), 0x38, 0x10, 0x3F, 0x7F, 0x02, 0x40, 0x80, 0x05, 0xFF, 0x100, 0)
+    )
+    ttl_ms, nonce = draws.pick((1000, 60_000, 300_000, 300_001, 0, 10)), draws.pick((0, 0, 0, 1, 2))
+    return m.CapabilityIssue(lease(scene, draws), permissions, audience, ttl_ms, nonce)
+
+
+def token(scene: Scene, draws: Draws) -> bytes:
+    """One that was issued, to anybody; damaged now and then."""
+    way, issues = draws.byte(), scene.known.issues
+    if not issues or way >= 250:
+        return draws.sized(40)
+    found = issues[-1 - way % min(4, len(issues))].token
+    return found if way < 240 else found[: len(found) // 2] + draws.take(1) + found[len(found) // 2 + 1 :]
+
+
+Build = Callable[[Scene, Draws], m.Body]
+REQUESTS: tuple[tuple[Opcode, Build], ...] = (
+    (Opcode.LEASE_ALLOC, alloc),
+    (Opcode.LEASE_FREE, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
+    (Opcode.LEASE_RENEW, lambda scene, draws: m.LeaseRenew(lease(scene, draws), draws.pick((1000, 8000, 0, 9000)))),
+    (Opcode.CAPABILITY_ISSUE, issue),
+    (Opcode.CAPABILITY_PRESENT, lambda scene, draws: m.CapabilityPresent(token(scene, draws))),
+    (Opcode.LEASE_QUERY, lambda scene, draws: m.LeaseRef(lease(scene, draws))),
+    (Opcode.LEASE_REVOKE, lambda scene, draws: m.LeaseRevoke(lease(scene, draws), "because")),
+    (Opcode.LEASE_LIST_ACTIVE, lambda scene, draws: m.Empty()),
+    (Opcode.FENCE_CLEAR, lambda scene, draws: m.FenceClear(draws.pick((None, "0", CARDS[1].uuid, "nope")))),
+    (Opcode.GET_INVENTORY, lambda scene, draws: m.Empty()),
+    (Opcode.CAPABILITY_AUDIENCE, lambda scene, draws: m.Empty()),
+    (Opcode.PING, lambda scene, draws: m.Ping(draws.number(8))),
+    (Opcode.LEASE_SUBSCRIBE, lambda scene, draws: m.LeaseSubscribe(lease(scene, draws))),
+    (Opcode.LEASE_UNSUBSCRIBE, lambda scene, draws: m.LeaseUnsubscribe(draws.below(8))),
+    (Opcode.DRAIN, lambda scene, draws: m.Drain(draws.pick((5000, 500, 0)))),
+    (Opcode.DRAIN_CANCEL, lambda scene, draws: m.Empty()),
+)
+
+
+def check(data: bytes) -> None:
+    loop = VirtualLoop()
+    try:
+        with virtual_time(loop):
+            loop.run_until_complete(play(Draws(data), loop))
+            assert not loop.wrong, loop.wrong[0]
+    finally:
+        loop.close()
+
+
+async def play(draws: Draws, loop: VirtualLoop) -> None:
+    scene = Scene(draws)
+    scene.runtime.post(PoolTimerFired())
+    try:
+        for _ in range(MAX_STEPS):
+            if draws.is_over:
+                break
+            await step(scene, draws)
+            scene.table.validate()
+            assert not loop.wrong, loop.wrong[0]
+        await settle(scene)
+    finally:
+        await scene.runtime.stop()
+        for fd in scene.places.values():
+            os.close(fd)
+
+
+async def step(scene: Scene, draws: Draws) -> None:
+    match draws.below(12):
+        case 0:
+            await asyncio.sleep(draws.pick((0.01, 0.06, 0.5, 1.1, 3.0, 9.0)))
+        case 1:
+            await asyncio.sleep(0.2)
+        case 2:
+            await misbehave(peer_of(scene, draws), draws)
+        case 3 | 4:
+            attach(peer_of(scene, draws), draws)
+        case _:
+            peer = peer_of(scene, draws)
+            op, build = draws.pick(REQUESTS)
+            peer.ask(op, build(scene, draws))
+    for peer in scene.peers:
+        peer.pump()
+    await asyncio.sleep(0)
+
+
+def peer_of(scene: Scene, draws: Draws) -> Peer:
+    """A tenant's latest connection, or a new one, with its HELLO said as a rule."""
+    way = draws.byte()
+    name = NAMES[way % len(NAMES)]
+    found = next((peer for peer in reversed(scene.peers) if peer.name == name and peer.is_open), None)
+    if found is None or (way >= 240 and len(scene.peers) < 40):
+        found = Peer(scene, name)
+        scene.peers.append(found)
+        if way % 16 != 15:
+            found.ask(Opcode.HELLO, m.Hello(0, "fuzz", ()))
+    return found
+
+
+def attach(peer: Peer, draws: Draws) -> None:
+    options = [Tlv(AttachOption.TOKEN, token(peer.scene, draws))] * draws.pick((0, 1, 1, 2))
+    peer.ask(Opcode.ATTACH, m.Attach(tuple(options)), lease(peer.scene, draws))
+
+
+async def misbehave(peer: Peer, draws: Draws) -> None:
+    """What no honest client does."""
+    match draws.below(7):
+        case 0:
+            peer.wire.close()
+        case 1:
+            peer.is_raw = True
+            peer.say(draws.sized(60))
+        case 2:
+            peer.is_raw = True
+            peer.say(draws.pick(FRAMES))
+        case 3:
+            peer.unread = draws.pick((0, 100))
+        case 4:
+            peer.protocol.pause_writing()
+        case 5:
+            peer.protocol.resume_writing()
+        case _:
+            peer.protocol.eof_received()
+            await asyncio.sleep(0)
+
+
+async def settle(scene: Scene) -> None:
+    """Time passes until nothing more can happen; then everything ends."""
+    for peer in scene.peers:
+        peer.unread = 0
+    for _ in range(2):
+        for peer in scene.peers:
+            peer.pump()
+        await asyncio.sleep(SETTLED_S)
+    scene.table.validate()
+    for peer in scene.peers:
+        assert not peer.is_open or peer.is_raw or not peer.asked, f"{peer.name} was never answered: {peer.asked}"
+    assert not scene.runtime._waiting, "outcomes nobody will ever have"
+    scene.runtime.post(ShutdownRequested())
+    async with asyncio.timeout(DRAIN_S):
+        await scene.runtime.drained()
+    scene.table.validate()
+    for card in scene.table.cards():
+        assert card.held_bytes + card.warm_bytes == card.fenced_bytes
+    for peer in scene.peers:
+        peer.wire.close()
+    await asyncio.sleep(0.1)
+    assert not scene.door._inside
+
+
+FRAMES = tuple(dict.fromkeys(said_by("client")))
+
+
+def seeds() -> Iterator[bytes]:
+    """One lease and every request about it by everybody; misbehaviour of every kind around it."""
+    request, everybody = 5, range(len(NAMES))
+    got = bytes([1, 1, 1, 0, request, 0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1])
+    for name in everybody:
+        yield got + bytes([3, name, 0, 0, 0, 0])
+        for number in range(len(REQUESTS)):
+            yield got + bytes([request, name, number, 0, 0, 0, 1, 0, 1]) * 2
+            yield (
+                got
+                + bytes([request, 0, 3, 0, name, 0, 1, 1, 0])
+                + bytes([request, name, 4, 0, request, name, number, 0])
+            )
+        for permissions in range(12):
+            yield got + bytes([request, 0, 3, name, 0, permissions, 1, 0, 0, 3, name, 0, 1, 0, 3, name, 0, 1, 0])
+        for way in range(7):
+            yield got + bytes([request, name, 0, 0, 0, 1, 0, 2, 2, 3, 2, name, way, 9, 1, 2, 3, 1]) * 2
+    for number in range(len(FRAMES)):
+        yield got + bytes([2, 255, 2, number, 1])
+    yield got + bytes([request, 0, 0, 0, 1, 2, 3, 3, 0]) * 12

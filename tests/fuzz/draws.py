@@ -1,0 +1,52 @@
+"""Decisions read off a fuzzer's bytes: the same bytes, the same decisions; behind their end everything is 0."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Draws:
+    """Takes decisions from the front of an input."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return self._at >= len(self._data)
+
+    def byte(self) -> int:
+        at = self._at
+        self._at = at + 1
+        return self._data[at] if at < len(self._data) else 0
+
+    def number(self, size_bytes: int) -> int:
+        return int.from_bytes(self.take(size_bytes), "big")
+
+    def below(self, bound: int) -> int:
+        """A number from 0 to before `bound`, which is at most 65536."""
+        return (self.byte() if bound <= 256 else self.number(2)) % bound
+
+    def pick(self, among: Sequence[T]) -> T:
+        return among[self.below(len(among))]
+
+    def chance(self, one_in: int) -> bool:
+        """Seldom true; never behind the end."""
+        return self.byte() % one_in == one_in - 1
+
+    def take(self, size_bytes: int) -> bytes:
+        """That many bytes, or what is left."""
+        at = self._at
+        self._at = at + size_bytes
+        return self._data[at : self._at]
+
+    def sized(self, most_bytes: int) -> bytes:
+        """Some bytes, at most so many: their number comes first."""
+        return self.take(self.below(most_bytes + 1))
+
+    def rest(self) -> bytes:
+        """All that is left."""
+        return self.take(max(0, len(self._data) - self._at))

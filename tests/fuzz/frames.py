@@ -1,0 +1,209 @@
+"""The frame reader and decoder: protocol/framing.py, connection.py, codec.py, fastpath.py, failures.py.
+
+The invariant. Whatever bytes come, in whatever pieces:
+
+- they become events, of the documented classes; nothing but that is raised, and an ending is the last event;
+- they are the same events, whether the bytes come whole, in any pieces, or one by one;
+- the reader's buffer never grows past what the connection takes and a header;
+- what was decoded, encoded again, is the frame it came from, byte for byte (but for msgpack, which has several ways to
+  write a number: there the value is the same);
+- the hot path's own codec takes what the definitions take, refuses what they refuse, and reads the same out of it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+from gpulease.protocol import Connection, EndOfStream, Event, Goodbye, Opcode, Reply, Request, Role, State, StreamBroken
+from gpulease.protocol import fastpath as fast
+from gpulease.protocol import messages as m
+from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.errors import BodyError, FramingError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.states import TRANSITIONS, reply_trigger
+
+from .draws import Draws
+from .vector_seeds import said_by, streams
+
+MAX_BYTES = 4096
+SESSION_ID = 9
+ROLES = (Role.SERVER, Role.CLIENT)
+STATES = (State.SESSION, State.CONTROL, State.OPENING, State.GREETING, State.ATTACHING, State.CLOSED)
+LIMITS = (1000, 40, 3000)
+ONE_BY_ONE = 3
+"""Of the ways to cut a stream, that of single bytes: it takes a hundred times as long as the others."""
+
+EVENTS = get_args(Event)
+ENDINGS = (StreamBroken, EndOfStream, Goodbye)
+WITH_REPORTS = (m.Inventory, m.Report)
+OPS = tuple(Opcode)
+
+
+def _is_answered_in(state: State, op: Opcode) -> bool:
+    return all((state, reply_trigger(op, refused=refused)) in TRANSITIONS for refused in (False, True))
+
+
+ASKED = {state: [op for op in OPS if op is not Opcode.GOODBYE and _is_answered_in(state, op)] for state in State}
+"""What a client may have in flight, by its state: the first as number 1, and so on."""
+
+
+def check(data: bytes) -> None:
+    draws = Draws(data)
+    role, state, limit = draws.pick(ROLES), draws.pick(STATES), draws.pick(LIMITS)
+    way, cuts = draws.below(16), sorted(draws.number(2) for _ in range(3))
+    wire = draws.rest()
+    whole = events_of(role, state, limit, [wire])
+    pieces = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+    if way == ONE_BY_ONE:
+        pieces = [wire[at : at + 1] for at in range(len(wire))]
+    assert same(events_of(role, state, limit, pieces), whole)
+    for frame in frames_of(wire, limit):
+        check_fast_path(frame)
+    if role is Role.SERVER:
+        check_encoded_again(wire, whole)
+    else:
+        for event in whole:
+            if not isinstance(event, Reply) or isinstance(event.result, Failure):
+                continue
+            body = build_body(event.result)
+            if isinstance(event.result, WITH_REPORTS):
+                assert same(parse_body(type(event.result), body), event.result)
+            else:
+                assert wire.find(body) >= 0
+
+
+def same(one: object, other: object) -> bool:
+    """Equal, where a report may hold a NaN."""
+    return one == other or repr(one) == repr(other)
+
+
+def events_of(role: Role, state: State, limit: int, pieces: list[bytes]) -> list[Event]:
+    """What a connection makes of a stream that comes like this, and then ends."""
+    connection = Connection(role, max_payload_bytes=limit, state=state)
+    if role is Role.CLIENT:
+        connection._in_flight = dict(enumerate(ASKED[state], 1))
+    most = max(connection.reader._initial_bytes, limit + HEADER_BYTES, max(map(len, pieces), default=0) + limit + 40)
+    events: list[Event] = []
+    for piece in (*pieces, None):
+        if connection.state is State.CLOSED:
+            # What comes behind an ending is nobody's any more.
+            break
+        if piece is None:
+            connection.receive_eof()
+        else:
+            connection.receive_data(piece)
+        while (event := connection.next_event()) is not None:
+            assert isinstance(event, EVENTS)
+            events.append(event)
+        assert len(connection.reader.buffer) <= most
+    assert not any(isinstance(event, ENDINGS) for event in events[:-1])
+    assert state is State.CLOSED or isinstance(events[-1], ENDINGS)
+    return events
+
+
+def frames_of(wire: bytes, limit: int) -> Iterator[Frame]:
+    """Its whole frames, up to what can't be followed."""
+    reader = FrameReader(limit)
+    reader.receive_data(wire)
+    with contextlib.suppress(FramingError):
+        while (frame := reader.next_frame()) is not None:
+            yield frame
+
+
+def check_encoded_again(wire: bytes, events: list[Event]) -> None:
+    """The requests among what a daemon received, one event for each frame."""
+    at = 0
+    for event in events:
+        if isinstance(event, ENDINGS):
+            return
+        length = HEADER_BYTES + int.from_bytes(wire[at + 12 : at + 16], "big")
+        frame, at = wire[at : at + length], at + length
+        if isinstance(event, Request):
+            flags = 2 * event.is_quiet
+            body = build_body(event.body)
+            built = build_frame(event.op, body, request_id=event.request_id, session_id=event.session_id, flags=flags)
+            assert built == frame, event
+
+
+def check_fast_path(frame: Frame) -> None:
+    """Both ways through a payload."""
+    payload = memoryview(frame.payload)
+    if (fixed := FIXED.get(frame.op)) is not None:
+        layout, kind = fixed
+        check_equal(kind, payload, lambda: fast.parse_fixed(layout, kind, payload))
+    elif frame.op == Opcode.MEM_WRITE:
+        check_equal(m.MemWrite, payload, lambda: fast.parse_mem_write(payload))
+    elif frame.op == Opcode.GRAPH_LAUNCH:
+        check_equal(m.GraphLaunch, payload, lambda: fast.parse_graph_launch(payload))
+    elif frame.op == Opcode.LAUNCH:
+        check_launch(payload)
+
+
+FIXED: dict[int, tuple[Any, type[Any]]] = {
+    Opcode.MEM_FREE: (fast.HANDLE, m.Handle),
+    Opcode.MEM_ALLOC: (fast.MEM_ALLOC, m.MemAlloc),
+    Opcode.MEM_READ: (fast.MEM_READ, m.MemRead),
+    Opcode.ARENA_WRITE: (fast.ARENA_COPY, m.ArenaCopy),
+    Opcode.STREAM_WAIT: (fast.STREAM_WAIT, m.StreamWait),
+}
+
+
+def check_equal(kind: type[Any], payload: memoryview, parse: Callable[[], tuple[Any, ...]]) -> None:
+    body = parsed(kind, payload)
+    try:
+        values = parse()
+    except BodyError:
+        assert body is None
+        return
+    assert body is not None
+    assert kind(*(bytes(value) if isinstance(value, memoryview) else value for value in values)) == body
+
+
+def check_launch(payload: memoryview) -> None:
+    """What is split is a shape and arguments; a pattern made of it is found in its frame, where it says."""
+    body = parsed(m.Launch, payload)
+    try:
+        shape, args = fast.split_launch(payload)
+    except BodyError:
+        assert body is None
+        return
+    assert len(shape) + len(args) == len(payload)
+    if body is None:
+        return
+    assert body.args == args
+    pattern = fast.LaunchPattern(payload, SESSION_ID)
+    frame = build_frame(Opcode.LAUNCH, bytes(payload), request_id=1, session_id=SESSION_ID, flags=2)
+    assert frame[: len(pattern.front)] == pattern.front
+    assert frame[fast.MIDDLE_AT : pattern.args_at] == pattern.middle
+    assert frame[pattern.args_at : pattern.args_end] == args
+    assert frame[pattern.args_end :] == pattern.tail
+    if sum(body.arg_sizes) == len(args):
+        assert fast.LaunchTemplate(body, SESSION_ID).frame(1, args) == frame
+
+
+def parsed(kind: type[Any], payload: memoryview) -> Any:
+    try:
+        return parse_body(kind, payload)
+    except BodyError:
+        return None
+
+
+def seeds() -> Iterator[bytes]:
+    for wire in dict.fromkeys([*streams(), *said_by("client")]):
+        for number in range(3):
+            yield bytes([0, number, number, ONE_BY_ONE, 0, 3, 0, 41, 0, 90]) + wire
+    for wire in dict.fromkeys([*streams(), *said_by("daemon")]):
+        for number, state in enumerate(STATES):
+            yield bytes([1, number, 2, 2, 0, 0, 0, 40, 0, 41]) + renumbered(wire, state)
+
+
+def renumbered(wire: bytes, state: State) -> bytes:
+    """The same frames as replies to what is in flight."""
+    numbers = {int(op): number for number, op in enumerate(ASKED[state], 1)}
+    data, at = bytearray(wire), 0
+    for frame in frames_of(wire, MAX_BYTES):
+        if frame.request_id:
+            data[at + 16 : at + 24] = numbers.get(frame.op, frame.request_id).to_bytes(8, "big")
+        at += HEADER_BYTES + len(frame.payload)
+    return bytes(data)

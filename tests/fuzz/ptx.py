@@ -1,0 +1,60 @@
+"""The embedded driver's reader of PTX: drivers/cpu/ptx, and what translates it, drivers/cpu/translate.
+
+The invariant. Whatever text a tenant loads:
+
+- it becomes intermediate code for a compiler, or is refused by an ImageRejected that names a reason; nothing else is
+  raised, the depth of Python's stack included;
+- the time and the memory that takes grow no more than its length by a constant;
+- what is refused is told in few words: a message of bounded length, a line of the text.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+
+from gpulease.daemon.drivers.cpu.compiled import _decode
+from gpulease.daemon.drivers.cpu.limits import MAX_IR_LINES
+from gpulease.daemon.drivers.cpu.ptx.parser import parse
+from gpulease.daemon.drivers.cpu.translate.linking import link
+from gpulease.daemon.drivers.cpu.translate.module import Part, translate
+from gpulease.daemon.drivers.interface import ImageRejected
+
+from . import ptx_texts
+
+MAX_BYTES = 8192
+SECONDS = 5.0
+"""Of this thread's own time, instrumented or not: 8 KiB of real PTX take 0.05."""
+
+MAX_MESSAGE_CHARS = 2000
+
+
+def check(data: bytes) -> None:
+    begun_s = time.thread_time()
+    parts = translated(data)
+    assert time.thread_time() - begun_s < SECONDS
+    for part in parts or ():
+        assert part.text.count("\n") < MAX_IR_LINES
+
+
+def translated(data: bytes) -> list[Part] | None:
+    """An image's code, or None if it was refused as it must be."""
+    try:
+        return translate(link(parse(_decode(data))))
+    except ImageRejected as error:
+        assert 0 < len(str(error)) <= MAX_MESSAGE_CHARS
+        assert len(error.log) <= MAX_MESSAGE_CHARS
+        assert 0 <= error.line <= data.count(b"\n") + 1
+        return None
+
+
+def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+    """Words and lines as a rule, bytes now and then."""
+    if random.Random(seed).random() < 0.2:
+        from atheris import Mutate
+
+        return bytes(Mutate(data, max_size))
+    return ptx_texts.mutate(data, max_size, seed)
+
+
+def seeds() -> Iterator[bytes]:
+    yield from ptx_texts.seeds()

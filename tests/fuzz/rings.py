@@ -1,0 +1,201 @@
+"""What shared memory and its offers can say: protocol/ring.py and protocol/sharing.py.
+
+The invariant. Whatever the other side writes into the words and the bytes, whenever it does:
+
+- nothing is raised but FramingError, which ends the connection; nothing outside of the ring is read or written;
+- a side's own counter moves by what was really taken or put, never back, and is what the memory shows once it moved;
+- what is taken are the bytes that stood there; what is put stands there, as far as there was room by the word of the
+  other side's counter, which may only be between what it was and what was put;
+- an offer that makes no sense is none, and one that makes sense is, encoded again, what it was.
+"""
+
+import struct
+from collections.abc import Iterator
+
+from gpulease.protocol.codec import parse_body
+from gpulease.protocol.errors import BodyError, FramingError
+from gpulease.protocol.messages import Attach
+from gpulease.protocol.ring import (
+    DATA_AT,
+    MAX_RING_BYTES,
+    MIN_RING_BYTES,
+    RingLayout,
+    RingReader,
+    RingWriter,
+    worker_ends,
+)
+from gpulease.protocol.sharing import Given, SharedMemory, Wanted
+
+from .draws import Draws
+from .vector_seeds import said_by, streams
+
+MAX_BYTES = 2048
+LAYOUT = RingLayout(MIN_RING_BYTES, MIN_RING_BYTES)
+BYTES = MIN_RING_BYTES
+TAIL, HEAD, READER_SLEEPS, WRITER_SLEEPS, REPLY_TAIL, REPLY_HEAD = (8 * line for line in range(6))
+WORDS = (TAIL, HEAD, READER_SLEEPS, WRITER_SLEEPS, REPLY_TAIL, REPLY_HEAD, 48, 56)
+INSANE = (0, 1, BYTES, BYTES + 1, 1 << 40, 1 << 63, (1 << 64) - 1)
+PACKED = struct.Struct(">I8s8s8sI")
+
+
+class Barrier:
+    """Alone in its thread, it has nothing to order."""
+
+    def acquire(self, blocking: bool = True, /) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class Shared:
+    """A ring in memory that one thread has both sides of."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(LAYOUT.total_bytes + 64))
+        # Nothing of ours is behind it: what is written there was not checked.
+        self.words = self.memory[:DATA_AT].cast("Q")
+        ring, barriers = self.memory[: LAYOUT.total_bytes], (Barrier(), Barrier())
+        self.requests, self.replies = worker_ends(ring, LAYOUT, barriers, self.wake)
+        self.data = self.memory[DATA_AT : DATA_AT + BYTES]
+        self.reply_data = self.memory[DATA_AT + BYTES : DATA_AT + 2 * BYTES]
+        self.is_gone = False
+
+    def wake(self) -> None:
+        if self.is_gone:
+            raise BrokenPipeError
+
+
+def check(data: bytes) -> None:
+    draws = Draws(data)
+    if draws.below(4) == 0:
+        check_offers(draws.rest())
+        return
+    shared = Shared()
+    try:
+        while not draws.is_over:
+            step(shared, draws)
+            assert not any(shared.memory[LAYOUT.total_bytes :])
+    except FramingError:
+        pass
+    except BrokenPipeError:
+        assert shared.is_gone
+
+
+def step(shared: Shared, draws: Draws) -> None:
+    """One thing that one of the two sides does."""
+    match draws.below(10):
+        case 0:
+            shared.words[draws.pick(WORDS)] = draws.pick(INSANE)
+        case 1:
+            # A client that is right, up to what it puts where.
+            tail, some = shared.words[TAIL], draws.sized(64)
+            for at, byte in enumerate(some):
+                shared.data[(tail + at) % BYTES] = byte
+            shared.words[TAIL] = (tail + draws.pick((len(some), len(some) * 60))) & (1 << 64) - 1
+        case 2:
+            shared.words[REPLY_HEAD] = shared.words[draws.pick((REPLY_TAIL, REPLY_HEAD))]
+        case 3:
+            word = draws.pick((TAIL, REPLY_HEAD))
+            shared.words[word] = (shared.words[word] + draws.number(2)) & (1 << 64) - 1
+        case 4:
+            shared.is_gone = draws.chance(8)
+        case 5 | 6:
+            take(shared, shared.requests, draws)
+        case _:
+            put(shared, shared.replies, draws)
+
+
+def take(shared: Shared, requests: RingReader, draws: Draws) -> None:
+    head, tail = requests.head, shared.words[TAIL]
+    there = tail - head
+
+    def bytes_at(size: int) -> bytes:
+        return bytes(shared.data[(head + at) % BYTES] for at in range(size))
+
+    match draws.below(6):
+        case 0 | 1 | 2:
+            into = bytearray(draws.pick((1, 40, 100, BYTES, 2 * BYTES)))
+            count = requests.take(memoryview(into))
+            assert 0 <= there <= BYTES
+            assert count == min(there, len(into))
+            assert into[:count] == bytes_at(count)
+            assert not any(into[count:])
+        case 3:
+            expected = bytes_at(there) if draws.chance(2) and 0 < there <= BYTES else draws.sized(60)
+            count = len(expected) if requests.take_if(expected) else 0
+            assert not count or (there == count and bytes_at(count) == expected)
+        case 4:
+            prefix = bytes_at(min(40, there)) if 0 < there <= BYTES else draws.sized(40)
+            into = bytearray(draws.pick((max(0, there - len(prefix)) % BYTES, 0, 10)))
+            count = len(prefix) + len(into) if requests.take_if(prefix, memoryview(into)) else 0
+            assert not count or (there == count and bytes_at(count) == prefix + into)
+        case _:
+            count = 0
+            assert requests.look(2, draws.number(2)) in (False, True)
+            assert requests.has_bytes == (there != 0)
+            assert requests.look(2) == (there > 0)
+            assert requests.doze() == (there == 0)
+            requests.rise()
+    assert requests.head == head + count
+    if count:
+        assert shared.words[HEAD] == head + count
+
+
+def put(shared: Shared, replies: RingWriter, draws: Draws) -> None:
+    tail, known = replies.tail, replies.head
+    claimed = shared.words[REPLY_HEAD]
+    data = draws.sized(64) * draws.pick((1, 1, 20, 70))
+    room = BYTES - tail + known
+    try:
+        match draws.below(4):
+            case 0 | 1:
+                count = replies.put(data)
+                assert count <= len(data)
+            case 2:
+                count = len(data) if replies.put_whole(data[: len(data) // 2], data[len(data) // 2 :]) else 0
+            case _:
+                data = PACKED.pack(1, *(data[at : at + 8] for at in (0, 8, 16)), 7)
+                count = PACKED.size if replies.put_packed(PACKED, 1, data[4:12], data[12:20], data[20:28], 7) else 0
+    except FramingError:
+        assert not known <= claimed <= tail
+        raise
+    # It went by the word of a counter that made sense, of now or of an earlier look.
+    most = max(room, BYTES - tail + claimed if known <= claimed <= tail else room)
+    assert replies.tail == tail + count == shared.words[REPLY_TAIL] or not count
+    assert count <= most <= BYTES
+    assert bytes(shared.reply_data[(tail + at) % BYTES] for at in range(count)) == data[:count]
+    assert known <= replies.head <= tail
+
+
+def check_offers(data: bytes) -> None:
+    layout = RingLayout.from_bytes(data)
+    if layout is not None:
+        assert layout.to_bytes() == data
+        for size in (layout.request_bytes, layout.reply_bytes):
+            assert MIN_RING_BYTES <= size <= MAX_RING_BYTES
+            assert size & size - 1 == 0
+    try:
+        options = parse_body(Attach, data).options
+    except BodyError:
+        return
+    wanted, given = Wanted.from_options(options), Given.from_options(options)
+    assert Wanted.from_options(wanted.to_options()) == wanted
+    assert Given.from_options(given.to_options()) == given
+    assert 0 <= wanted.arena_bytes < 1 << 64
+    assert {option.type for option in given.to_options()} <= set(SharedMemory)
+
+
+def seeds() -> Iterator[bytes]:
+    """Offers as the vectors make them, and a client that does it right, then one that does not."""
+    for wire in dict.fromkeys([*streams(), *said_by("client"), *said_by("daemon")]):
+        if wire[6:8] == b"\0\2":
+            yield b"\0" + wire[40:]
+    yield b"\0" + LAYOUT.to_bytes()
+    frame = streams()[0][:40]
+    honest = (bytes([1, len(frame)]) + frame + bytes([0, 5, 0, 1, 7, 0, 20, *range(20), 0, 2, 0])) * 28
+    yield b"\1" + honest
+    for word in range(len(WORDS)):
+        for value in range(len(INSANE)):
+            yield b"\1" + honest[:800] + bytes([0, word, value]) + honest[:400]
+    yield b"\1" + bytes([7, 64, *range(64), 3, 0]) * 20 + bytes([2, 0]) + bytes([7, 64, *range(64), 3, 0]) * 8

@@ -1,0 +1,133 @@
+"""The worker's loop on a ring, in native code (worker/native/serve.ll) and in Python (worker/taking.py), side by side.
+
+The invariant. Whatever a client puts into its ring, announces or scribbles over, the same bytes bring about the same:
+
+- the same launches with the same arguments, in the same order, none with an argument that was not sent;
+- the same replies, byte for byte, and the same counters on the control page;
+- the connection lives or ends alike, and nothing else happens: no crash, no exception.
+
+Launches are written down instead of done; see `helpers.session_rig`.
+"""
+
+from collections.abc import Callable, Iterator
+
+from gpulease.daemon.worker import wires
+from gpulease.protocol.opcodes import Status
+from helpers.ring_pair import SMALL, Pair, pair
+from helpers.ring_peer import READER_SLEEPS, REPLY_WRITER_SLEEPS, TAIL
+from helpers.session_rig import stream_of, told
+
+from .draws import Draws
+
+MAX_BYTES = 512
+SETTINGS = {"RING_LAYOUT": SMALL, "SPIN_NS": 1000, "TURN_NS": 1 << 40}
+"""A turn ends when there is nothing more: what two ways of serving did by some moment is not the same."""
+
+MAX_STEPS = 16
+MAX_PIECES = 12
+KINDS = (
+    "scale",
+    "scale",
+    "bias",
+    "scale wide",
+    "scale by Python",
+    "gaps",
+    "foreign",
+    "no kernel",
+    "cut",
+    "sync",
+    "sync",
+)
+NAMES = {"cut": "truncated sizes"}
+REPLY_READER_SLEEPS, WRITER_SLEEPS = 48, 24
+WORDS = (READER_SLEEPS, WRITER_SLEEPS, REPLY_READER_SLEEPS, REPLY_WRITER_SLEEPS)
+AHEAD = (1, 40, 90, SMALL.request_bytes, SMALL.request_bytes + 1, 1 << 40, 1 << 63, (1 << 64) - 1)
+WARM = ["scale", "bias"] * 2
+"""What every client begins with, so that there are plans to go by."""
+
+
+def check(data: bytes) -> None:
+    earlier = {name: vars(wires)[name] for name in SETTINGS}
+    vars(wires).update(SETTINGS)
+    try:
+        outcomes = []
+        for is_native in (False, True):
+            with pair(is_native=is_native) as made:
+                made.made.context.does_them = False
+                outcomes.append(follow(made, Draws(data)))
+        assert outcomes[0] == outcomes[1]
+    finally:
+        vars(wires).update(earlier)
+
+
+def follow(made: Pair, draws: Draws) -> tuple[object, ...]:
+    """Do what the input says, and tell what came of it."""
+    made.made.context.refuse_tag = draws.below(32)
+    made.put(stream_of(made.made, WARM * (1 + draws.below(12))))
+    for _ in range(MAX_STEPS):
+        if draws.is_over or not made.is_served:
+            break
+        STEPS[draws.below(len(STEPS))](made, draws)
+        made.turn()
+    made.turn()
+    return bytes(made.heard), made.is_served, told(made.made)
+
+
+def put_frames(made: Pair, draws: Draws) -> None:
+    kinds = [draws.pick(KINDS) for _ in range(draws.below(12))]
+    stream = stream_of(made.made, [NAMES.get(kind, kind) for kind in kinds])
+    # A piece is a turn of the worker's.
+    size = max(1 + draws.number(2) % 1500, len(stream) // MAX_PIECES)
+    for start in range(0, len(stream), size):
+        made.put(stream[start : start + size])
+
+
+def put_damaged(made: Pair, draws: Draws) -> None:
+    """Launches of which some bytes are others."""
+    stream = bytearray(stream_of(made.made, [draws.pick(KINDS[:8]) for _ in range(1 + draws.below(3))]))
+    for _ in range(1 + draws.below(3)):
+        stream[draws.number(2) % len(stream)] = draws.byte()
+    made.put(bytes(stream))
+
+
+def put_bytes(made: Pair, draws: Draws) -> None:
+    made.put(draws.sized(100))
+
+
+def set_word(made: Pair, draws: Draws) -> None:
+    made.words[draws.pick(WORDS)] = draws.pick((0, 1, (1 << 64) - 1))
+
+
+def set_data(made: Pair, draws: Draws) -> None:
+    made.data[draws.number(2) % SMALL.request_bytes] = draws.byte()
+
+
+def jump(made: Pair, draws: Draws) -> None:
+    """Announce what was not put there; a client that stands still may not have been heard yet."""
+    made.words[TAIL] = (made.words[TAIL] + draws.pick(AHEAD)) & (1 << 64) - 1
+
+
+def revoke(made: Pair, draws: Draws) -> None:
+    made.made.page.refuse(draws.pick((Status.REVOKED, Status.LEASE_EXPIRED, Status.FENCED)))
+
+
+STEPS: tuple[Callable[[Pair, Draws], None], ...] = (
+    put_frames,
+    put_damaged,
+    put_frames,
+    put_bytes,
+    set_word,
+    set_data,
+    jump,
+    revoke,
+)
+
+
+def seeds() -> Iterator[bytes]:
+    for kind in range(len(KINDS)):
+        yield bytes([0, 2, 0, 8, *[0, 2, kind] * 2, 9, 1, 0, 40])
+        yield bytes([9, 2, 0, 3, 0, kind, 9, 0, 13]) * 3
+    for step in range(1, len(STEPS)):
+        for value in range(4):
+            yield bytes([0, 1, 0, 3, 0, 2, 9, 4, 0, step, value, value * 60, value, 7, 0, 3, 0, 2, 9, 2, 0])
+    yield bytes([0, 0]) + bytes([0, 11, *[0, 2] * 5, 9, 0, 77]) * 12

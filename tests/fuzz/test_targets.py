@@ -1,0 +1,80 @@
+"""Every target for a moment: its seeds, and what is like them."""
+
+import importlib
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from . import TARGETS, ptx_texts
+
+MOST_SEEDS = {"images": 6, "ptx": 40, "serving": 16, "sessions": 25, "control": 60, "audit": 100, "settings": 300}
+"""Of those whose seeds take their time; which ones, is the same in every run."""
+
+EXAMPLES = {"images": 4, "ptx": 15, "serving": 15, "sessions": 12, "control": 25, "audit": 40}
+OTHERS_EXAMPLES = 60
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@cache
+def target(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
+
+
+@cache
+def some_seeds(name: str) -> list[bytes]:
+    found = sorted(set(target(name).seeds()))
+    assert all(len(seed) <= target(name).MAX_BYTES for seed in found)
+    most = MOST_SEEDS.get(name, len(found))
+    return random.Random(5).sample(found, min(most, len(found)))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds(name: str) -> None:
+    assert len(some_seeds(name)) >= MOST_SEEDS.get(name, 40)
+    for seed in some_seeds(name):
+        target(name).check(seed)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, name: str) -> bytes:
+    """A seed in which something is otherwise."""
+    seed = draw(st.sampled_from(some_seeds(name)))
+    if name in ("ptx", "images"):
+        return ptx_texts.mutate(seed, target(name).MAX_BYTES, draw(st.integers(0, 2**32)))
+    data = bytearray(seed)
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(data)))
+        data[at : at + draw(st.integers(0, 4))] = draw(st.binary(max_size=4))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutations(name: str) -> None:
+    @settings(QUICK, max_examples=EXAMPLES.get(name, OTHERS_EXAMPLES))
+    @given(mutations(name))
+    def run(data: bytes) -> None:
+        target(name).check(data)
+
+    run()
+
+
+def test_a_campaign(tmp_path: Path) -> None:
+    """Under the fuzzer itself, where there is one: guided by what of the product is reached."""
+    pytest.importorskip("atheris")
+    root = Path(__file__).parents[2]
+    path = [str(root / folder) for folder in (".dev", "tests")]
+    command = [sys.executable, "-m", "tests.fuzz", "rings", str(tmp_path), "-runs=2000", "-print_final_stats=1"]
+    command.append(f"-artifact_prefix={tmp_path}/")
+    ended = subprocess.run(
+        command, cwd=root, env={"PYTHONPATH": ":".join(path)}, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "number_of_executed_units" in ended.stderr
+    assert list(tmp_path.iterdir()), "nothing new was reached"

@@ -1,0 +1,251 @@
+"""The broker without processes, sockets and real time: a loop whose time jumps, workers and wires that only seem to be.
+
+What decides is the product's: lease table, runtime, desks, control connections, tokens. Around it, a worker is a number
+that becomes ready, or fails, or hangs; a socket is a name; and a timer is due at once, when nothing else is.
+"""
+
+import asyncio
+import logging
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpulease.daemon.audit.recorder import Recorder
+from gpulease.daemon.broker import reports, requests, runtime, tokens
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.turns import Turns
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.capabilities.authority import CapabilityAuthority
+from gpulease.daemon.capabilities.keys import KeyRing
+from gpulease.daemon.cards.embedded import EmbeddedCards
+from gpulease.daemon.core import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.worker.guests import Guest
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.opcodes import Status
+from gpulease.protocol.sharing import Wanted
+
+START_NS = 5_000_000_000_000
+START_UNIX_S = 1_790_000_000.0
+NS_PER_S = 1_000_000_000
+READY_S = 0.05
+CLOCKED: tuple[Any, ...] = (reports, requests, runtime, tokens)
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now_ns = START_NS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.now_ns / NS_PER_S
+
+    def time(self) -> float:
+        return START_UNIX_S + (self.now_ns - START_NS) / NS_PER_S
+
+
+CLOCK = Clock()
+
+
+class _Selector(selectors.SelectSelector):
+    """Nothing ever comes: instead of waiting, let the time pass."""
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("everything waits for something that never comes")
+        CLOCK.now_ns += int(max(0, timeout) * NS_PER_S) + (timeout > 0)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop on the virtual clock."""
+
+    def __init__(self) -> None:
+        super().__init__(_Selector())
+        self.wrong: list[str] = []
+        self.set_exception_handler(lambda _, context: self.wrong.append(repr(context)))
+
+    def time(self) -> float:
+        return CLOCK.monotonic()
+
+
+class _Complaints(logging.Handler):
+    """What the product logs as a fault of its own is one."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._wrong = wrong
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._wrong.append(self.format(record))
+
+
+@contextmanager
+def virtual_time(loop: VirtualLoop) -> Iterator[None]:
+    """The broker's modules read the virtual clock, from its start; what goes wrong in them is kept."""
+    CLOCK.now_ns = START_NS
+    complaints, log = _Complaints(loop.wrong), logging.getLogger("gpulease")
+    propagates, log.propagate = log.propagate, False
+    real = {module: module.time for module in CLOCKED}
+    for module in CLOCKED:
+        module.time = CLOCK
+    log.addHandler(complaints)
+    try:
+        yield
+    finally:
+        log.removeHandler(complaints)
+        log.propagate = propagates
+        for module, time in real.items():
+            module.time = time
+
+
+class SimulatedWorkers(Workers):
+    """Workers by number. `luck` decides what becomes of each.
+
+    Attributes:
+        attached: Who attaches to what is told here.
+    """
+
+    def __init__(self, luck: Callable[[], int]) -> None:
+        super().__init__("cpu")
+        self._luck = luck
+        self._names: dict[int, int] = {}
+        self._born = {}
+        self._last = 0
+        self.refused: dict[int, Status] = {}
+        self.on_attach: Callable[[int, int, Guest | None], None] = lambda lease_id, inode, guest: None
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        worker = self._names.get(spec.lease_id)
+        if worker is None:
+            self._last += 1
+            worker = self._names[spec.lease_id] = self._last
+        luck = self._luck() % 16
+        if luck == 15:
+            return
+        event: Callable[[int], Event] = WorkerReady
+        if luck == 14:
+            event = lambda number: WorkerFailed(number, "no context")  # noqa: E731
+        elif luck == 13:
+            event = lambda number: WorkerExited(number, "signal 11")  # noqa: E731
+        self._say_later(READY_S * (1 + luck % 3), worker, event)
+        if luck == 12:
+            self._say_later(3 * READY_S, worker, lambda number: SessionFaulted(number, "an address"))
+
+    def kill(self, lease_id: int) -> None:
+        worker = self._names.get(lease_id)
+        if worker is None:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._post, WorkerExited(lease_id, "there was no process"))
+        elif self._luck() % 8 != 7:
+            self._say_later(0.1, worker, lambda number: WorkerExited(number, "killed"))
+
+    def _say_later(self, delay_s: float, worker: int, event: Callable[[int], Event]) -> None:
+        """By the number it has by then; nothing once its end was told."""
+
+        def say() -> None:
+            number = next((number for number, found in self._names.items() if found == worker), None)
+            if number is None:
+                return
+            said = event(number)
+            if isinstance(said, WorkerExited):
+                del self._names[number]
+            self._post(said)
+
+        asyncio.get_running_loop().call_later(delay_s, say)
+
+    def rename(self, from_id: int, to_id: int) -> None:
+        worker = self._names.pop(from_id, None)
+        if worker is not None:
+            self._names[to_id] = worker
+
+    def is_alive(self, lease_id: int) -> bool:
+        return lease_id in self._names
+
+    def refuse(self, lease_id: int, status: Status) -> None:
+        self.refused[lease_id] = status
+
+    def attach(
+        self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
+    ) -> bool:
+        if lease_id not in self._names or self._luck() % 8 == 7:
+            return False
+        self.on_attach(lease_id, os.fstat(sock_fd).st_ino, guest)
+        return True
+
+
+class SimulatedSocket:
+    """What a connection's peer is known by."""
+
+    def __init__(self, uid: int | None, fd: int) -> None:
+        self.family = socket.AF_INET if uid is None else socket.AF_UNIX
+        self._uid = uid
+        self._fd = fd
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("3i", 1, self._uid or 0, 1)
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+class Wire(asyncio.Transport):
+    """A transport that hands what is written to whoever is at its other end."""
+
+    def __init__(self, sock: SimulatedSocket, deliver: Callable[[bytes], None], unread: Callable[[], int]) -> None:
+        super().__init__({"socket": sock})
+        self._deliver = deliver
+        self._unread = unread
+        self.protocol: Any = None
+        self.is_paused = False
+        self._is_closing = False
+        self.is_lost = False
+
+    def write(self, data: Any) -> None:
+        if not self._is_closing:
+            self._deliver(bytes(data))
+
+    def get_write_buffer_size(self) -> int:
+        return self._unread()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            asyncio.get_running_loop().call_soon(self._lose)
+
+    abort = close
+
+    def _lose(self) -> None:
+        self.is_lost = True
+        self.protocol.connection_lost(None)
+
+
+def broker_of(table: LeaseTable, office: TokenOffice, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
+    """A runtime on the virtual clock, with an authority of its own."""
+    ring = KeyRing.fresh(CLOCK.now_ns)
+    office._authority = CapabilityAuthority(ring, office._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
+    made = Runtime(table, EmbeddedCards(sizes), workers, office, Recorder())
+    made.turns = Turns(CLOCK.monotonic_ns)
+    # There are no pages to look at, and its rounds are most of what happens while time passes.
+    setattr(made._watchman, "start", lambda: None)  # noqa: B010
+    return made

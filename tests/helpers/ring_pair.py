@@ -1,0 +1,92 @@
+"""A client and a worker that share a ring, in one thread: native code serves it, or Python."""
+
+import contextlib
+import mmap
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from gpulease.daemon.worker.patience import Patience
+from gpulease.daemon.worker.serving import Server, _Connection
+from gpulease.daemon.worker.wires import RingWire
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.messages import AttachReply
+from gpulease.protocol.ring import DATA_AT, RingLayout, RingReader, RingWriter, client_ends
+from helpers.session_rig import Rig, rig
+
+SMALL = RingLayout(4096, 4096)
+
+
+@dataclass
+class Pair:
+    """A client and a worker that share a ring, in one thread."""
+
+    made: Rig
+    server: Server
+    connection: _Connection
+    near: socket.socket
+    words: memoryview
+    data: memoryview
+    requests: RingWriter
+    replies: RingReader
+    heard: bytearray = field(default_factory=bytearray)
+    outcomes: list[object] = field(default_factory=list)
+
+    def put(self, stream: bytes) -> None:
+        """All of it, and let the worker have a turn whenever the ring is full, and at the end."""
+        while stream and self.is_served:
+            try:
+                sent = self.requests.put(stream)
+            except FramingError:
+                return  # the client's own word was scribbled over, and the worker went by it
+            stream = stream[sent:]
+            if not sent or not stream:
+                self.turn()
+
+    def turn(self) -> None:
+        if self.is_served:
+            self.server._serve(self.connection)
+        into = bytearray(SMALL.reply_bytes)
+        with contextlib.suppress(Exception):
+            while count := self.replies.take(memoryview(into)):
+                self.heard += into[:count]
+
+    @property
+    def is_served(self) -> bool:
+        return self.connection.fd in self.server._connections
+
+    def bells(self) -> int:
+        with contextlib.suppress(BlockingIOError):
+            return len(self.near.recv(1 << 16))
+        return 0
+
+
+@contextmanager
+def pair(*, is_native: bool) -> Iterator[Pair]:
+    near, far = socket.socketpair()
+    channel, broker = socket.socketpair()
+    with contextlib.ExitStack() as stack, rig(is_native=is_native) as made:
+        for sock in (near, far, channel, broker):
+            sock.setblocking(False)
+            stack.callback(sock.close)
+        server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
+        connection = _Connection(far, b"", made.session.slots, Patience())
+        connection.wire = wire = RingWire(far, Patience())
+        server._connections[connection.fd] = connection
+        server._poll.register(far)
+        memory = mmap.mmap(wire.fd, wire.layout.total_bytes)
+        stack.callback(memory.close)
+        view = stack.enter_context(memoryview(memory))
+        words = stack.enter_context(stack.enter_context(view[:DATA_AT]).cast("Q"))
+        data = stack.enter_context(view[DATA_AT : DATA_AT + wire.layout.request_bytes])
+        barriers = (threading.Lock(), threading.Lock())
+        replies, requests = client_ends(view, wire.layout, barriers, lambda: None)
+        for end in (replies, requests):
+            stack.callback(end.release)
+        try:
+            yield Pair(made, server, connection, near, words, data, requests, replies)
+        finally:
+            if connection.fd in server._connections:
+                wire.close()
