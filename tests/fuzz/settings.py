@@ -19,12 +19,12 @@ from gpulease.daemon.config import (
     MAX_EMBEDDED_CARDS,
     MAX_WARM_CONTEXTS,
     MIN_AUDIT_FILE_BYTES,
-    RESERVED_TENANTS,
     Config,
     ConfigError,
     load_config,
     parse_size,
 )
+from gpulease.daemon.tenant_names import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
 
 from .draws import Draws

@@ -244,7 +244,7 @@ def broker_of(table: LeaseTable, office: TokenOffice, workers: SimulatedWorkers,
     """A runtime on the virtual clock, with an authority of its own."""
     ring = KeyRing.fresh(CLOCK.now_ns)
     office._authority = CapabilityAuthority(ring, office._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
-    made = Runtime(table, EmbeddedCards(sizes), workers, office, Recorder())
+    made = Runtime(table, EmbeddedCards(sizes), workers, office, Recorder(), max_load_s=120)
     made.turns = Turns(CLOCK.monotonic_ns)
     # There are no pages to look at, and its rounds are most of what happens while time passes.
     setattr(made._watchman, "start", lambda: None)  # noqa: B010
