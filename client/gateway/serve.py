@@ -13,9 +13,9 @@ The order, and why it is this one:
 6. Write down what came of it, free the lease, answer.
 
 Until the launch, any failure gives the reservation back: nothing was done, and the request may be tried again. From
-then on a failure is the outcome, and is told to whoever asks again. If this process dies, the daemon ends the lease
-when its connections close; the claim runs out CLAIM_MARGIN_S after the lease would have at the latest, so whoever takes
-the request over finds that nothing of the earlier attempt can still be running.
+then on a failure is the outcome, and is told to whoever asks again. If this process dies, the daemon ends the lease at
+its deadline; the claim runs out CLAIM_MARGIN_S after that, so whoever takes the request over finds that nothing of the
+earlier attempt can still be running.
 """
 
 from collections.abc import Iterator
