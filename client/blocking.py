@@ -148,7 +148,12 @@ class GpuSession(SessionView):
         A token opens one session. Raises Denied with the check it failed.
         """
         state = drive(by_token(address_of(address), token_of(token), threading.RLock()))
-        return cls(GpuSharedLease(state), shared_memory=shared_memory)
+        try:
+            return cls(GpuSharedLease(state), shared_memory=shared_memory)
+        except BaseException:
+            # The error keeps its frames, and they the connection, for as long as somebody keeps the error.
+            state.channel.close()
+            raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Device memory, zeroed. Raises AllocFailed if the slice has no room."""

@@ -16,8 +16,8 @@ MAX_INPUT_BYTES: Final = 16 << 20
 MAX_OUTPUT_BYTES: Final = 16 << 20
 """Largest output. It is kept in the idempotency store, too."""
 
-MAX_LEASE_S: Final = 3600.0
-"""Longest lease of one request: after it, and a margin, a gateway that died is known to have done nothing more."""
+MAX_LEASE_S: Final = 300.0
+"""Longest lease of one request: its grant, which has to last as long, can't live for longer."""
 
 MAX_THREADS: Final = 1024
 """Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""

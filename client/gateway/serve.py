@@ -24,7 +24,7 @@ from typing import Final
 
 from gpulease.client.blocking import GpuLease, GpuSession
 from gpulease.client.core.tokens import Grant
-from gpulease.client.errors import GpuLeaseError
+from gpulease.client.errors import Denied, GpuLeaseError, LeaseExpired
 from gpulease.client.gateway.authority import Authority
 from gpulease.client.gateway.effects import Effects
 from gpulease.client.gateway.errors import GatewayError, OperationFailed, OperationInProgress, OutcomeUnknown
@@ -42,6 +42,9 @@ from gpulease.client.kernel_args import KernelArgs
 
 CLAIM_MARGIN_S: Final = 15.0
 """How long after the end of its lease an attempt may still take to write down what came of it."""
+
+END_MARGIN_S: Final = 0.5
+"""How long before its lease a grant may end for the lease to be its reason: the two clocks' steps, and a slow host."""
 
 _JOIN_PAUSE_S: Final = 0.02
 _LONGEST_JOIN_PAUSE_S: Final = 0.25
@@ -77,8 +80,8 @@ def serve_inference_request(
             return _on_lease(effects, authority, request, module_bytes, kernel, held, lease)
         finally:
             # What came of it is known already, and the daemon takes the lease back at its deadline anyway.
-            with suppress(GpuLeaseError):
-                lease.free()
+            with suppress(GpuLeaseError), lease:
+                pass
     except BaseException:
         # Refused once the effect may have begun. Where the store is away, the claim runs out by itself.
         with suppress(GatewayError):
@@ -124,7 +127,7 @@ def _on_lease(
         args = KernelArgs().push_u64(into).push_u64(len(request.input)).push_u64(out_of).push_u64(request.output_len)
         effects.store.start(held)
         with _recorded_on_failure(effects, held):
-            _run(guest, module, kernel, args, request.output_len)
+            _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
         output = _copy_out(effects, request, lease, into, out_of)
         return _complete(effects, request, held, lease, grant, output)
@@ -142,10 +145,18 @@ def _copy_in(effects: Effects, request: InferenceRequest, lease: GpuLease) -> tu
         return into.handle, out_of.handle
 
 
-def _run(guest: GpuSession, module: Module, kernel: InferenceKernel, args: KernelArgs, output_bytes: int) -> None:
+def _run(
+    guest: GpuSession, lease: GpuLease, module: Module, kernel: InferenceKernel, args: KernelArgs, output_bytes: int
+) -> None:
     guest.launch(module, kernel.name, [kernel.blocks(output_bytes)], [kernel.threads_per_block], args)
-    guest.sync()
-    guest.module_unload(module)
+    try:
+        guest.sync()
+        guest.module_unload(module)
+    except Denied as error:
+        # The grant ends with its lease, and which of the two is noticed first is chance.
+        if lease.remaining_s > END_MARGIN_S:
+            raise
+        raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
 
 
 def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, into: int, out_of: int) -> bytes:

@@ -72,8 +72,11 @@ class Told:
     def __enter__(self) -> "Told":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._told[0].close()
+    def __exit__(self, *error: object) -> None:
+        inner, prefix, hook, only = self._told
+        if "free" in only:
+            hook(f"{prefix}.free")
+        inner.__exit__(*error)
 
 
 _STORE: Final = frozenset({"reserve", "start", "complete", "release"})
