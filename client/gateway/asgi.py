@@ -30,11 +30,11 @@ from gpulease.client.gateway import wire
 from gpulease.client.gateway.admission import Admission, Bounds
 from gpulease.client.gateway.authority import Authority
 from gpulease.client.gateway.effects import Effects
-from gpulease.client.gateway.errors import StoreUnavailable
+from gpulease.client.gateway.errors import OperationInProgress, StoreUnavailable
 from gpulease.client.gateway.inference import MAX_INPUT_BYTES, InferenceRequest, InferenceResponse
 from gpulease.client.gateway.metrics import GatewayMetrics
 from gpulease.client.gateway.models import Model
-from gpulease.client.gateway.problems import MEDIA_TYPE, Problem, Refused, problem_of
+from gpulease.client.gateway.problems import LONGEST_RETRY_S, MEDIA_TYPE, Problem, Refused, problem_of
 from gpulease.client.gateway.serve import serve_inference_request
 from gpulease.client.gateway.store import ReplicatedIdempotencyStore
 
@@ -63,6 +63,7 @@ class Gateway:
         self._admission = Admission(bounds)
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
+        self._served: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:
         """The application."""
@@ -144,7 +145,7 @@ class Gateway:
         if asked.output_len > model.max_output_bytes:
             text = f"Model {model_id} gives at most {model.max_output_bytes} bytes of output."
             raise Refused(Problem(400, "invalid_request", text))
-        async with self._admission.slot() as left_s:
+        async with self._one_at_a_time(request_id) as join_s, self._admission.slot() as left_s:
             wanted = InferenceRequest(
                 request_id,
                 model_id,
@@ -156,7 +157,7 @@ class Gateway:
                 token_nonce=0,
                 now_secs=time.time(),
             )
-            effects = self._effects(left_s, self._bounds.join_s)
+            effects = self._effects(left_s, join_s)
             # In a thread that is not given up: who hangs up does not end what was begun.
             return await anyio.to_thread.run_sync(
                 serve_inference_request,
@@ -167,6 +168,27 @@ class Gateway:
                 model.kernel,
                 limiter=self._threads,
             )
+
+    @asynccontextmanager
+    async def _one_at_a_time(self, request_id: str) -> AsyncIterator[float]:
+        """Duplicates of a request that is served here wait for it without a slot, so that others are served meanwhile.
+
+        Yields how many seconds are left to wait for an attempt of another gateway's.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._bounds.join_s
+        try:
+            async with asyncio.timeout_at(until):
+                while (served := self._served.get(request_id)) is not None:
+                    await served.wait()
+        except TimeoutError:
+            raise OperationInProgress(f"{request_id}: another attempt is at it", LONGEST_RETRY_S) from None
+        self._served[request_id] = ended = asyncio.Event()
+        try:
+            yield max(0.0, until - loop.time())
+        finally:
+            del self._served[request_id]
+            ended.set()
 
     # --- about itself ---
 

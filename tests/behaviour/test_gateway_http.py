@@ -28,7 +28,7 @@ SOON_S = 3.0
 def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One for all tests that leave it as they found it."""
     folder = tmp_path_factory.mktemp("gateway")
-    bounds = ("--max-in-flight", "2", "--max-queue", "1", "--queue-secs", "0.5", "--join-secs", "0.3")
+    bounds = ("--max-in-flight", "2", "--max-queue", "1", "--queue-secs", "0.5", "--join-secs", "0.6")
     found = GatewayProcess(shared_daemon, folder, "--models", str(MODELS), *bounds)
     try:
         yield found
@@ -232,14 +232,17 @@ def test_a_duplicate_of_one_in_flight(gateway: GatewayProcess, client: httpx.Cli
         with gateway.client() as own:
             answers.append(infer(own, "twice", b"x", 4, model="endless"))
 
-    first = threading.Thread(target=ask)
+    first, other = threading.Thread(target=ask), threading.Thread(target=ask)
     first.start()
     wait_until(lambda: client.get("/healthz").json()["in_flight"] == 1, "it is served")
-    other = infer(client, "twice", b"x", 4, model="endless")
-    assert (other.status_code, code_of(other)) == (409, "in_progress")
-    assert 1 <= int(other.headers["Retry-After"]) <= 5
+    other.start()
+    # It waits without a slot, so that others are served meanwhile.
+    wait_until(lambda: client.get("/healthz").json() == {"status": "ok", "in_flight": 1, "queued": 1}, "it waits")
+    other.join()
+    assert (answers[0].status_code, code_of(answers[0])) == (409, "in_progress")
+    assert 1 <= int(answers[0].headers["Retry-After"]) <= 5
     first.join()
-    assert answers[0].status_code == 500
+    assert (answers[1].status_code, code_of(answers[1])) == (500, "operation_failed")
 
 
 def test_a_client_that_hangs_up_does_not_undo_what_it_began(gateway: GatewayProcess, client: httpx.Client) -> None:

@@ -15,7 +15,7 @@ from gpulease.client.gateway.errors import StaleEpoch
 from gpulease.client.gateway.ledger import Completed, Reservation, Unknown
 from gpulease.client.gateway.opening import open_store
 
-KEYS: Final = [f"key-{number}" for number in range(20)]
+KEYS: Final = [f"key-{number}" for number in range(12)]
 HASH: Final = bytes(32)
 CLAIM_TTL_S: Final = 0.4
 

@@ -1,9 +1,11 @@
 """What is special about the store on a server."""
 
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from gpulease.client.gateway import StoreUnavailable
 from gpulease.client.gateway.ledger import Completed, InFlight, Reservation
 from gpulease.client.gateway.postgres_store import MAX_CONNECTIONS, PostgresStore
+from helpers.losing_proxy import LosingProxy
 from helpers.postgres_server import PostgresServer
 
 HASH = bytes(32)
@@ -60,6 +63,31 @@ def test_connections_that_died_are_made_anew(postgres: PostgresServer, key: str)
         step()
     assert store.reserve(key, HASH, 60) == Completed(1, b"out")
     store.close()
+
+
+def test_a_commit_whose_answer_is_lost_is_found_done(postgres: PostgresServer, key: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as folder:
+        proxy = LosingProxy(postgres.folder, Path(folder))
+        store = PostgresStore(proxy.conninfo)
+        try:
+            proxy.lose = True
+            held = store.reserve(key, HASH, 60)
+            assert isinstance(held, Reservation)
+            assert held.epoch == 1
+            steps: list[Callable[[], None]] = [lambda: store.start(held), lambda: store.complete(held, b"out")]
+            for step in steps:
+                proxy.lose = True
+                step()
+            proxy.lose = True
+            other = store.reserve(f"{key}!", HASH, 60)
+            assert isinstance(other, Reservation)
+            proxy.lose = True
+            store.release(other)
+            assert proxy.lost == 5
+            assert store.reserve(key, HASH, 60) == Completed(1, b"out")
+        finally:
+            store.close()
+            proxy.close()
 
 
 def test_many_threads_share_few_connections(postgres: PostgresServer, key: str) -> None:

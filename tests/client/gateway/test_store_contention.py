@@ -82,7 +82,7 @@ def test_processes_that_are_killed(request: pytest.FixtureRequest, kind: str, tm
         url = with_store.conninfo
     contenders = Contenders(url, tmp_path, 3)
     try:
-        for count in (2, 6, 10):
+        for count in (2, 5):
             contenders.wait_for_effects(count)
             contenders.kill_one()
         contenders.finish()
@@ -97,7 +97,7 @@ def test_a_server_that_is_killed_and_comes_back(postgres: PostgresServer, tmp_pa
         server.start()
         contenders = Contenders(server.conninfo, tmp_path, 3)
         try:
-            for count in (3, 9):
+            for count in (3, 6):
                 contenders.wait_for_effects(count)
                 server.stop()
                 server.start()
