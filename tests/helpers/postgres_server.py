@@ -46,9 +46,9 @@ def _account() -> tuple[int, int] | None:
 
 
 class PostgresServer:
-    """One server. `template`: a folder made by another one's `initdb`, to be copied instead of being made anew."""
+    """One server and its data."""
 
-    def __init__(self, template: Path | None = None) -> None:
+    def __init__(self) -> None:
         found = programs()
         assert found is not None
         self._programs = found
@@ -64,10 +64,7 @@ class PostgresServer:
         if account is not None:
             os.chown(self.folder, *account)
             os.chown(self.data, *account)
-        if template is None:
-            self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
-        else:
-            subprocess.run(["cp", "-a", f"{template}/.", str(self.data)], check=True, timeout=60)
+        self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
