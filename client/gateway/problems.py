@@ -15,7 +15,8 @@
 | 500 | not_started | the model can't be run: it does not load, or needs more memory than its lease has | |
 | 500 | internal | the gateway is at fault; its log says more | |
 | 502 | capability_refused | the node did not accept the grant; nothing was done | |
-| 503 | queue_timeout, no_capacity, unavailable | no place, no room on the card, no daemon or store, in time | yes |
+| 503 | queue_timeout, no_capacity | no place here, or no room on a card, in time | yes |
+| 503 | unavailable | no daemon or store answers, the node is drained, or the lease ended before the launch | yes |
 
 A status of 429 and above with Retry-After, and 409, are worth asking again, with the same Idempotency-Key.
 """
@@ -91,6 +92,7 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
     (StoreUnavailable, 503, "unavailable", RETRY_S),
     (errors.CapacityExceeded, 503, "no_capacity", RETRY_S),
     (errors.Disconnected, 503, "unavailable", RETRY_S),
+    (errors.Drained, 503, "unavailable", RETRY_S),
     (errors.Fenced, 503, "unavailable", RETRY_S),
     # The lease ended before anything was launched.
     (errors.LeaseExpired, 503, "unavailable", RETRY_S),

@@ -22,6 +22,7 @@ from gpulease.client.gateway.problems import problem_of
         (errors.CapacityExceeded("x"), 503, "no_capacity", True),
         (errors.Busy("x"), 503, "no_capacity", True),
         (errors.Disconnected("x"), 503, "unavailable", True),
+        (errors.Drained("x"), 503, "unavailable", True),
         (errors.Fenced("x"), 503, "unavailable", True),
         (errors.Revoked("x"), 503, "unavailable", True),
         (errors.GpuSessionFailed("x"), 503, "unavailable", True),
