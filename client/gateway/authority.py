@@ -1,5 +1,6 @@
 """The grant a request is submitted by: who issues it, and who says what it permits."""
 
+import math
 from typing import Final, Protocol
 
 from gpulease.client.blocking import GpuLease, inspect_token
@@ -46,7 +47,8 @@ class NodeAuthority:
         if held.permissions != SUBMISSION:
             given, wanted = ", ".join(names_of(held.permissions)), ", ".join(names_of(SUBMISSION))
             raise CapabilityRefused(f"the grant permits {given}; it must permit {wanted}, no less and no more")
-        if held.ttl_s <= 0 or held.expires_at_unix_secs <= now_unix_s:
+        # The node's date is in whole seconds, rounded down.
+        if held.ttl_s <= 0 or held.expires_at_unix_secs < math.floor(now_unix_s):
             raise CapabilityRefused(
                 f"the grant ends at {held.expires_at_unix_secs}, and by the request's date it is {now_unix_s:.0f}",
                 "Compare the clocks of the caller and of the node",
