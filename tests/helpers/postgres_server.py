@@ -28,7 +28,9 @@ _SETTINGS: Final = {
 
 
 def programs() -> Path | None:
-    """The folder of the newest server installed here; None if there is none."""
+    """The folder of the newest server that can be run here; None if there is none."""
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        return None
     found = [path.parent for path in Path(_PLACES).glob("*/bin/postgres")]
     usual = shutil.which("postgres")
     return max(found, default=None, key=lambda path: float(path.parent.name)) or (Path(usual).parent if usual else None)
@@ -57,13 +59,12 @@ class PostgresServer:
         self.folder.chmod(0o755)
         self.data = self.folder / "data"
         self.data.mkdir(mode=0o700)
-        account = _account()
-        self._user: int | None
-        self._group: int | None
-        self._user, self._group = account or (None, None)
-        if account is not None:
+        self._as_whom: list[str] = []
+        if (account := _account()) is not None:
             os.chown(self.folder, *account)
             os.chown(self.data, *account)
+            # Not Popen's `user`: it forks, before which OpenBLAS ends its threads in this process, to have others later.
+            self._as_whom = ["setpriv", f"--reuid={account[0]}", f"--regid={account[1]}", "--clear-groups", "--"]
         self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,15 +76,14 @@ class PostgresServer:
     def start(self) -> None:
         """Return once it answers."""
         settings = [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
+        words = ["-D", str(self.data), "-k", str(self.folder), *settings]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self._programs / "postgres"), "-D", str(self.data), "-k", str(self.folder), *settings],
+                [*self._as_whom, str(self._programs / "postgres"), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                user=self._user,
-                group=self._group,
             )
         wait_until(self._answers, "the server answers", START_LIMIT_S, seen=self.log)
 
@@ -113,15 +113,6 @@ class PostgresServer:
         shutil.rmtree(self.folder)
 
     def _run(self, program: str, *words: str) -> None:
-        command = [str(self._programs / program), *words]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            cwd="/",
-            timeout=120,
-            check=False,
-            text=True,
-            user=self._user,
-            group=self._group,
-        )
+        command = [*self._as_whom, str(self._programs / program), *words]
+        done = subprocess.run(command, capture_output=True, cwd="/", timeout=120, check=False, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
