@@ -13,7 +13,7 @@ from typing import Any, Final
 import uvicorn
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.protocol.address import TcpAddress, UnixAddress, parse_address
+from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
 
 MAX_CONNECTIONS: Final = 512
 """Most connections; one more is answered 503. Stops a peer from taking all of the process's descriptors."""
@@ -37,6 +37,8 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
         where = parse_address(address)
     except ValueError as error:
         raise InvalidRequest(f"--listen: {error}") from None
+    if isinstance(where, TlsAddress):
+        raise InvalidRequest(f"--listen {where}: a gateway speaks plain HTTP", "Say tcp:127.0.0.1:PORT or unix:PATH")
     sock = _bound(where)
     try:
         yield sock, _url(sock, where)

@@ -63,7 +63,7 @@ class PostgresServer:
         if (account := _account()) is not None:
             os.chown(self.folder, *account)
             os.chown(self.data, *account)
-            # Not Popen's `user`: it forks, before which OpenBLAS ends its threads in this process, to have others later.
+            # Not Popen's `user`: it forks, and before a fork OpenBLAS ends its threads here, to have others later.
             self._as_whom = ["setpriv", f"--reuid={account[0]}", f"--regid={account[1]}", "--clear-groups", "--"]
         self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
         self._process: subprocess.Popen[bytes] | None = None

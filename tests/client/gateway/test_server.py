@@ -18,7 +18,9 @@ def path() -> Iterator[Path]:
         yield Path(folder) / "s"
 
 
-@pytest.mark.parametrize("address", ["tcp:0.0.0.0:0", "tcp:10.1.2.3:80", "tcp:example.org:80", "tcp:[::]:0", "8080"])
+@pytest.mark.parametrize(
+    "address", ["tcp:0.0.0.0:0", "tcp:10.1.2.3:80", "tcp:example.org:80", "tcp:[::]:0", "tls:127.0.0.1:1", "8080"]
+)
 def test_only_where_this_host_alone_can_connect(address: str) -> None:
     with pytest.raises(InvalidRequest), listening(address):
         pass
