@@ -14,9 +14,9 @@
 `gpulease.client.aio` has the same with coroutines; `gpulease.client.errors` draws the errors as a tree.
 """
 
-from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, my_audience
+from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
 from gpulease.client.core.events import LeaseEvent
-from gpulease.client.core.tokens import Grant
+from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
     Busy,
@@ -67,6 +67,7 @@ __all__ = [
     "GpuWaiting",
     "Grant",
     "Graph",
+    "HeldToken",
     "InvalidHandle",
     "InvalidRequest",
     "KeepAlive",
@@ -85,6 +86,7 @@ __all__ = [
     "SyncFailed",
     "Unsupported",
     "Untrusted",
+    "inspect_token",
     "keep_alive",
     "my_audience",
 ]

@@ -141,7 +141,11 @@ class AsyncGpuSession(SessionView):
     ) -> Self:
         """Another tenant's session, by a token of theirs, opened; see GpuSession.attach."""
         state = await drive(by_token(address_of(address), token_of(token), asyncio.Lock()))
-        return await cls(AsyncGpuSharedLease(state), shared_memory=shared_memory).open()
+        try:
+            return await cls(AsyncGpuSharedLease(state), shared_memory=shared_memory).open()
+        except BaseException:
+            state.channel.close()
+            raise
 
     async def open(self) -> Self:
         """Open it and return it; `async with` does this."""

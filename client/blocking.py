@@ -14,7 +14,7 @@ from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
-from gpulease.client.core.tokens import Grant, issue_request, token_of
+from gpulease.client.core.tokens import Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
@@ -26,7 +26,7 @@ from gpulease.client.streams import Stream
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.messages import Body, Empty
+from gpulease.protocol.messages import Body, CapabilityPresent, Empty
 from gpulease.protocol.sharing import Wanted
 
 Into = TypeVar("Into")
@@ -148,7 +148,12 @@ class GpuSession(SessionView):
         A token opens one session. Raises Denied with the check it failed.
         """
         state = drive(by_token(address_of(address), token_of(token), threading.RLock()))
-        return cls(GpuSharedLease(state), shared_memory=shared_memory)
+        try:
+            return cls(GpuSharedLease(state), shared_memory=shared_memory)
+        except BaseException:
+            # The error keeps its frames, and they the connection, for as long as somebody keeps the error.
+            state.channel.close()
+            raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Device memory, zeroed. Raises AllocFailed if the slice has no room."""
@@ -277,6 +282,15 @@ class GpuSession(SessionView):
 def my_audience(address: str | None = None) -> bytes:
     """Who this program's user is to a node: what to tell those who are to issue tokens for it."""
     return bytes(ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address).audience)
+
+
+def inspect_token(token: bytes | str | Grant, address: str | None = None) -> HeldToken:
+    """What the node says of a token: what it lets this program do, and until when. Uses nothing of it up.
+
+    Raises Denied with the check it failed.
+    """
+    held = ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address)
+    return HeldToken(held.lease_id, Permission(held.permissions), held.ttl_ms / 1000, held.expires_at_unix_s)
 
 
 def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:

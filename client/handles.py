@@ -79,6 +79,15 @@ class Buffer(Handle):
             )
 
 
+class BorrowedBuffer(Buffer):
+    """Device memory that somebody else's reference keeps; see `GpuSession.buffer`."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        """Nothing: it is not this reference's to free."""
+
+
 class Module(Handle):
     """Loaded code.
 

@@ -26,6 +26,10 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "cryptography": "daemon/pki/",
     # Minting and verifying; a holder's own narrowing.
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
+    # What a gateway alone needs.
+    "psycopg": "client/gateway/postgres_store.py",
+    "starlette": "client/gateway/",
+    "uvicorn": "client/gateway/",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
     "msgpack": ("protocol/primitives.py", "daemon/channel.py", "daemon/drivers/cpu/compiled.py"),
 }

@@ -160,7 +160,7 @@ def warm_acquisition(address: str, count: int) -> dict[str, float]:
     """The same of leases that take a context made ahead: each is asked for once all that are wanted are there."""
     rounds = []
     for _ in range(count):
-        _await_pool(address)
+        await_pool(address)
         rounds.append(_lease(address))
     return _figures(rounds, ("warm_acquire", "warm_first_kernel"))
 
@@ -183,7 +183,8 @@ def _lease(address: str) -> tuple[float, ...]:
     return tuple(seconds * 1e3 for seconds in (answered - started, done - started, freed - freeing))
 
 
-def _await_pool(address: str) -> None:
+def await_pool(address: str) -> None:
+    """Return once the first card's pool has all the contexts that are wanted. Raises RuntimeError if it never has."""
     until = time.monotonic() + POOL_TIMEOUT_S
     while True:
         card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]

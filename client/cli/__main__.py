@@ -13,6 +13,7 @@ from gpulease.client.cli.drain import drain, events
 from gpulease.client.cli.node import fence, info, leases, revoke
 from gpulease.client.cli.pki import pki
 from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.serve import serve
 from gpulease.client.cli.verify import verify
 from gpulease.client.errors import Disconnected, GpuLeaseError
 
@@ -51,7 +52,7 @@ def main() -> None:
     """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
 
 
-for _command in (demo, info, leases, revoke, drain, events, fence, audit, pki, bench, verify):
+for _command in (demo, info, leases, revoke, drain, events, fence, audit, pki, bench, verify, serve):
     main.add_command(_command)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
+from gpulease.client.bench.gateway import request_figures
 from gpulease.client.bench.graphs import graph_figures
 from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path, warm_acquisition
@@ -37,6 +38,12 @@ GATE_FLIPS: Final = 400
 
 WARM_CONTEXTS: Final = 2
 """Of the private daemon that warm leases are measured on: one to take, and one that the next is made beside."""
+
+REQUEST_CONTEXTS: Final = 4
+"""Of the pool that requests of one lease each are measured on."""
+
+REQUEST_S: Final = 5.0
+"""How long each load is kept up."""
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
@@ -142,9 +149,16 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--tls", default="", help="Where it listens for TLS; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files."
 )
+@click.option("--gateway", is_flag=True, help="Instead, requests a second on one lease each, on private daemons.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str, as_json: bool) -> None:
+def bench(
+    driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str, gateway: bool, as_json: bool
+) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
+    if gateway:
+        figures = _requests(driver)
+        click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
+        return
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
@@ -190,6 +204,24 @@ def bench(driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: s
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+
+
+def _requests(driver: str) -> dict[str, dict[str, dict[str, float]]]:
+    figures = {}
+    for contexts in (0, REQUEST_CONTEXTS):
+        with private_daemon(driver, warm_contexts=contexts) as address:
+            name = f"pool of {contexts}" if contexts else "fresh contexts"
+            figures[name] = request_figures(address, REQUEST_S, has_pool=bool(contexts))
+    return figures
+
+
+def _request_table(figures: dict[str, dict[str, dict[str, float]]]) -> str:
+    rows = [
+        [pool, load, *(f"{found[name]:.1f}" if name in found else "" for name in ("per_s", "p50_ms", "p99_ms"))]
+        for pool, loads in figures.items()
+        for load, found in loads.items()
+    ]
+    return table(["a lease each", "requests", "a second", "p50 ms", "p99 ms"], rows)
 
 
 def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figures, Figures, Figures]:

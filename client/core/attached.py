@@ -178,6 +178,9 @@ class Attached:
     def close(self) -> None:
         """End the session from this side; its lease goes on."""
         self.finish(_CLOSED)
+        if self.lease.token:
+            # The connection that showed the token is of no use to anybody else.
+            self.lease.channel.close()
 
     def finish(self, failure: Failure) -> None:
         """Nothing more can be done here, and why. A reason known already stays."""

@@ -43,6 +43,23 @@ class Grant:
         return f"<Grant of {self.permissions!s} on {self.lease_id:032x} for {self.ttl_s:g} s>"
 
 
+@dataclass(frozen=True, slots=True)
+class HeldToken:
+    """What a node says of a token that was shown to it.
+
+    Attributes:
+        lease_id: The lease it is about.
+        permissions: What it lets this program do.
+        ttl_s: For how long.
+        expires_at_unix_secs: The same as a date by the daemon's wall clock, for people.
+    """
+
+    lease_id: int
+    permissions: Permission
+    ttl_s: float
+    expires_at_unix_secs: int
+
+
 def token_of(token: "bytes | str | Grant") -> bytes:
     """The token's bytes, also from its text or its grant. Raises InvalidRequest."""
     if isinstance(token, Grant):

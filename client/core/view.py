@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpulease.client.core.arena import empty
 from gpulease.client.core.session import SessionState
+from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
+from gpulease.client.handles import BorrowedBuffer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +24,18 @@ class SessionView:
         the session's arena has no room left, it is an ordinary array, and all works the same.
         """
         return empty(self._state.arena, shape, dtype)
+
+    def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:
+        """Memory that was allocated on another connection to the same lease: by its owner, or before this one opened.
+
+        It is not freed with its last reference; `mem_free` frees it. What it is, the operations on it find out.
+
+        Args:
+            handle: Its `handle` there.
+            size_bytes: Its size there.
+        """
+        at = whole(handle, "buffer", least=0, most=MAX_WIRE_BYTES)
+        return BorrowedBuffer(self._state, at, whole(size_bytes, "buffer", least=1, most=MAX_WIRE_BYTES))
 
     @property
     def session_id(self) -> int:

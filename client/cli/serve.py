@@ -1,0 +1,82 @@
+"""`gpulease serve`: programs that serve others on leases."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import click
+
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.errors import Unsupported
+
+STOP_MARGIN_S = 10.0
+"""Beyond the longest wait and the longest lease, for a gateway to end what it has taken."""
+
+_POSITIVE = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0)
+
+
+@click.group()
+def serve() -> None:
+    """Serve others on leases."""
+
+
+@serve.command()
+@click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
+@click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
+@click.option("--store", "store_url", default="sqlite:gateway.sqlite", show_default=True, help="Or postgresql://...")
+@click.option("--max-in-flight", type=_POSITIVE, default=4, show_default=True, help="Requests served at a time.")
+@click.option("--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="That wait beside them.")
+@click.option("--queue-secs", type=_SECONDS, default=10, show_default=True, help="How long one waits for its lease.")
+@click.option("--join-secs", type=_SECONDS, default=5, show_default=True, help="And for another attempt at the same.")
+@click.option("--body-secs", type=_SECONDS, default=10, show_default=True, help="How long a body may take to arrive.")
+@click.option("--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="Outcomes are kept.")
+@click.option("--demo", is_flag=True, help="The example model, a store of its own, and a daemon if none runs.")
+def gateway(
+    models: Path | None,
+    listen: str,
+    store_url: str,
+    max_in_flight: int,
+    max_queue: int,
+    queue_secs: float,
+    join_secs: float,
+    body_secs: float,
+    keep_hours: float,
+    demo: bool,
+) -> None:
+    """One lease per request, over HTTP: each request is done once, however often it is asked."""
+    try:
+        from gpulease.client.gateway.admission import Bounds
+        from gpulease.client.gateway.asgi import Gateway
+        from gpulease.client.gateway.server import listening, serve
+    except ImportError as error:
+        raise Unsupported(f"no gateway: {error}", "Install it: pip install 'gpulease[serve]'") from None
+    from gpulease.client.gateway.authority import NodeAuthority
+    from gpulease.client.gateway.effects import DaemonEffects
+    from gpulease.client.gateway.models import EXAMPLE, load_models
+    from gpulease.client.gateway.opening import open_store
+
+    if models is None and not demo:
+        raise click.UsageError("say which models with --models FILE, or try --demo")
+    served = load_models(models or EXAMPLE)
+    bounds = Bounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
+    with contextlib.ExitStack() as stack:
+        address = running_address()
+        if demo:
+            if address is None:
+                click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+                address = stack.enter_context(private_daemon("cpu"))
+            store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
+        sock, url = stack.enter_context(listening(listen))
+        store = stack.enter_context(contextlib.closing(open_store(store_url)))
+        app = Gateway(
+            served,
+            lambda wait_s, join_s: DaemonEffects(store, address, wait_s=wait_s, join_s=join_s),
+            NodeAuthority(),
+            store,
+            bounds,
+        ).app()
+        click.echo(f"gateway listens on {url}, serves {', '.join(served)}")
+        longest_s = max(model.lease_s for model in served.values())
+        serve(app, sock, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
+    click.echo("gateway has stopped")

@@ -1,0 +1,105 @@
+"""Which models a gateway serves: a TOML file, read once.
+
+[models.affine]
+ptx = "affine.ptx"              # PTX or a cubin, beside this file
+kernel = "affine"               # see InferenceKernel
+threads_per_block = 256
+bytes_per_thread = 4
+min_vram_bytes = 1_048_576      # of each request's lease
+lease_secs = 10                 # how long a request may take on the card
+max_output_bytes = 1_048_576
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.gateway.inference import MAX_LEASE_S, MAX_OUTPUT_BYTES, InferenceKernel
+from gpulease.client.gateway.operation import checked_id
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
+
+MAX_MODELS: Final = 256
+"""Stops a file from filling the gateway's memory, and the metrics, which have a series for each."""
+
+_KINDS: Final[dict[str, type[Any]]] = {
+    "ptx": str,
+    "kernel": str,
+    "threads_per_block": int,
+    "bytes_per_thread": int,
+    "min_vram_bytes": int,
+    "lease_secs": float,
+    "max_output_bytes": int,
+}
+_NEEDED: Final = ("ptx", "kernel", "min_vram_bytes")
+_DEFAULT_LEASE_S: Final = 10.0
+
+EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
+"""The example: y = 2 x + 1 of 32-bit floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is run for a request, and what its lease is like.
+
+    Attributes:
+        image: PTX or a cubin.
+        kernel: Which kernel of it, and how it is launched.
+        min_vram_bytes: Device memory of each request's lease.
+        lease_s: How long the lease lasts.
+        max_output_bytes: Largest output that may be asked for.
+    """
+
+    image: bytes
+    kernel: InferenceKernel
+    min_vram_bytes: int
+    lease_s: float
+    max_output_bytes: int
+
+
+def load_models(path: Path) -> dict[str, Model]:
+    """The models of a file, by id. Raises InvalidRequest with what is wrong in it."""
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{path}: {error}") from None
+    tables = text.pop("models", None)
+    if text or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
+        raise InvalidRequest(f"{path}: there must be 1 to {MAX_MODELS} tables [models.NAME], and nothing else")
+    return {checked_id(name, f"model id in {path}"): _model(path, name, table) for name, table in tables.items()}
+
+
+def _model(path: Path, name: str, table: Any) -> Model:
+    where = f"{path}: models.{name}"
+    if not isinstance(table, dict):
+        raise InvalidRequest(f"{where} is no table")
+    for key, value in table.items():
+        kind = _KINDS.get(key)
+        if kind is None:
+            raise InvalidRequest(f"{where}: {key!r} is no setting; there are {', '.join(_KINDS)}")
+        if not isinstance(value, int | float if kind is float else kind) or isinstance(value, bool):
+            raise InvalidRequest(f"{where}: {key} = {value!r} is no {kind.__name__}")
+    if missing := [key for key in _NEEDED if key not in table]:
+        raise InvalidRequest(f"{where}: {', '.join(missing)} is missing")
+    try:
+        image = (path.parent / table["ptx"]).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{where}: {error}") from None
+    found = Model(
+        image,
+        InferenceKernel(table["kernel"], table.get("threads_per_block", 256), table.get("bytes_per_thread", 4)),
+        table["min_vram_bytes"],
+        float(table.get("lease_secs", _DEFAULT_LEASE_S)),
+        table.get("max_output_bytes", MAX_OUTPUT_BYTES),
+    )
+    bounds = (
+        ("ptx", len(image), MAX_PAYLOAD_BYTES),
+        ("lease_secs", found.lease_s, MAX_LEASE_S),
+        ("min_vram_bytes", found.min_vram_bytes, 2**63),
+        ("max_output_bytes", found.max_output_bytes, MAX_OUTPUT_BYTES),
+    )
+    for key, value, most in bounds:
+        if not 0 < value <= most:
+            raise InvalidRequest(f"{where}: {key} is {value}; more than 0 and at most {most:g} is taken")
+    return found

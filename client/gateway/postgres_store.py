@@ -1,0 +1,260 @@
+"""The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install 'gpulease[postgres]'`.
+
+Every method is one transaction, at READ COMMITTED, that makes its key's row if there is none and locks it before it
+looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).
+So of two gateways that reserve the same operation, the second sees what the first did.
+
+If the server goes away in the middle, whether the transaction was committed is not known. It is then done again, from
+the start, on a new connection, for up to `patience_s`: the claim id, drawn once for each call, lets the rules tell
+that the row is this call's own. A standby is not written to; `target_session_attrs` finds the primary among the hosts
+of the connection string (libpq, 34.1.2). A commit must be on the disk before a caller is told: `synchronous_commit` is
+turned on where the server has it off. Operations survive the loss of the primary only if `synchronous_standby_names`
+is set there.
+
+Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
+sooner or later than they should; that never makes an effect happen twice.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg import errors as sql_errors
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from gpulease.client.gateway import ledger
+from gpulease.client.gateway.errors import StoreUnavailable
+from gpulease.client.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
+from gpulease.client.gateway.store import checked_outcome
+
+T = TypeVar("T")
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+MAX_CONNECTIONS: Final = 8
+"""Most connections of one store. Stops a gateway from taking all that the server has for others."""
+
+CONNECT_S: Final = 5
+"""For one try to connect, whole seconds as libpq wants them."""
+
+STATEMENT_MS: Final = 10_000
+"""For one statement, waiting for the row's lock included. Stops a hung gateway's lock from hanging the others."""
+
+PATIENCE_S: Final = 10.0
+"""How long a transaction is tried again while the server is away. A primary that restarts takes seconds."""
+
+_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 0.5
+
+_NAME: Final = "gpulease-gateway"
+_OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
+
+_TABLES: Final = (
+    """
+    CREATE TABLE IF NOT EXISTS gpulease_operation (
+        key text PRIMARY KEY,
+        request_hash bytea NOT NULL,
+        epoch bigint NOT NULL,
+        claim_id bytea NOT NULL,
+        phase smallint NOT NULL,
+        claim_until_s double precision NOT NULL,
+        outcome bytea NOT NULL,
+        changed_s double precision NOT NULL
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS gpulease_operation_changed ON gpulease_operation (changed_s)",
+)
+_TABLE_LOCK: Final = 0x6770756C65617365
+"""Of pg_advisory_xact_lock: two that make the table at once would both fail, whatever IF NOT EXISTS says."""
+
+_NOW: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
+_INSERT: Final = """
+INSERT INTO gpulease_operation VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (key) DO NOTHING
+"""
+_SELECT: Final = """
+SELECT request_hash, epoch, claim_id, phase, claim_until_s, outcome FROM gpulease_operation WHERE key = %s FOR UPDATE
+"""
+_UPDATE: Final = """
+UPDATE gpulease_operation
+SET request_hash = %s, epoch = %s, claim_id = %s, phase = %s, claim_until_s = %s, outcome = %s, changed_s = %s
+WHERE key = %s
+"""
+_FORGET: Final = "DELETE FROM gpulease_operation WHERE changed_s < %s"
+
+_AGAIN: Final = (
+    psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
+    psycopg.InterfaceError,  # the connection had ended before
+    sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
+)
+
+
+class PostgresStore:
+    """A ReplicatedIdempotencyStore in one table, `gpulease_operation`, which is made if it is not there."""
+
+    def __init__(
+        self, conninfo: str, *, patience_s: float = PATIENCE_S, now_s: Callable[[], float] | None = None
+    ) -> None:
+        """Args: conninfo: The primary, or several hosts of which one is. now_s: In place of the primary's clock.
+
+        Raises StoreUnavailable if the server can't be reached or does not let the table be made.
+        """
+        self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._transact(_make_tables)
+
+    # --- what a store does ---
+
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+        """See ReplicatedIdempotencyStore."""
+        claim_id = secrets.token_bytes(16)
+
+        def job(connection: Connection) -> Answer:
+            now_s = self._now(connection)
+            fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
+            assert fresh is not None
+            while connection.execute(_INSERT, (key, *_columns(fresh), now_s)).rowcount == 0:
+                before = _load(connection, key)
+                if before is None:
+                    continue  # it was forgotten in between
+                # What waited for the row's lock looks at the time again: its claim may have run out meanwhile.
+                at = Moment("", self._now(connection))
+                after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
+                _save(connection, key, before, after, at.now_s)
+                break
+            return answer
+
+        return self._transact(job)
+
+    def start(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.start(entry, held))
+
+    def complete(self, held: Reservation, outcome: bytes) -> None:
+        """See ReplicatedIdempotencyStore."""
+        kept = checked_outcome(outcome)
+        self._move(held, lambda entry: ledger.complete(entry, held, kept))
+
+    def release(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.release(entry, held))
+
+    def forget(self, older_than_s: float) -> int:
+        """See ReplicatedIdempotencyStore."""
+        return self._transact(
+            lambda connection: connection.execute(_FORGET, (self._now(connection) - older_than_s,)).rowcount
+        )
+
+    def close(self) -> None:
+        """Close the connections, those in use when they come back; again is harmless."""
+        with self._lock:
+            self._is_closed = True
+        self._drop_idle()
+
+    # --- how ---
+
+    def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
+        def job(connection: Connection) -> None:
+            before = _load(connection, held.key)
+            _save(connection, held.key, before, rule(before), self._now(connection))
+
+        self._transact(job)
+
+    def _now(self, connection: Connection) -> float:
+        if self._now_s is not None:
+            return self._now_s()
+        row = connection.execute(_NOW).fetchone()
+        assert row is not None
+        return float(row[0])
+
+    def _transact(self, job: Callable[[Connection], T]) -> T:
+        """One transaction, done again for as long as nobody knows whether it was done."""
+        until = time.monotonic() + self._patience_s
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                with self._places:
+                    return self._try(job)
+            except _AGAIN as error:
+                self._drop_idle()
+                if time.monotonic() + pause_s > until:
+                    raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
+            except psycopg.Error as error:
+                raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _try(self, job: Callable[[Connection], T]) -> T:
+        with self._lock:
+            if self._is_closed:
+                raise StoreUnavailable("the store is closed")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect()
+        try:
+            with connection.transaction():
+                result = job(connection)
+        except BaseException:
+            self._give_back(connection)
+            raise
+        self._give_back(connection)
+        return result
+
+    def _connect(self) -> Connection:
+        ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"}
+        given = conninfo_to_dict(self._conninfo)
+        # What the operator says comes first: of a setting that is made twice, the last counts.
+        options = f"{given.get('options') or ''} {_OPTIONS}"
+        everything = ours | {"application_name": _NAME} | given | {"options": options}
+        connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
+        row = connection.execute("SHOW synchronous_commit").fetchone()
+        if row is not None and row[0] in ("off", "local"):
+            connection.execute("SET synchronous_commit TO on")
+        return connection
+
+    def _drop_idle(self) -> None:
+        """What ended one connection has likely ended those that nobody looked at since."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            with suppress(psycopg.Error):
+                connection.close()
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            is_usable = not self._is_closed and not connection.closed
+            if is_usable and connection.info.transaction_status is psycopg.pq.TransactionStatus.IDLE:
+                self._idle.append(connection)
+                return
+        with suppress(psycopg.Error):
+            connection.close()
+
+
+def _make_tables(connection: Connection) -> None:
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLE_LOCK,))
+    for statement in _TABLES:
+        connection.execute(statement)
+
+
+def _columns(entry: Entry) -> tuple[Any, ...]:
+    phase = int(entry.phase)
+    return entry.request_hash, entry.epoch, entry.claim_id, phase, entry.claim_until_s, entry.outcome
+
+
+def _load(connection: Connection, key: str) -> Entry | None:
+    row = connection.execute(_SELECT, (key,)).fetchone()
+    return None if row is None else Entry(row[0], row[1], row[2], Phase(row[3]), "", row[4], row[5])
+
+
+def _save(connection: Connection, key: str, before: Entry | None, after: Entry | None, now_s: float) -> None:
+    if after is not None and after != before:
+        connection.execute(_UPDATE, (*_columns(after), now_s, key))
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
