@@ -118,6 +118,15 @@ class Waiting(IntEnum):
     BLOCK = 2
 
 
+class HelloOption(IntEnum):
+    """Types of the options in HELLO's reply.
+
+    KEEPS_LEASES, without a value: leases outlive the daemon's process; a client that loses it connects again.
+    """
+
+    KEEPS_LEASES = 1
+
+
 class RevokeOutcome(IntEnum):
     """What LEASE_REVOKE came to."""
 

@@ -23,10 +23,10 @@ from gpulease.client.core.exchange import (
     doing_of,
 )
 from gpulease.client.core.link import LinkEnded
-from gpulease.client.core.steps import Locked, Procedure
+from gpulease.client.core.steps import Locked, Procedure, Sleep
 from gpulease.client.core.tokens import Grant
 from gpulease.client.core.wish import milliseconds
-from gpulease.client.errors import GpuLeaseError, error_of
+from gpulease.client.errors import Busy, Disconnected, GpuLeaseError, error_of
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
@@ -42,7 +42,7 @@ from gpulease.protocol.messages import (
     LeaseRenew,
     LeaseRenewed,
 )
-from gpulease.protocol.opcodes import WAITING_TAG
+from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
 
 LEASE_OVER: Final = frozenset(
     {
@@ -61,7 +61,27 @@ to be used on what was found out here, where DISCONNECTED means that nothing is 
 LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
 """The same as the answer to a request about the lease. A session says SESSION_FAILED of a single operation too."""
 
+REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE})
+"""What may be asked again without knowing whether it was done: it then was done once, as far as anybody can see."""
+
+RECONNECT_LIMIT_S: Final = 30.0
+"""Longest one of these waits for a daemon that keeps leases over its restart, and not for longer than the lease lasts.
+A restart takes seconds; a daemon that is not back by then is more than restarted."""
+
+FATE_MARGIN_S: Final = 5.0
+"""How much longer LEASE_QUERY and LEASE_FREE wait, which mean something when the lease has just ended, too."""
+
+FIRST_RECONNECT_PAUSE_S: Final = 0.05
+"""Pause before the first new connection after one that broke; it doubles with each that fails."""
+
+MAX_RECONNECT_PAUSE_S: Final = 1.0
+"""Longest pause between two of them."""
+
 DAEMON_STOPS_HINT: Final = "Acquire a new lease once the daemon is back, or on another node"
+
+
+_GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
+"""What a LEASE_FREE that is asked again finds if the first one was done, or if time did it meanwhile."""
 
 
 class LeaseState:
@@ -76,6 +96,7 @@ class LeaseState:
         over: How the lease ended, once that is known.
         waiting: How its sessions wait, None for as the hosts allow.
         token: By what another tenant uses it; empty for its own.
+        outlives_daemon: Whether the daemon said that its leases outlive its process.
     """
 
     token = b""
@@ -88,6 +109,7 @@ class LeaseState:
         self.lock = lock
         self.channel = channel
         self.over: Failure | None = None
+        self.outlives_daemon = False
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
@@ -115,10 +137,11 @@ class LeaseState:
 
     # --- procedures ---
 
-    def renew(self, seconds: float) -> Procedure[None]:
-        """Make it last at least `seconds` from now."""
+    def renew(self, seconds: float, *, is_patient: bool = True) -> Procedure[None]:
+        """Make it last at least `seconds` from now. Without patience a daemon that is away is not waited for."""
         ttl_ms = milliseconds(seconds, "renew", least_ms=1)
-        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, LeaseRenew(self.grant.lease_id, ttl_ms))
+        body = LeaseRenew(self.grant.lease_id, ttl_ms)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, is_patient=is_patient)
         self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
 
     def free(self) -> Procedure[None]:
@@ -161,21 +184,36 @@ class LeaseState:
         """A subscription to it, not opened yet."""
         return EventStream(self.address, self.grant.lease_id, self.token)
 
-    def _control(self, op: Opcode, body: Body) -> Procedure[Any]:
+    def _control(self, op: Opcode, body: Body, *, is_patient: bool = True) -> Procedure[Any]:
         doing = doing_of(op)
         if self.over is not None and op is not Opcode.LEASE_QUERY:
             raise error_of(self.over, doing)
-        answer = yield Locked(self.lock, self._ask_again_if_stale(op, body, doing))
+        is_patient = is_patient and self.outlives_daemon and op in REPEATABLE
+        wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else FATE_MARGIN_S)
+        wait_s = min(wait_s, RECONNECT_LIMIT_S) if is_patient else 0.0
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s))
         if isinstance(answer, Failure):
             raise error_of(self.heed(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
-    def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str) -> Procedure[Any]:
+    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float) -> Procedure[Any]:
+        """Ask again for `wait_s` where that is safe and the daemon may come back, with growing pauses."""
+        last, pause_s, is_again = self.clock() + wait_s, FIRST_RECONNECT_PAUSE_S, False
+        while True:
+            try:
+                return (yield from self._ask_again_if_stale(op, body, doing, is_again=is_again))
+            except (Disconnected, Busy):
+                left_s = last - self.clock()
+                if left_s <= 0:
+                    raise
+            yield Sleep(min(pause_s, left_s))
+            pause_s, is_again = min(2 * pause_s, MAX_RECONNECT_PAUSE_S), True
+
+    def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
         """What is answered on the connection the lease came on; if that is dead, on a new one, asking once more.
 
-        All of these requests may be asked twice: a second LEASE_FREE finds the lease freed, which is what was wanted.
+        All of these requests may be asked twice: a second LEASE_FREE finds the lease over, which is what was wanted.
         """
-        is_second = False
         while True:
             fresh = self.channel.link.end is not None
             if fresh:
@@ -188,12 +226,12 @@ class LeaseState:
                 self.channel.close()
                 if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
-                if fresh or is_second:
+                if fresh:
                     raise disconnected(ended, self.channel, doing) from None
-                is_second = True
+                is_again = True
                 continue
             is_refused = isinstance(answer, Failure)
-            if is_refused and is_second and op is Opcode.LEASE_FREE and answer.status is Status.LEASE_FREED:
+            if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
                 return None
             return answer
 
@@ -284,12 +322,13 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]
 def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
     """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like."""
     doing = doing_of(Opcode.LEASE_ALLOC)
-    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
     try:
         limit = TimeLimit(CONTROL_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
         grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
         lease = LeaseState(channel, lock, grant)
         lease.waiting = _waiting_of(wanted)
+        lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
         return lease
     except LinkEnded as ended:
         channel.close()

@@ -80,7 +80,7 @@ def keep(
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
-            yield from state.renew(ttl_s)
+            yield from state.renew(ttl_s, is_patient=False)
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(

@@ -9,7 +9,7 @@ from gpulease.protocol import Opcode, State, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.framing import HEADER
-from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv
+from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv, HelloOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.states import TRANSITIONS, request_trigger
 
@@ -104,7 +104,7 @@ def test_nothing_is_described_that_does_not_exist() -> None:
     assert set(re.findall(r"^#### `(\w+)`$", TEXT, re.MULTILINE)) == set(DESCRIBED)
     known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
     said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
-    known |= set(Permission.__members__)
+    known |= set(Permission.__members__) | set(HelloOption.__members__)
     triggers = {trigger.name for _, trigger in TRANSITIONS}
     assert (
         said - known - triggers - {name for name in vars(limits) if name.isupper()} - set(ErrorTlv.__members__) == set()

@@ -6,7 +6,7 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Statu
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ParameterKind, Phase
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, HelloOption, ParameterKind, Phase
 from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
@@ -320,6 +320,20 @@ def goodbye() -> Script:
     return script
 
 
+def daemon_restarted() -> Script:
+    script = Script("The daemon is restarted under a session, which goes on; its tenant connects again to renew.")
+    keeps = Tlv(HelloOption.KEEPS_LEASES, b"")
+    script.hello("control", keeps)
+    script.grant()
+    script.attach()
+    leaving = Failure(Status.BUSY, "the daemon is being restarted; leases go on", hint="connect again")
+    script.say_goodbye("control", leaving)
+    script.call("session", Opcode.SYNC, m.Empty(), m.Empty(), LEASE)
+    script.hello("control again", keeps)
+    script.call("control again", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 60_000), m.LeaseRenewed(2, 60_000, EXPIRES))
+    return script
+
+
 SCRIPTS = (
     main_job,
     deferred_failure,
@@ -329,6 +343,7 @@ SCRIPTS = (
     session_failures,
     expiry,
     renew_and_free,
+    daemon_restarted,
     revoke,
     capacity,
     exclusivity,

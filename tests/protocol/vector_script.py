@@ -7,7 +7,7 @@ from gpulease.protocol import Exclusivity, Failure, Opcode
 from gpulease.protocol import messages as m
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
@@ -83,9 +83,9 @@ class Script:
         """A request and its reply."""
         self.reply(connection, self.ask(connection, op, body, session_id=session_id), reply)
 
-    def hello(self, connection: str) -> None:
+    def hello(self, connection: str, *options: Tlv) -> None:
         """The greeting every connection starts with."""
-        reply = m.HelloReply(0, "gpuleased 0.1.0", MAX_PAYLOAD_BYTES, ())
+        reply = m.HelloReply(0, "gpuleased 0.1.0", MAX_PAYLOAD_BYTES, options)
         self.call(connection, Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()), reply)
 
     def grant(self, connection: str = "control", ttl_ms: int = 120_000) -> None:
