@@ -53,6 +53,7 @@ def main(
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
+        from gpulease.daemon.broker.finding import CannotAdopt
         from gpulease.daemon.broker.listening import CannotListen
         from gpulease.daemon.broker.recording import CannotRecord
         from gpulease.daemon.broker.tokens import TokensUnavailable
@@ -68,7 +69,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
             runner.run(_serve(config))
     except (ConfigError, TokensUnavailable) as error:
         return _fail(str(error), "", EXIT_CONFIG)
-    except (CardsUnavailable, ZygoteBroken) as error:
+    except (CardsUnavailable, ZygoteBroken, CannotAdopt) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
     except JournalBroken as error:
         return _fail(str(error), error.hint, error.status)
@@ -82,12 +83,19 @@ async def _serve(config: Any) -> None:
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    told: list[signal.Signals] = []
+
+    def take(number: signal.Signals) -> None:
+        told.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, take, number)
     async with running_service(config) as service:
         for address in service.addresses:
             logging.getLogger("gpulease").info("gpuleased %s listens on %s", VERSION, address)
         await stop.wait()
+        service.may_end_sessions(is_interrupted=told[0] is signal.SIGINT)
         logging.getLogger("gpulease").info("stopping")
 
 

@@ -47,7 +47,11 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     try:
-        data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        try:
+            data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            # The peer died with messages it had not read. That is told once, before what it sent itself: that counts.
+            data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         raise
     except OSError as error:

@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -46,6 +47,13 @@ _FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+class OnStop(Enum):
+    """What becomes of sessions when the daemon is stopped (SIGTERM): they end, or are left to the next daemon."""
+
+    END = "end"
+    KEEP = "keep"
+
+
 class ConfigError(Exception):
     """A setting that can't be used; the message says which and why."""
 
@@ -63,6 +71,7 @@ class Config:
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
         state: The folder of what survives the daemon; None to keep nothing.
+        on_stop: What becomes of sessions when it is stopped.
         audit: The folder of the audit log; None to keep none.
         audit_head: Where the log's head is written, for a place apart from it; None for the log's folder.
         audit_required: Whether no lease is granted unless its record is on the disk.
@@ -90,6 +99,7 @@ class Config:
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
     state: Path | None = None
+    on_stop: OnStop = OnStop.END
     audit: Path | None = None
     audit_head: Path | None = None
     audit_required: bool = False
@@ -185,7 +195,9 @@ def _convert(key: str, value: Any) -> Any:
             return _user(value)
         if key in ("driver", "sandbox"):
             return str(value)
-        if key in ("state", "audit", "audit_head", "token_key_file"):
+        if key == "on_stop":
+            return _on_stop(value)
+        if key in ("audit", "audit_head", "state", "token_key_file"):
             return _path(value)
         if key == "audit_required":
             return _truth(value)
@@ -262,6 +274,12 @@ def _user(value: Any) -> str:
     return value
 
 
+def _on_stop(value: Any) -> OnStop:
+    if value not in {choice.value for choice in OnStop}:
+        raise ValueError(f"{value!r} is none of {', '.join(choice.value for choice in OnStop)}")
+    return OnStop(value)
+
+
 def _tenant_of_uid(table: Any) -> Mapping[int, str]:
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
@@ -298,6 +316,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"max_load_s is {config.max_load_s}; it must be at least 1")
     if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
         raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
+    if config.on_stop is OnStop.KEEP and config.state is None:
+        raise ConfigError('on_stop = "keep" needs state, the folder of what outlives the daemon')
     _check_audit(config)
 
 

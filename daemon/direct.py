@@ -80,7 +80,7 @@ def _open(wanted: str) -> tuple[str, Context]:
     source = choose_cards(wanted, ())
     driver = driver_named(source.driver)
     driver.preload()
-    return source.driver, driver.open_context(source.discover()[0].uuid, SLICE_BYTES)
+    return source.driver, driver.open_context(source.discover({})[0].uuid, SLICE_BYTES)
 
 
 def _small_copies(context: Context, samples: int) -> dict[str, float]:

@@ -1,9 +1,12 @@
 """What Linux offers to make sure that no process outlives what it is for: prctl(2) and pidfd_open(2)."""
 
 import ctypes
+import io
 import os
 import resource
+import select
 import signal
+import sys
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -63,3 +66,43 @@ def exit_text(status: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    """Whether a process has ended, or does in time: its descriptor is readable from then on (pidfd_open(2))."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
+
+
+def name_of(pid: int) -> str:
+    """What ps(1) calls a process; "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().rstrip("\n")
+    except OSError:
+        return ""
+
+
+class _HeedlessText(io.TextIOBase):
+    """Text to a descriptor, lost where nobody takes it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        data = memoryview(text.encode(errors="backslashreplace"))
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            pass
+        return len(text)
+
+
+def survive_stderr() -> None:
+    """Let what this process says be lost, rather than the process, when the terminal or pipe it says it to is gone."""
+    sys.stderr = _HeedlessText(2)

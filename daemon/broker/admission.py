@@ -49,6 +49,11 @@ class Doorkeeper:
             self._left.clear()
             await self._left.wait()
 
+    def turn_away(self, failure: Failure) -> None:
+        """Refuse what anybody waits for, tell everybody why, and close."""
+        for connection in list(self._inside):
+            connection.turn_away(failure)
+
     def say_goodbye(self, failure: Failure) -> None:
         """Tell everybody why, and close."""
         for connection in list(self._inside):

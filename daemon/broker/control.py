@@ -33,6 +33,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Attach, Body, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Status
+from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Wanted
 from gpulease.protocol.states import State
 
@@ -73,6 +74,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         release: Counts it out again; called exactly once.
         tenant_of_uid: Names of tenants by their local users' numbers.
         peer: Who it is, where that is known already; else its socket says so.
+        options: What HELLO is answered besides.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         release: Callable[["ControlConnection"], None],
         tenant_of_uid: Mapping[int, str],
         peer: Peer | None = None,
+        options: tuple[Tlv, ...] = (),
     ) -> None:
         self.peer = peer or Peer("", is_operator=False, is_known=False)
         self._is_identified = peer is not None
@@ -91,6 +94,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._admit = admit
         self._release = release
         self._tenant_of_uid = tenant_of_uid
+        self._options = options
         self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._desk: Desk | None = None
@@ -188,6 +192,12 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._transport.write(self._connection.send_goodbye(failure))
             self._close()
 
+    def turn_away(self, failure: Failure) -> None:
+        """Refuse what it waits for, then say why and close; leases go on."""
+        if self._desk is not None:
+            self._desk.give_up(failure)
+        self.say_goodbye(failure)
+
     def _close(self) -> None:
         if self._transport is not None:
             self._deadlines.start(Wait.CLOSE, LINGER_S, self._transport.abort)
@@ -243,7 +253,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         if request.op is Opcode.HELLO:
             self._deadlines.stop(Wait.HELLO)
-            self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, ()))
+            self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, self._options))
         elif request.op is Opcode.ATTACH:
             self._attach(request, self._desk)
         else:

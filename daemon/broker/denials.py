@@ -30,6 +30,7 @@ _REVOCATION_WORD: Final = {
     Cause.SHUTDOWN: Status.DISCONNECTED,
     Cause.DRAINED: Status.DRAINED,
 }
+_CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items()}
 
 
 def failure_of(denial: Denial) -> Failure:
@@ -40,3 +41,8 @@ def failure_of(denial: Denial) -> Failure:
 def word_for(cause: Cause) -> Status:
     """What a worker answers once its lease has ended for `cause`."""
     return _REVOCATION_WORD.get(cause, Status.SESSION_FAILED)
+
+
+def cause_of(word: Status) -> Cause:
+    """Why a lease ended whose worker answers so, where nothing else is known of it."""
+    return _CAUSES.get(word, Cause.WORKER_DIED)

@@ -51,6 +51,7 @@ async def _probe(
     while not isinstance(await _next_event(events, card), WorkerExited):
         pass
     await _wait_for_proof(source, card, pid)
+    workers.settle(number)
     return overhead + source.reserve_bytes
 
 

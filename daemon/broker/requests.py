@@ -81,7 +81,7 @@ class Desk:
         self._driver = driver
         self._tokens = TokenDesk(runtime.tokens, self._peer)
         self._telling = TellingDesk(runtime.teller, self._peer.tenant, answerer.tell)
-        self._open_acquires: set[int] = set()
+        self._open_acquires: dict[int, Request] = {}
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
             Opcode.GET_INVENTORY: self._get_inventory,
@@ -119,6 +119,12 @@ class Desk:
             self._runtime.forget(number)
         self._open_acquires.clear()
         self._telling.leave()
+
+    def give_up(self, failure: Failure) -> None:
+        """What the client waits for will not come: tell it so."""
+        for request in self._open_acquires.values():
+            self._answerer.answer(request, failure)
+        self.leave()
 
     def check_attach(self, request: Request) -> Guest | None:
         """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
@@ -174,11 +180,11 @@ class Desk:
         waiting = waiting_of(body.parameters)
 
         def on_outcome(outcome: Outcome) -> None:
-            self._open_acquires.discard(number)
+            self._open_acquires.pop(number, None)
             self._granted(request, outcome)
 
         number = self._runtime.expect(on_outcome)
-        self._open_acquires.add(number)
+        self._open_acquires[number] = request
         self._runtime.post(
             AcquireRequested(
                 request=number,

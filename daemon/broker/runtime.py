@@ -8,9 +8,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpulease.daemon.audit.recorder import Recorder
+from gpulease.daemon.broker.adoption import adopt
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.telling import Teller
@@ -26,6 +27,7 @@ from gpulease.daemon.core import (
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
+    Card,
     Denied,
     DrainTimerFired,
     Effect,
@@ -102,6 +104,7 @@ class Runtime:
         self._pool_timer: asyncio.TimerHandle | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
         self._one_ended = asyncio.Event()
+        self._untold = 0
 
     async def drained(self) -> None:
         """Wait until no lease and no warm context is left but fenced ones."""
@@ -110,6 +113,22 @@ class Runtime:
         ):
             self._one_ended.clear()
             await self._one_ended.wait()
+
+    async def settled(self) -> None:
+        """Wait until every lease is active or fenced, and everybody was told what became of what they asked for."""
+        while self._untold or any(
+            lease.state in (LeaseState.PENDING, LeaseState.DRAINING) for lease in self.table.snapshots()
+        ):
+            self._one_ended.clear()
+            await self._one_ended.wait()
+
+    def adopt(self, cards: Sequence[Card], latest_ns: int) -> None:
+        """Take over what an earlier daemon left; before anything else happens. `latest_ns`: see `reconcile`."""
+        overheads = {card.uuid: card.overhead_bytes for card in cards}
+        adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
+        if self.workers.serving():
+            self._watchman.start()
+            self._weigher.start()
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
@@ -188,7 +207,7 @@ class Runtime:
             case KillWorker(lease_id):
                 self.workers.kill(lease_id)
             case ProveReclaimed(lease_id, card_uuid):
-                self._reclaimer.prove(lease_id, card_uuid, self.workers.take_ended_pid(lease_id))
+                self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
             case ArmTimer():
                 self._arm(effect)
             case ArmWaitTimer(request, due_ns):
@@ -266,6 +285,8 @@ class Runtime:
             if (handle := self._timers.pop((number, kind), None)) is not None:
                 handle.cancel()
         self._reclaimer.give_up(number)
+        # Until then the zygote tells the next broker that there was such a worker.
+        self.journal.once_kept(lambda: self.workers.settle(number))
         self._one_ended.set()
 
     def _answer(self, outcome: Outcome) -> None:
@@ -274,7 +295,14 @@ class Runtime:
         on_outcome = self._waiting.pop(outcome.request, None)
         if on_outcome is None:
             return
-        self.journal.answer(outcome, lambda told: self._answer_kept(outcome, told, on_outcome))
+        self._untold += 1
+
+        def tell(told: Outcome) -> None:
+            self._untold -= 1
+            self._one_ended.set()
+            on_outcome(told)
+
+        self.journal.answer(outcome, lambda told: self._answer_kept(outcome, told, tell))
 
     def _answer_kept(self, outcome: Outcome, told: Outcome, on_outcome: OnOutcome) -> None:
         """What the table said is on the disk, or `told` says that it can't be brought there."""

@@ -1,9 +1,10 @@
-"""The daemon from start to stop: cards, zygote, lease table, listeners, and back."""
+"""The daemon from start to stop: state, cards, zygotes, lease table, listeners, and back."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from gpulease.daemon.audit.recorder import Recorder
@@ -12,23 +13,36 @@ from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import CannotListen, Listeners
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
-from gpulease.daemon.broker.recording import boot_id, recording
+from gpulease.daemon.broker.recording import recording
 from gpulease.daemon.broker.remote import RemoteDoor
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.state import State, holding_state
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
-from gpulease.daemon.config import Config
-from gpulease.daemon.core import Card, LeaseRestored, LeaseTable, PoolTimerFired, ShutdownRequested
-from gpulease.daemon.journal import Journal, open_journal
+from gpulease.daemon.config import Config, OnStop
+from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.journal import Journal
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import Status
+from gpulease.protocol.opcodes import HelloOption, Status
+from gpulease.protocol.primitives import Tlv
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
 """How long leases get to be proved back when the daemon stops; their workers die in any case."""
+
+SETTLE_TIMEOUT_S: Final = 10.0
+"""The same for those that are ending when it stops and leaves the others to the next daemon, which goes on with them.
+"""
+
+NS_PER_S: Final = 1_000_000_000
+
+_STOPPING: Final = Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it is back.")
+_LEAVING: Final = Failure(
+    Status.BUSY, "the daemon is being restarted; leases go on", hint="Connect again in a moment, and ask again."
+)
 
 _log = logging.getLogger("gpulease")
 
@@ -38,6 +52,8 @@ class Service:
 
     Attributes:
         addresses: Where it listens, with the ports the kernel chose.
+        leaves_sessions: Whether its stop leaves sessions to the next daemon. Until it is told to stop, it does so
+            wherever they can outlive it: that it can't start, or breaks, must not end them.
     """
 
     def __init__(
@@ -50,10 +66,13 @@ class Service:
         journal: Journal,
     ) -> None:
         self.addresses: list[Address] = []
+        self.leaves_sessions = config.state is not None
+        self._cards = cards
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
         tokens = TokenOffice(table, config.require_token, config.token_key_file, config.state, journal.spent)
         self.runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
         self._config = config
+        self._options = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
         self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
@@ -62,9 +81,8 @@ class Service:
             self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection)
 
     async def start(self) -> None:
-        """Enter what an earlier daemon left, listen, and begin to make warm contexts. Raises CannotListen."""
-        for kept in self.runtime.journal.kept:
-            self.runtime.post(LeaseRestored(kept, has_worker=False))
+        """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen."""
+        self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         if self._remote is not None:
             await self._remote.start()
         for address in self._config.listen:
@@ -78,25 +96,41 @@ class Service:
             raise CannotListen(f"can't listen on {address}: there are no certificates")
         return await self._remote.listen(address)
 
+    def may_end_sessions(self, *, is_interrupted: bool) -> None:
+        """It was told to stop, by SIGINT if `is_interrupted`: sessions end with it if the operator wants that."""
+        self.leaves_sessions = self._config.on_stop is OnStop.KEEP and not is_interrupted
+
     async def stop(self) -> None:
-        """Let everybody go: leases torn down and proved back, within a bound; then the processes, then the sockets."""
+        """Stop listening, let everybody go, and end sessions or leave them, each within a bound."""
         self._listeners.close()
         if self._remote is not None:
             await self._remote.stop()
-        self.runtime.post(ShutdownRequested())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                await self.runtime.drained()
-        self._doorkeeper.say_goodbye(
-            Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it is back.")
-        )
+        if self.leaves_sessions:
+            await self._leave_sessions()
+        else:
+            await self._end_sessions()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await self._doorkeeper.emptied()
 
+    async def _end_sessions(self) -> None:
+        """Leases torn down and proved back; their processes end later, in any case."""
+        self.runtime.post(ShutdownRequested())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await self.runtime.drained()
+        self._doorkeeper.say_goodbye(_STOPPING)
+
+    async def _leave_sessions(self) -> None:
+        self._doorkeeper.turn_away(_LEAVING)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self.runtime.settled()
+
     def _new_connection(self) -> ControlConnection:
         door = self._doorkeeper
-        return ControlConnection(self.runtime, self._driver, door.admit, door.release, self._config.tenant_of_uid)
+        tenants = self._config.tenant_of_uid
+        return ControlConnection(self.runtime, self._driver, door.admit, door.release, tenants, options=self._options)
 
     def _new_remote_connection(self, peer: Peer, refusal: Failure | None) -> ControlConnection:
         door = self._doorkeeper
@@ -104,56 +138,56 @@ class Service:
         def admit(connection: ControlConnection) -> Failure | None:
             return refusal or door.admit(connection)
 
-        return ControlConnection(self.runtime, self._driver, admit, door.release, {}, peer)
+        return ControlConnection(self.runtime, self._driver, admit, door.release, {}, peer, self._options)
 
 
 @contextlib.asynccontextmanager
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises JournalBroken, CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable or CannotListen, each with a
-    sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt or JournalBroken,
+    each with a sentence for the operator.
     """
-    async with _keeping(config) as journal, _working(config, journal) as service:
-        yield service
-
-
-@contextlib.asynccontextmanager
-async def _keeping(config: Config) -> AsyncIterator[Journal]:
-    """The journal, if the operator wants one."""
-    if config.state is None:
-        yield Journal()
-        return
-    journal = await asyncio.to_thread(open_journal, config.state, boot_id())
-    try:
-        yield journal
-    finally:
-        await journal.stop()
-
-
-@contextlib.asynccontextmanager
-async def _working(config: Config, journal: Journal) -> AsyncIterator[Service]:
     adopt_orphans()
     raise_descriptor_limit()
-    source = choose_cards(config.driver, config.vram_bytes)
-    try:
-        facts = await asyncio.to_thread(source.discover)
+    async with (
+        holding_state(config) as state,
+        _cards_of(config) as source,
+        _workers_of(config, source, state) as workers,
+    ):
+        facts = await asyncio.to_thread(source.discover, state.journal.cards)
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
-        workers = Workers(source.driver, config.of_sandbox)
-        try:
-            await workers.start()
-            _tell_what_is_off(workers)
-            cards = await _measured(source, facts, workers)
-            async with (
-                recording(config, source.driver, cards) as recorder,
-                _serving(Service(config, source, cards, workers, recorder, journal)) as service,
-            ):
-                yield service
-        finally:
-            await workers.stop()
+        await workers.start(state.take_zygotes())
+        _tell_what_is_off(workers)
+        cards = await _measured(source, facts, workers, state.journal)
+        async with (
+            recording(config, source.driver, cards) as recorder,
+            _serving(Service(config, source, cards, workers, recorder, state.journal)) as service,
+        ):
+            yield service
+        state.is_left = service.leaves_sessions
+
+
+@contextlib.asynccontextmanager
+async def _cards_of(config: Config) -> AsyncIterator[CardSource]:
+    source = choose_cards(config.driver, config.vram_bytes)
+    try:
+        yield source
     finally:
         source.close()
+
+
+@contextlib.asynccontextmanager
+async def _workers_of(config: Config, source: CardSource, state: State) -> AsyncIterator[Workers]:
+    workers = Workers(source.driver, config.of_sandbox, state.zygotes)
+    try:
+        yield workers
+    finally:
+        if state.is_left:
+            await workers.leave()
+        else:
+            await workers.stop()
 
 
 def _tell_what_is_off(workers: Workers) -> None:
@@ -162,9 +196,16 @@ def _tell_what_is_off(workers: Workers) -> None:
             _log.warning("the workers' sandbox is without %s: %s", found["measure"], found["detail"])
 
 
-async def _measured(source: CardSource, facts: list[CardFacts], workers: Workers) -> list[Card]:
+async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
+    """What is on each card besides tenants' bytes; measured of those only that were not measured in this boot."""
+    unknown = [fact for fact in facts if fact.uuid not in journal.cards]
+    # The bytes of one that was just reaped may not be back yet.
+    is_beside_others = bool(workers.found())
+    overheads = {uuid: known.overhead_bytes for uuid, known in journal.cards.items()}
+    overheads |= zip([fact.uuid for fact in unknown], await measure_overhead(source, workers, unknown), strict=True)
     cards = []
-    for fact, overhead in zip(facts, await measure_overhead(source, workers, facts), strict=True):
+    for fact in facts:
+        overhead = overheads[fact.uuid]
         cards.append(Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, overhead, fact.is_partition))
         _log.info(
             "card %d %s %s: %d bytes to lease, %d more for each context",
@@ -174,6 +215,11 @@ async def _measured(source: CardSource, facts: list[CardFacts], workers: Workers
             fact.capacity_bytes,
             overhead,
         )
+    if unknown and is_beside_others:
+        _log.warning("cards were measured beside workers of an earlier daemon: start again for all of their capacity")
+    elif unknown:
+        measured = [KeptCard(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
+        journal.remember_cards(measured)
     return cards
 
 

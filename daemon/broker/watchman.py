@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.broker.workers import Worker, Workers
+from gpulease.daemon.broker.worker import Worker
+from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.core import Cause, Event, SessionCondemned
 from gpulease.daemon.worker.page import Counter
 from gpulease.protocol.opcodes import Opcode

@@ -8,16 +8,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
-import signal
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.broker.finding import FoundWorker, FoundZygote
+from gpulease.daemon.broker.worker import Ended, Worker
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
@@ -34,37 +36,26 @@ MAX_HAND_OVERS: Final = 16
 _log = logging.getLogger("gpulease.workers")
 
 
-@dataclass(slots=True)
-class Worker:
-    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it.
+class Workers:
+    """All workers, and the zygote that makes them.
 
-    Attributes:
-        born_as: The number the zygote knows it by.
+    Args:
+        folder: Where zygotes listen for the next broker; None if they are to die with this one.
     """
 
-    spec: WorkerSpec
-    page: BrokerPage
-    channel: socket.socket
-    pid: int = 0
-    pidfd: int = -1
-    is_ready: bool = False
-    is_killed: bool = False
-    hand_overs: int = 0
-    born_as: int = 0
-
-
-class Workers:
-    """All workers, and the zygote that makes them."""
-
-    def __init__(self, driver: str, sandbox: SandboxSettings | None = None) -> None:
+    def __init__(self, driver: str, sandbox: SandboxSettings | None = None, folder: Path | None = None) -> None:
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
-        self._born: dict[int, Worker] = {}
-        self._ended_workers: dict[int, Worker] = {}
+        self._being_born: dict[int, Worker] = {}
+        self._by_serial: dict[tuple[Zygote, int], Worker] = {}
+        self._ended_workers: dict[int, Ended] = {}
+        self._found: dict[tuple[Zygote, int], FoundWorker] = {}
         self._on_look: Callable[[int], None] = _not_looked
         self._driver = driver
         self._sandbox = sandbox or SandboxSettings()
+        self._folder = folder
         self._zygote = self._new_zygote()
+        self._earlier: list[Zygote] = []
         self._restart: asyncio.Task[None] | None = None
 
     def deliver_to(self, deliver: Callable[[Event], None]) -> None:
@@ -75,27 +66,81 @@ class Workers:
         """Who is told of leases whose context may have grown."""
         self._on_look = look
 
-    def _new_zygote(self) -> Zygote:
-        return Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox)
-
     def findings(self) -> list[dict[str, Any]]:
         """The measures of the workers' sandbox: whether each is on, and how far it goes or why it is not."""
         return self._zygote.findings
 
-    async def start(self) -> None:
-        """Start the zygote. Raises ZygoteBroken."""
-        await self._zygote.start()
+    async def start(self, found: Sequence[FoundZygote] = ()) -> None:
+        """Take over the zygotes of an earlier daemon, and start one if none of them can make workers here.
+
+        Raises ZygoteBroken.
+        """
+        is_fit = False
+        for one in found:
+            zygote = self._new_zygote()
+            self._found |= {(zygote, worker.serial): worker for worker in one.workers}
+            if zygote.take_over(one) and not is_fit:
+                self._zygote, is_fit = zygote, True
+            else:
+                zygote.retire()
+                self._earlier.append(zygote)
+        if not is_fit:
+            await self._zygote.start()
 
     async def stop(self) -> None:
-        """End the zygote and every worker that is left."""
+        """End the zygotes and every worker that is left."""
+        await self._stop_restarting()
+        for zygote in (self._zygote, *self._earlier):
+            zygote.stop()
+        for worker in list(self._workers.values()):
+            worker.kill()
+            self._forget(worker)
+
+    async def leave(self) -> None:
+        """Go, and leave zygotes and workers to the next broker."""
+        await self._stop_restarting()
+        for zygote in (self._zygote, *self._earlier):
+            zygote.leave()
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+
+    async def _stop_restarting(self) -> None:
         if self._restart is not None:
             self._restart.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restart
-        self._zygote.stop()
-        for worker in list(self._workers.values()):
-            self._kill(worker)
-            self._forget(worker)
+
+    def _new_zygote(self) -> Zygote:
+        return Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox, self._folder)
+
+    # --- an earlier daemon's ---
+
+    def found(self) -> list[FoundWorker]:
+        """Those of an earlier daemon, alive or reaped, until each is adopted."""
+        return list(self._found.values())
+
+    def adopt(self, found: FoundWorker, lease_id: int) -> None:
+        """Know an earlier daemon's worker by a lease's number, or a warm context's, from now on."""
+        (key,) = [key for key, worker in self._found.items() if worker is found]
+        zygote, serial = key
+        del self._found[key]
+        if found.fds is None or found.reason is not None:
+            close_all(list(found.fds or ()))
+            self._ended_workers[lease_id] = Ended(lease_id, found.pid, zygote, serial)
+            return
+        pidfd, page_fd, channel_fd = found.fds
+        channel = socket.socket(fileno=channel_fd)
+        channel.setblocking(False)
+        spec = replace(found.spec, lease_id=lease_id)
+        worker = Worker(spec, BrokerPage(page_fd), channel, zygote, serial, found.pid, pidfd, is_ready=True)
+        self._workers[lease_id] = self._by_serial[key] = worker
+        asyncio.get_running_loop().add_reader(channel, self._on_worker_message, worker)
+        if not zygote.is_running:
+            self._watch_orphan(worker)
+
+    def remember_ended(self, lease_id: int, pid: int) -> None:
+        """A lease's worker ended with the zygote it came from, before this daemon began."""
+        self._ended_workers.setdefault(lease_id, Ended(lease_id, pid))
 
     def serving(self) -> list[Worker]:
         """Those that have said that they are ready and were not ordered dead."""
@@ -111,12 +156,18 @@ class Workers:
         worker = self._workers.get(lease_id)
         if worker is None or worker.pidfd < 0:
             return worker is not None
-        return not _has_ended(worker.pidfd)
+        return not has_ended(worker.pidfd)
 
-    def take_ended_pid(self, lease_id: int) -> int:
-        """The process id of a worker that has ended, told once; 0 if it never had one."""
-        worker = self._ended_workers.pop(lease_id, None)
-        return 0 if worker is None else worker.pid
+    def ended_pid(self, lease_id: int) -> int:
+        """The process id of a worker that has ended; 0 if it never had one."""
+        ended = self._ended_workers.get(lease_id)
+        return 0 if ended is None else ended.pid
+
+    def settle(self, lease_id: int) -> None:
+        """A worker's bytes are proved back, or fenced: nothing need be known of it any more."""
+        ended = self._ended_workers.pop(lease_id, None)
+        if ended is not None and ended.zygote is not None:
+            ended.zygote.forget(ended.serial)
 
     def page(self, lease_id: int) -> BrokerPage | None:
         """The worker's control page."""
@@ -125,10 +176,12 @@ class Workers:
 
     def rename(self, from_id: int, to_id: int) -> None:
         """Know a worker by another number, whether it lives or has ended."""
-        for workers in (self._workers, self._ended_workers):
-            if (worker := workers.pop(from_id, None)) is not None:
-                worker.spec = replace(worker.spec, lease_id=to_id)
-                workers[to_id] = worker
+        if (worker := self._workers.pop(from_id, None)) is not None:
+            worker.spec = replace(worker.spec, lease_id=to_id)
+            self._workers[to_id] = worker
+        if (ended := self._ended_workers.pop(from_id, None)) is not None:
+            ended.lease_id = to_id
+            self._ended_workers[to_id] = ended
 
     def spawn(self, spec: WorkerSpec) -> None:
         """Have a worker made, or have the one that was made ahead for this lease take it.
@@ -138,6 +191,8 @@ class Workers:
         if (made := self._workers.get(spec.lease_id)) is not None:
             made.spec = spec
             with contextlib.suppress(ChannelClosed, BlockingIOError):
+                # The zygote first: a worker that has a lease must not be known to it as one that has none.
+                made.zygote.change(made.serial, spec)
                 send_message(made.channel, spec.to_message())
             return
         try:
@@ -152,12 +207,11 @@ class Workers:
             self._not_started(spec, error)
             return
         ours.setblocking(False)
-        worker = Worker(spec, page, ours)
-        self._workers[spec.lease_id] = self._born[spec.lease_id] = worker
-        worker.born_as = spec.lease_id
+        worker = Worker(spec, page, ours, self._zygote, born_as=spec.lease_id)
+        self._workers[spec.lease_id] = self._being_born[spec.lease_id] = worker
         with theirs:
             try:
-                self._zygote.spawn(spec, theirs.fileno(), page.fd)
+                self._zygote.spawn(spec, theirs.fileno(), page.fd, ours.fileno())
             except (ChannelClosed, BlockingIOError) as error:
                 self._ended(worker, f"could not be started: {error}")
                 return
@@ -189,7 +243,7 @@ class Workers:
             asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, "there was no process"))
             return
         worker.is_killed = True
-        self._kill(worker)
+        worker.kill()
 
     def attach(
         self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
@@ -210,18 +264,27 @@ class Workers:
 
     # --- what the zygote and the workers say ---
 
-    def _on_zygote_message(self, message: dict[str, Any], fds: list[int]) -> None:
-        worker = self._born.get(int(str(message.get("lease", "0")), 16))
+    def _on_zygote_message(self, zygote: Zygote, message: dict[str, Any], fds: list[int]) -> None:
         match message:
-            case {"op": "spawned", "pid": int(pid)} if worker is not None and len(fds) <= 1:
-                worker.pid, worker.pidfd = pid, fds[0] if fds else -1
-                if worker.is_killed:
-                    self._kill(worker)
-            case {"op": "exited" | "no_fork", "reason": str(reason)} if worker is not None:
-                close_all(fds)
-                self._ended(worker, reason)
-            case _:
-                close_all(fds)
+            case {"op": "spawned", "lease": str(number), "pid": int(pid), "serial": int(serial)} if len(fds) <= 1:
+                self._born(zygote, self._being_born.pop(int(number, 16)), pid, serial, fds)
+                return
+            case {"op": "no_fork", "lease": str(number), "reason": str(reason)}:
+                self._ended(self._being_born[int(number, 16)], reason)
+            case {"op": "exited", "serial": int(serial), "reason": str(reason)}:
+                if (worker := self._by_serial.get((zygote, serial))) is not None:
+                    self._ended(worker, reason)
+                elif (found := self._found.get((zygote, serial))) is not None:
+                    found.reason = reason
+        close_all(fds)
+
+    def _born(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
+        worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1
+        self._by_serial[zygote, serial] = worker
+        if worker.is_killed:
+            worker.kill()
+        if worker.is_ready:
+            self._post(WorkerReady(worker.spec.lease_id))
 
     def _on_worker_message(self, worker: Worker) -> None:
         try:
@@ -242,19 +305,25 @@ class Workers:
                 self._on_look(lease_id)
             case {"op": "ready"}:
                 worker.is_ready = True
-                self._post(WorkerReady(lease_id))
+                if worker.pid:
+                    # Else what it holds could not be told from others' bytes: the zygote says at once who it is.
+                    self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:
                 self._post(WorkerFailed(lease_id, reason))
             case {"op": "faulted", "reason": str(reason)}:
                 self._post(SessionFaulted(lease_id, reason))
 
-    def _on_zygote_exit(self) -> None:
-        _log.error("the zygote died: every session ends with it; it will be started again")
-        for worker in list(self._workers.values()):
+    def _on_zygote_exit(self, zygote: Zygote) -> None:
+        for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:
                 self._ended(worker, "the zygote died before it could start the worker")
             else:
-                asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)
+                self._watch_orphan(worker)
+        if zygote is not self._zygote:
+            _log.info("an earlier daemon's zygote has ended")
+            self._earlier.remove(zygote)
+            return
+        _log.error("the zygote died: every session ends with it; it will be started again")
         self._restart = asyncio.get_running_loop().create_task(self._restart_zygote())
 
     async def _restart_zygote(self) -> None:
@@ -269,8 +338,14 @@ class Workers:
             _log.info("the zygote is back")
             return
 
+    def _watch_orphan(self, worker: Worker) -> None:
+        asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)
+
     def _reap_orphan(self, worker: Worker) -> None:
-        """A dead zygote's worker is this process's child (see processes.adopt_orphans) and died with its parent."""
+        """A dead zygote's worker died with its parent; it is this process's child, or init's if an earlier daemon's.
+
+        See processes.adopt_orphans.
+        """
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
@@ -281,38 +356,22 @@ class Workers:
     def _post(self, event: Event) -> None:
         self._deliver(event)
 
-    def _kill(self, worker: Worker) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if worker.pidfd >= 0:
-                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-            elif worker.pid:
-                # Its pidfd did not get through for want of descriptors here. The zygote reaps it, and says so first.
-                os.kill(worker.pid, signal.SIGKILL)
-
     def _ended(self, worker: Worker, reason: str) -> None:
         self._forget(worker)
-        self._ended_workers[worker.spec.lease_id] = worker
-        asyncio.get_running_loop().call_soon(self._tell_end, worker, reason)
+        lease_id = worker.spec.lease_id
+        ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
+        self._ended_workers[lease_id] = ended
+        asyncio.get_running_loop().call_soon(self._tell_end, ended, reason)
 
-    def _tell_end(self, worker: Worker, reason: str) -> None:
+    def _tell_end(self, ended: Ended, reason: str) -> None:
         """By the number it is known by now: until this was told, its lease may have been given another worker."""
-        self._post(WorkerExited(worker.spec.lease_id, reason))
+        self._post(WorkerExited(ended.lease_id, reason))
 
     def _forget(self, worker: Worker) -> None:
-        del self._workers[worker.spec.lease_id], self._born[worker.born_as]
-        asyncio.get_running_loop().remove_reader(worker.channel)
-        worker.channel.close()
-        worker.page.close()
-        if worker.pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(worker.pidfd)
-            os.close(worker.pidfd)
-
-
-def _has_ended(pidfd: int) -> bool:
-    """A process file descriptor is readable from its process's end on (pidfd_open(2))."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+        del self._workers[worker.spec.lease_id]
+        self._being_born.pop(worker.born_as, None)
+        self._by_serial.pop((worker.zygote, worker.serial), None)
+        worker.close()
 
 
 def _not_looked(lease_id: int) -> None:

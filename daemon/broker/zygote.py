@@ -1,20 +1,29 @@
-"""The zygote as the broker sees it: start it, ask it for workers, notice when it dies."""
+"""The zygote as the broker sees it: start it or take it over, ask it for workers, notice when it dies."""
 
 import asyncio
 import contextlib
 import os
+import secrets
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.broker.finding import FoundZygote
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.version import VERSION
 from gpulease.daemon.worker.spec import WorkerSpec
 
 START_TIMEOUT_S: Final = 60.0
 """How long the zygote may take to import what it needs; a cold disk takes seconds."""
+
+END_TIMEOUT_S: Final = 5.0
+"""How long one that was killed and is not this process's child is waited for."""
 
 
 class ZygoteBroken(Exception):
@@ -33,8 +42,9 @@ class Zygote:
     """One zygote process and the channel to it.
 
     Args:
-        on_message: Called with each message and its descriptors, which are then the callee's.
-        on_exit: Called once when the zygote is gone; its workers die with it.
+        on_message: Called with this zygote, each message and its descriptors, which are then the callee's.
+        on_exit: Called once with this zygote when it is gone; its workers die with it.
+        folder: Where it listens for the next broker; None for one that dies with this one.
 
     Attributes:
         findings: Which measures its workers are under, as it said when it was ready.
@@ -43,18 +53,44 @@ class Zygote:
     def __init__(
         self,
         driver: str,
-        on_message: Callable[[dict[str, Any], list[int]], None],
-        on_exit: Callable[[], None],
+        on_message: Callable[["Zygote", dict[str, Any], list[int]], None],
+        on_exit: Callable[["Zygote"], None],
         sandbox: SandboxSettings,
+        folder: Path | None = None,
     ) -> None:
         self.findings: list[dict[str, Any]] = []
         self._driver = driver
         self._sandbox = sandbox
         self._on_message = on_message
         self._on_exit = on_exit
+        self._folder = folder
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._path: Path | None = None
         self._preloaded: asyncio.Future[None] | None = None
+
+    @property
+    def outlives_its_broker(self) -> bool:
+        """Whether it is to be told which workers it may forget."""
+        return self._folder is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can be spoken to."""
+        return self._channel is not None
+
+    def take_over(self, found: FoundZygote) -> bool:
+        """Be one that an earlier broker left; whether it can make workers for this one."""
+        self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel, self._read)
+        self.findings = found.findings
+        return (found.version, found.driver, found.sandbox) == (VERSION, self._driver, self._sandbox.to_text())
+
+    def retire(self) -> None:
+        """Have it end with the last of the workers it has."""
+        self._say({"op": "retire"})
 
     async def start(self) -> None:
         """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
@@ -76,18 +112,26 @@ class Zygote:
 
     def _launch(self) -> socket.socket:
         """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
-        ours, theirs = channel_pair()
-        ours.setblocking(False)
         command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
-        arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
         # A BLAS that starts threads when it is imported would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        with contextlib.ExitStack() as undo, theirs:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
+            ours, theirs = channel_pair()
             undo.callback(ours.close)
+            handed_over.callback(theirs.close)
+            ours.setblocking(False)
+            arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
+            fds = [theirs.fileno()]
+            if self._folder is not None:
+                # Made here, so that the next broker finds it from the moment there is a process.
+                self._path = self._folder / f"{secrets.token_hex(4)}.sock"
+                listener = handed_over.enter_context(_listen_at(self._path))
+                arguments.append(str(listener.fileno()))
+                fds.append(listener.fileno())
             # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
             self._process = subprocess.Popen(
                 command + arguments,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=environment,
@@ -95,11 +139,24 @@ class Zygote:
             undo.pop_all()
         return ours
 
-    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fd: int) -> None:
+    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fd: int, broker_end_fd: int) -> None:
         """Ask for a worker. Raises ChannelClosed or BlockingIOError if the zygote can't be asked now."""
         if self._channel is None:
             raise ChannelClosed("the zygote is not running")
-        send_message(self._channel, spec.to_message(), (channel_fd, page_fd))
+        kept = (broker_end_fd,) if self.outlives_its_broker else ()
+        send_message(self._channel, spec.to_message(), (channel_fd, page_fd, *kept))
+
+    def change(self, serial: int, spec: WorkerSpec) -> None:
+        """A worker has another lease now: the next broker must know. Raises as `spawn` does."""
+        if self._channel is None:
+            raise ChannelClosed("the zygote is not running")
+        if self.outlives_its_broker:
+            send_message(self._channel, spec.to_message() | {"op": "lease", "serial": serial})
+
+    def forget(self, serial: int) -> None:
+        """A worker's bytes are proved back: nobody needs to know of it any more."""
+        if self.outlives_its_broker:
+            self._say({"op": "forget", "serial": serial})
 
     def stop(self) -> None:
         """End the zygote, and with it all its workers. Nothing is called back."""
@@ -108,6 +165,31 @@ class Zygote:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            has_ended(self._pidfd, END_TIMEOUT_S)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Go, and let it live on for the next broker."""
+        self._close_channel()
+        if self._process is not None:
+            # It is waited for by whoever gets its parent's children: this process is about to end.
+            self._process.returncode = 0
+            self._process = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _say(self, message: dict[str, Any]) -> None:
+        # One that is gone needs to know nothing; one that does not read for so long keeps a little more than it must.
+        if self._channel is not None:
+            with contextlib.suppress(ChannelClosed, BlockingIOError):
+                send_message(self._channel, message)
 
     def _read(self) -> None:
         while self._channel is not None:
@@ -130,17 +212,29 @@ class Zygote:
             else:
                 self._preloaded.set_exception(ZygoteBroken(str(message.get("reason")), hint=str(message.get("hint"))))
             return
-        self._on_message(message, fds)
+        self._on_message(self, message, fds)
 
     def _gone(self) -> None:
         self.stop()
         if self._preloaded is not None and not self._preloaded.done():
             self._preloaded.set_exception(ZygoteBroken("the zygote died while it was starting; its log says why"))
             return
-        self._on_exit()
+        self._on_exit(self)
 
     def _close_channel(self) -> None:
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._channel = None
+
+
+def _listen_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener

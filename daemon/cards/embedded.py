@@ -1,10 +1,11 @@
 """The embedded driver's cards: as many as the operator asks for, of any size, in host memory."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
+from gpulease.daemon.core import KeptCard
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
@@ -45,10 +46,10 @@ class EmbeddedCards:
                 )
         self._sizes_bytes = tuple(sizes_bytes)
 
-    def discover(self) -> list[CardFacts]:
-        """The cards asked for."""
+    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+        """The cards asked for, each as large as it is to be now."""
         return [
-            CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size)
+            CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)
         ]
 

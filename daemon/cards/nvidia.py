@@ -5,11 +5,13 @@ nvmlDeviceGetMemoryInfo): the card no longer lists the process, and what is used
 processes hold is no more than it was at start-up. Other leases that come and go meanwhile change neither half.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import pynvml
 
 from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
+from gpulease.daemon.core import KeptCard
 
 RESERVE_BYTES: Final = 256 << 20
 """Kept off every card's capacity: the driver's own needs grow a little with the number of contexts."""
@@ -44,10 +46,10 @@ class NvidiaCards:
         except pynvml.NVMLError as error:
             raise CardsUnavailable(f"NVML can't be used: {error}", hint=_hint(error)) from None
 
-    def discover(self) -> list[CardFacts]:
-        """All cards, with what is used on each now off its capacity."""
+    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+        """All cards, with what is used on each now off its capacity, unless that was measured before."""
         try:
-            return [self._facts(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            return [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
             raise CardsUnavailable(f"NVML can't list the cards: {error}", hint=_hint(error)) from None
 
@@ -85,7 +87,7 @@ class NvidiaCards:
         """Shut NVML down."""
         pynvml.nvmlShutdown()
 
-    def _facts(self, index: int) -> CardFacts:
+    def _facts(self, index: int, known: Mapping[str, KeptCard]) -> CardFacts:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         if _is_partitioned(handle):
             raise CardsUnavailable(
@@ -94,12 +96,17 @@ class NvidiaCards:
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
-        used = self._used(uuid)
-        self._unattributed_bytes[uuid] = used - sum(self._processes(uuid).values())
-        capacity = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) - used - RESERVE_BYTES
-        if self._limit_bytes is not None:
-            capacity = min(capacity, self._limit_bytes)
-        return CardFacts(uuid, index, str(pynvml.nvmlDeviceGetName(handle)), max(0, capacity))
+        name = str(pynvml.nvmlDeviceGetName(handle))
+        if (measured := known.get(uuid)) is not None:
+            # What is used now is the leases' that live on, and that of others which are just dying.
+            found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
+        else:
+            used = self._used(uuid)
+            unattributed_bytes = used - sum(self._processes(uuid).values())
+            found_bytes = max(0, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) - used - RESERVE_BYTES)
+        self._unattributed_bytes[uuid] = unattributed_bytes
+        capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
+        return CardFacts(uuid, index, name, capacity, found_bytes=found_bytes, unattributed_bytes=unattributed_bytes)
 
     def _used(self, card_uuid: str) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)

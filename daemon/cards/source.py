@@ -1,7 +1,10 @@
 """The seam between the broker and what knows the cards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from gpulease.daemon.core import KeptCard
 
 
 class CardsUnavailable(Exception):
@@ -22,6 +25,8 @@ class CardFacts:
 
     Attributes:
         capacity_bytes: All that may be leased, contexts' overhead included; the node's reserve is already taken off.
+        found_bytes: The same before the operator's own bound.
+        unattributed_bytes: What of the card belongs to no process, the base line of proofs.
     """
 
     uuid: str
@@ -29,6 +34,8 @@ class CardFacts:
     name: str
     capacity_bytes: int
     is_partition: bool = False
+    found_bytes: int = 0
+    unattributed_bytes: int = 0
 
 
 class CardSource(Protocol):
@@ -46,8 +53,8 @@ class CardSource(Protocol):
     def reserve_bytes(self) -> int:
         """What each session is charged to the node for that, and for what no rule foresaw; one that takes more ends."""
 
-    def discover(self) -> list[CardFacts]:
-        """All cards. Raises CardsUnavailable."""
+    def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
+        """All cards, with what was measured of `known` ones before leases were on them. Raises CardsUnavailable."""
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """What a process holds on a card now, 0 if nothing."""

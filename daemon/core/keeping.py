@@ -56,11 +56,18 @@ class KeptWarm:
 
 @dataclass(frozen=True, slots=True)
 class KeptCard:
-    """What was measured of a card while it had no leases: it can't be measured beside them."""
+    """What was measured of a card while it had no leases: it can't be measured beside them.
+
+    Attributes:
+        capacity_bytes: What there was to lease, before the operator's own bound.
+        overhead_bytes: What a context costs.
+        unattributed_bytes: What belonged to no process.
+    """
 
     uuid: str
     capacity_bytes: int
     overhead_bytes: int
+    unattributed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

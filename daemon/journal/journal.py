@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.core import (
-    Card,
     Denial,
+    DenialReason,
     Denied,
     DrainSet,
     Effect,
@@ -86,11 +86,19 @@ class Journal:
         """Write down that a token was used, then say whether that is on the disk."""
         on_done(True)
 
-    def remember_cards(self, cards: Sequence[Card]) -> None:
+    def remember_cards(self, cards: Sequence[KeptCard]) -> None:
         """What was measured of the cards, for the next daemon of this boot."""
+
+    def once_kept(self, do: Callable[[], None]) -> None:
+        """Do something when all that was seen before is on the disk; never, if it can't be brought there."""
+        do()
 
     async def stop(self) -> None:
         """Write what is left."""
+
+
+_LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
+"""Refusals that hold for ever: what they say of a lease must be on the disk as much as an outcome."""
 
 
 @dataclass(slots=True)
@@ -156,10 +164,13 @@ class FileJournal(Journal):
         self._writer.put(changes)
         self._hold(lambda problem: on_done(not problem))
 
-    def remember_cards(self, cards: Sequence[Card]) -> None:
+    def remember_cards(self, cards: Sequence[KeptCard]) -> None:
         """As above."""
-        kept = [KeptCard(card.uuid, card.capacity_bytes, card.overhead_bytes) for card in cards]
-        self._writer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in kept])
+        self._writer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
+
+    def once_kept(self, do: Callable[[], None]) -> None:
+        """As above."""
+        self._hold(lambda problem: None if problem else do())
 
     # --- what is told ---
 
@@ -170,7 +181,7 @@ class FileJournal(Journal):
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """As above. It waits for all that happened before, which is simpler than to know what of it matters."""
-        if isinstance(outcome, Denied):
+        if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
         self._hold(lambda problem: on_outcome(self._without(outcome, problem) if problem else outcome))

@@ -114,6 +114,6 @@ def _serve(
 
 
 def _tell(channel: socket.socket, message: dict[str, str]) -> None:
-    # If the broker is gone, the loop will see it too, and leave.
-    with contextlib.suppress(ChannelClosed):
+    # If the broker is gone, the loop will see it too, and leave; or the next one will read it.
+    with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)

@@ -21,9 +21,10 @@ from then on. The memfd is sealed against shrinking: a truncated mapping would k
 import fcntl
 import mmap
 import os
+import struct
 import time
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from gpulease.protocol.opcodes import Status
 
@@ -31,6 +32,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _WORD: Final = 0
 _DEADLINE: Final = 1
 _GENERATION: Final = 2
+_STATE: Final = struct.Struct("=QQQ")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -55,14 +57,48 @@ class Lapsing(Protocol):
         """Whether it still does, while the lease is of that generation."""
 
 
-class BrokerPage:
-    """The broker's view: it writes the lease's state and reads the worker's counters."""
+class PageState(NamedTuple):
+    """What a broker last wrote on a page.
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("gpulease-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    Attributes:
+        word: The status that answers every operation; None while the lease lives.
+        deadline_ns: 0 if the lease was never granted.
+    """
+
+    word: Status | None
+    deadline_ns: int
+    generation: int
+
+
+def state_of(fd: int) -> PageState:
+    """Read a page without mapping it."""
+    word, deadline_ns, generation = _STATE.unpack(os.pread(fd, _STATE.size, 0))
+    try:
+        status = Status(-word) if word else None
+    except ValueError:
+        # No broker writes that: whoever did, the lease is over.
+        status = Status.SESSION_FAILED
+    return PageState(status, deadline_ns, generation)
+
+
+def flip_word(fd: int, status: Status) -> None:
+    """Flip the revocation word of a page that is not mapped."""
+    os.pwrite(fd, struct.pack("=Q", -status), 8 * _WORD)
+
+
+class BrokerPage:
+    """The broker's view: it writes the lease's state and reads the worker's counters.
+
+    Args:
+        fd: A page that another broker made, this one's from now on; None to make one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("gpulease-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
         try:
-            os.ftruncate(self.fd, 2 * PAGE_BYTES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            if fd is None:
+                os.ftruncate(self.fd, 2 * PAGE_BYTES)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.fd, 2 * PAGE_BYTES)
         except BaseException:
             os.close(self.fd)

@@ -5,7 +5,6 @@ driver it looks at the control page; what it does not see in time, the broker en
 one that does not read is left aside (see `backlog`).
 """
 
-import contextlib
 import select
 import socket
 import time
@@ -386,11 +385,13 @@ class Server:
         connection.wire.close()
 
     def _report_lost(self, failure: Failure) -> None:
-        self._reported_lost = True
-        report(self._channel, {"op": "faulted", "reason": failure.message})
+        self._reported_lost = report(self._channel, {"op": "faulted", "reason": failure.message})
 
 
-def report(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Tell the broker something it can do without if it is not listening."""
-    with contextlib.suppress(ChannelClosed, BlockingIOError):
+def report(channel: socket.socket, message: dict[str, Any]) -> bool:
+    """Tell the broker something it can do without; False if it has not read for so long that there is no room."""
+    try:
         send_message(channel, message)
+    except (ChannelClosed, BlockingIOError):
+        return False
+    return True

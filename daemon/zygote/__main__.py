@@ -1,8 +1,11 @@
-"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX`: started by the broker, never by hand.
+"""`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX [LISTENER_FD]`: started by the broker alone.
 
 The zygote imports what a context needs and forks a worker for each request. It never calls cuInit: a CUDA driver that
 was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after initialisation is
 unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
+
+Without a listener it dies with its broker. With one it outlives it, keeps its workers (see `keeper`), and tells them to
+the next broker that connects (see `telling`).
 """
 
 import gc
@@ -11,12 +14,14 @@ import select
 import signal
 import socket
 import sys
-from typing import NoReturn
+import time
+from contextlib import suppress
+from typing import Any, Final, NoReturn
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
-from gpulease.daemon.processes import die_with_parent, exit_text, set_name
+from gpulease.daemon.processes import die_with_parent, exit_text, set_name, survive_stderr
 from gpulease.daemon.sandbox.measures import SandboxBroken
 from gpulease.daemon.sandbox.plan import Plan
 from gpulease.daemon.sandbox.settings import SandboxSettings
@@ -25,71 +30,196 @@ from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.zygote.keeper import ALONE_S, Keeper
+from gpulease.daemon.zygote.telling import ZYGOTE_NAME, admit, tell
+
+MAX_POLL_MS: Final = 3_600_000
+"""Longest single poll: its milliseconds must fit a C int."""
+
+NS_PER_MS: Final = 1_000_000
+NS_PER_S: Final = 1_000_000_000
 
 
 class Zygote:
-    """Forks workers on request and reaps them."""
+    """Forks workers on request and reaps them.
 
-    def __init__(self, driver: Driver, channel: socket.socket, plan: Plan) -> None:
+    Args:
+        plan: What its workers are shut in by.
+        about: What it tells of itself to those who take it over.
+        listener: Where the next broker connects; None to end with this one.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        channel: socket.socket,
+        plan: Plan,
+        about: dict[str, Any],
+        listener: socket.socket | None,
+    ) -> None:
         self._driver = driver
         self._plan = plan
-        self._channel = channel
-        self._leases: dict[int, str] = {}
+        self._about = about
+        self._channel: socket.socket | None = channel
+        self._listener = listener
+        self._keeper = Keeper()
+        self._empty_since_ns = 0
         # SIGCHLD must wake poll(2): its arrival is written here by the C-level handler.
         self._wakeup, wakeup_end = socket.socketpair()
         self._wakeup_end = wakeup_end
         for end in (self._wakeup, wakeup_end):
             end.setblocking(False)
         self._pid = os.getpid()
+        self._poll = select.poll()
+        self._is_retired = False
 
     def run(self) -> None:
-        """Serve until the broker is gone."""
+        """Serve until the broker is gone, or, with a listener, until nobody needs this process any more."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        poll.register(self._wakeup, select.POLLIN)
+        self._poll.register(self._wakeup, select.POLLIN)
+        if self._listener is not None:
+            self._poll.register(self._listener, select.POLLIN)
+        if self._channel is not None:
+            self._poll.register(self._channel, select.POLLIN)
+        timeout_ms: int | None = None
         while True:
-            for fd, _ in poll.poll():
-                if fd == self._wakeup.fileno():
-                    self._drain_wakeup()
-                    self._reap()
-                else:
-                    message, fds = receive_message(self._channel)
+            heard = {fd for fd, _ in self._poll.poll(timeout_ms)}
+            if self._wakeup.fileno() in heard:
+                self._drain_wakeup()
+                self._reap()
+            if self._channel is not None and self._channel.fileno() in heard:
+                self._serve_broker()
+            if self._listener is not None and self._listener.fileno() in heard:
+                self._let_in(self._listener)
+            if self._channel is None and self._listener is None:
+                return
+            if self._is_retired and not self._keeper.living() and not self._keeper.ended():
+                return
+            timeout_ms = None
+            if self._channel is None:
+                now_ns = time.monotonic_ns()
+                due_ns = self._alone(now_ns)
+                if due_ns <= now_ns:
+                    return
+                timeout_ms = min(-(-(due_ns - now_ns) // NS_PER_MS), MAX_POLL_MS)
+
+    # --- the broker ---
+
+    def _serve_broker(self) -> None:
+        """Take all it has said; it may be its last."""
+        while (channel := self._channel) is not None and _has_news(channel):
+            try:
+                message, fds = receive_message(channel)
+            except ChannelClosed:
+                self._lose_broker()
+                return
+            match message.get("op"):
+                case "spawn":
                     self._spawn(WorkerSpec.from_message(message), fds)
+                    continue
+                case "lease":
+                    self._keeper.change(message["serial"], WorkerSpec.from_message(message))
+                case "forget":
+                    self._keeper.forget(message["serial"])
+                case "retire":
+                    self._is_retired = True
+            close_all(fds)
+
+    def _say(self, message: dict[str, object], fds: tuple[int, ...] = ()) -> None:
+        """Tell the broker, if there is one; what the next one must know is kept besides."""
+        if self._channel is None:
+            return
+        try:
+            send_message(self._channel, message, fds)
+        except ChannelClosed:
+            # Its last messages may still be there to be read: that it is gone is seen behind them.
+            if self._listener is None:
+                raise
+
+    def _lose_broker(self) -> None:
+        if self._channel is not None:
+            self._poll.unregister(self._channel)
+            self._channel.close()
+            self._channel = None
+        self._empty_since_ns = now_ns = time.monotonic_ns()
+        if self._listener is not None:
+            self._keeper.lose_broker(now_ns)
+
+    def _let_in(self, listener: socket.socket) -> None:
+        if self._channel is not None:
+            # It may have died a moment ago.
+            self._serve_broker()
+        channel = admit(listener, is_taken=self._channel is not None)
+        if channel is None:
+            return
+        try:
+            tell(channel, self._about, self._keeper)
+        except ChannelClosed:
+            channel.close()
+            return
+        self._channel = channel
+        self._poll.register(channel, select.POLLIN)
+        self._keeper.regain_broker()
+
+    def _alone(self, now_ns: int) -> int:
+        """End what is due while there is no broker; when to look again, not after now if there is no use."""
+        due_ns = self._keeper.enforce(now_ns)
+        if self._keeper.living():
+            self._empty_since_ns = now_ns
+            # Those that were killed wake this process when they are dead.
+            return now_ns + int(ALONE_S * NS_PER_S) if due_ns is None else max(due_ns, now_ns + 1)
+        return self._empty_since_ns + int(ALONE_S * NS_PER_S)
+
+    # --- workers ---
 
     def _spawn(self, spec: WorkerSpec, fds: list[int]) -> None:
-        channel_fd, page_fd = fds
         lease = f"{spec.lease_id:032x}"
+        if len(fds) != 2 + (self._listener is not None):
+            close_all(fds)
+            self._say({"op": "no_fork", "lease": lease, "reason": "the zygote has no descriptors left"})
+            return
+        channel_fd, page_fd, *broker_end = fds
         try:
             pid = os.fork()
         except OSError as error:
             close_all(fds)
-            send_message(self._channel, {"op": "no_fork", "lease": lease, "reason": f"fork: {error.strerror}"})
+            self._say({"op": "no_fork", "lease": lease, "reason": f"fork: {error.strerror}"})
             return
         if pid == 0:
-            self._become_worker(spec, channel_fd, page_fd)
-        close_all(fds)
-        self._leases[pid] = lease
-        # Before any wait for this child, so the number can't have been given to another process.
-        pidfd = os.pidfd_open(pid)
+            self._become_worker(spec, channel_fd, page_fd, broker_end)
+        os.close(channel_fd)
         try:
-            send_message(self._channel, {"op": "spawned", "lease": lease, "pid": pid}, (pidfd,))
+            # Before any wait for this child, so the number can't have been given to another process.
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            close_all([page_fd, *broker_end])
+            self._say({"op": "no_fork", "lease": lease, "reason": f"pidfd_open: {error.strerror}"})
+            return
+        kept = self._keeper.add(spec, pid, (pidfd, page_fd, broker_end[0]) if broker_end else None)
+        try:
+            self._say({"op": "spawned", "lease": lease, "pid": pid, "serial": kept.serial}, (pidfd,))
         finally:
-            os.close(pidfd)
+            if not broker_end:
+                close_all([pidfd, page_fd])
 
-    def _become_worker(self, spec: WorkerSpec, channel_fd: int, page_fd: int) -> NoReturn:
+    def _become_worker(self, spec: WorkerSpec, channel_fd: int, page_fd: int, broker_end: list[int]) -> NoReturn:
         status = 1
         try:
+            # First of all: nothing of another lease, nor of the broker, stays open here.
+            self._keeper.close()
+            close_all(broker_end)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for sock in (self._channel, self._wakeup, self._wakeup_end):
-                sock.close()
+            for sock in (self._channel, self._listener, self._wakeup, self._wakeup_end):
+                if sock is not None:
+                    sock.close()
             channel = socket.socket(fileno=channel_fd)
             status = self._enter_and_begin(spec, channel, page_fd)
         finally:
             # Not sys.exit: the worker must not run what the zygote registered for its own exit.
-            sys.stderr.flush()
             os._exit(status)
 
     def _enter_and_begin(self, spec: WorkerSpec, channel: socket.socket, page_fd: int) -> WorkerExit:
@@ -116,17 +246,40 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            lease = self._leases.pop(pid, None)
-            if lease is not None:
-                send_message(self._channel, {"op": "exited", "lease": lease, "reason": exit_text(status)})
+            reason = exit_text(status)
+            kept = self._keeper.end(pid, reason, remember=self._listener is not None)
+            if kept is not None:
+                self._say({"op": "exited", "lease": f"{kept.born_as:032x}", "serial": kept.serial, "reason": reason})
 
 
-def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str) -> int:
+def _has_news(channel: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, listener_fd: int = -1) -> int:
     """Preload, find out what the sandbox can be, say ready, serve. Returns the exit status."""
-    die_with_parent(parent_pid)
-    set_name("gpul-zygote")
+    listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
+    if listener is None:
+        die_with_parent(parent_pid)
+    else:
+        # Again, though the broker does already: the kernel tells those who connect who called it last (unix(7)).
+        listener.listen()
+        listener.setblocking(False)
+    survive_stderr()
+    set_name(ZYGOTE_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=channel_fd)
+    try:
+        return _serve(driver_name, channel, sandbox, listener)
+    finally:
+        if listener is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(listener.getsockname())
+
+
+def _serve(driver_name: str, channel: socket.socket, sandbox: str, listener: socket.socket | None) -> int:
     try:
         driver = driver_named(driver_name)
         driver.preload()
@@ -141,13 +294,20 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str) -> in
     # What is alive now is alive in every worker: keep the collector from touching, and so copying, its pages.
     gc.collect()
     gc.freeze()
+    told = [finding.to_message() for finding in findings]
+    about = {"driver": driver.name, "sandbox": sandbox, "findings": told}
+    zygote = Zygote(driver, channel, plan, about, listener)
     try:
-        send_message(channel, {"op": "preloaded", "sandbox": [finding.to_message() for finding in findings]})
-        Zygote(driver, channel, plan).run()
+        send_message(channel, {"op": "preloaded", "sandbox": told})
+    except ChannelClosed:
+        if listener is None:
+            return 0
+    try:
+        zygote.run()
     except ChannelClosed:
         return 0
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, load_config, parse_size
+from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config, parse_size
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
@@ -46,7 +46,8 @@ def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
         'listen = ["unix:/tmp/a.sock", "tcp:[::1]:7"]\ndriver = "cpu"\nvram = ["1GiB", "2GiB"]\nsocket_mode = "0600"\n'
-        'state = "/var/lib/g"\naudit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
+        'state = "/var/lib/g"\non_stop = "keep"\n'
+        'audit = "/var/log/g"\naudit_head = "/mnt/head.json"\naudit_required = true\n'
         'audit_file_size = "8MiB"\naudit_keep_files = 9\n'
         "max_connections = 9\nmax_connections_per_tenant = 8\nwarm_contexts = 3\n[limits]\nmax_leases = 3\n"
     )
@@ -54,7 +55,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert config.listen == (UnixAddress("/tmp/a.sock"), TcpAddress("::1", 7))
     assert config.vram_bytes == (1 << 30, 2 << 30)
     assert config.socket_mode == 0o600
-    assert config.state == Path("/var/lib/g")
+    assert (config.state, config.on_stop) == (Path("/var/lib/g"), OnStop.KEEP)
     assert (config.audit, config.audit_head) == (Path("/var/log/g"), Path("/mnt/head.json"))
     assert (config.audit_required, config.audit_file_bytes, config.audit_keep_files) == (True, 8 << 20, 9)
     assert (config.max_connections, config.max_connections_per_tenant) == (9, 8)
@@ -99,6 +100,8 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"audit": "log"}, "setting audit: 'log' is not an absolute path"),
         ({"audit": "/log", "audit_required": "yes"}, "setting audit_required: 'yes' is neither true nor false"),
         ({"audit_required": True}, "need audit, the folder"),
+        ({"on_stop": "keep"}, "needs state, the folder"),
+        ({"state": "/s", "on_stop": "kill"}, "setting on_stop: 'kill' is none of end, keep"),
         ({"audit_head": "/head.json"}, "need audit, the folder"),
         ({"audit": "/log", "audit_file_size": "64"}, "audit_file_size is 64 bytes; it must be between"),
         ({"audit": "/log", "audit_file_size": "2GiB"}, "must be between"),

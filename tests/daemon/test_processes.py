@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpulease.daemon.processes import exit_text
+from gpulease.daemon.processes import exit_text, has_ended, name_of, set_name
 from helpers.daemon import python_environment
 from helpers.processes import is_running
 from helpers.waiting import wait_until
@@ -65,3 +65,62 @@ def test_words_for_a_signal_without_a_name() -> None:
     number = signal.SIGRTMIN + 3
     assert str(int(number)) in exit_text(int(number)) or "SIGRT" in exit_text(int(number))
     assert os.WIFSIGNALED(int(number))
+
+
+HEEDLESS = """
+import sys, traceback
+from gpulease.daemon.processes import survive_stderr
+survive_stderr()
+for _ in range(3):
+    print("x" * 100_000, "\\udcff", file=sys.stderr)
+    sys.stderr.flush()
+try:
+    raise ValueError("something went wrong")
+except ValueError:
+    traceback.print_exc()
+print("still here")
+"""
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_nobody_reads_is_lost_and_nothing_else(is_read: bool) -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", HEEDLESS],
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        text=True,
+        env=python_environment(),
+    ) as process:
+        os.close(writer)
+        said = b""
+        if is_read:
+            with open(reader, "rb") as file:
+                said = file.read()
+        else:
+            os.close(reader)
+        assert process.communicate()[0] == "still here\n"
+    assert process.returncode == 0
+    if is_read:
+        assert said.count(b"x" * 100_000 + b" \\udcff\n") == 3
+        assert b"ValueError: something went wrong" in said
+
+
+def test_whether_a_process_has_ended_and_what_it_is_called() -> None:
+    name = name_of(os.getpid())
+    try:
+        set_name("gpul-test")
+        assert name_of(os.getpid()) == "gpul-test"
+    finally:
+        set_name(name)
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        assert not has_ended(pidfd)
+        process.kill()
+        assert has_ended(pidfd, 10)
+        assert has_ended(pidfd)
+    finally:
+        os.close(pidfd)
+        process.communicate()
+    assert name_of(process.pid) == ""

@@ -42,7 +42,7 @@ LIMITS = CoreLimits(
     tenants=TenantRules(by_name={"bob": TenantLimits(max_vram_bytes=700, max_ttl_s=3, acquires_per_minute=600)}),
 )
 CARDS = tuple(
-    Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, 20) for fact in EmbeddedCards(SIZES).discover()
+    Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, 20) for fact in EmbeddedCards(SIZES).discover({})
 )
 UIDS = {"ann": 60_001, "bob": 60_002, "root": 0, "tcp": None, "uid:60003": 60_003}
 NAMES = tuple(UIDS)

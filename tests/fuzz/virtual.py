@@ -117,7 +117,6 @@ class SimulatedWorkers(Workers):
         super().__init__("cpu")
         self._luck = luck
         self._names: dict[int, int] = {}
-        self._born = {}
         self._last = 0
         self.refused: dict[int, Status] = {}
         self.on_attach: Callable[[int, int, Guest | None], None] = lambda lease_id, inode, guest: None

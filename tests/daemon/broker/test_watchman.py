@@ -6,7 +6,9 @@ from typing import cast
 import pytest
 
 from gpulease.daemon.broker.watchman import UNRESPONSIVE_AFTER_S, Watchman
-from gpulease.daemon.broker.workers import Worker, Workers
+from gpulease.daemon.broker.worker import Worker
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.broker.zygote import Zygote
 from gpulease.daemon.core import Cause, Event, SessionCondemned
 from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -46,7 +48,7 @@ def scene() -> Iterator[Scene]:
     worker_page = WorkerPage(page.fd)
     spec = WorkerSpec(5, "GPU-a", 1, is_shared=False, max_kernel_ms=2000)
     # No channel and no process: the watchman looks at pages alone.
-    worker = Worker(spec, page, cast(socket.socket, None), is_ready=True)
+    worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
     posted: list[Event] = []
     watchman = Watchman(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
     yield Scene(worker_page.counters, watchman, posted)

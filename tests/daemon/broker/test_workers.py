@@ -20,7 +20,7 @@ def test_an_end_is_told_by_the_number_the_worker_has_by_then() -> None:
         workers.spawn(WorkerSpec(LEASE, "GPU-0", 1, is_shared=False))
         workers.rename(LEASE, FIRST_WARM_ID)
         await asyncio.sleep(0)
-        assert workers.take_ended_pid(LEASE) == 0
+        assert workers.ended_pid(LEASE) == 0
         assert workers.page(LEASE) is None
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ without_driver = pytest.mark.skipif(has_nvidia_driver(), reason="this host has a
 def sizes(driver: str, *vram_bytes: int) -> list[int]:
     source = choose_cards(driver, vram_bytes)
     assert source.driver == "cpu"
-    return [card.capacity_bytes for card in source.discover()]
+    return [card.capacity_bytes for card in source.discover({})]
 
 
 def test_cpu() -> None:

@@ -6,15 +6,15 @@ GIB = 1 << 30
 
 
 def test_one_card_for_each_size() -> None:
-    cards = EmbeddedCards([2 * GIB, GIB]).discover()
+    cards = EmbeddedCards([2 * GIB, GIB]).discover({})
     assert [(card.index, card.capacity_bytes) for card in cards] == [(0, 2 * GIB), (1, GIB)]
     assert not any(card.is_partition for card in cards)
     assert all(card.name for card in cards)
 
 
 def test_uuids_differ_and_depend_on_the_index_alone() -> None:
-    one = [card.uuid for card in EmbeddedCards([GIB] * 8).discover()]
-    other = [card.uuid for card in EmbeddedCards([2 * GIB] * 9).discover()]
+    one = [card.uuid for card in EmbeddedCards([GIB] * 8).discover({})]
+    other = [card.uuid for card in EmbeddedCards([2 * GIB] * 9).discover({})]
     assert len(set(other)) == 9
     assert one == other[:8]
     for text in other:

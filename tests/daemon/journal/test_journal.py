@@ -18,6 +18,8 @@ from gpulease.daemon.core import (
     Denied,
     Event,
     FenceClearRequested,
+    FreeRequested,
+    KeptCard,
     KeptLease,
     LeaseRestored,
     LeaseState,
@@ -62,6 +64,7 @@ class Broker:
         """The outcome of an event that has one."""
         self._is_told.clear()
         self.post(event)
+        assert self.journal.denial() or not self._is_told.is_set(), "it was told before it could be on the disk"
         await asyncio.wait_for(self._is_told.wait(), 10)
         return self.told[-1]
 
@@ -93,12 +96,17 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         broker.post(WorkerExited(1, "killed"))
         await broker.tell(ReclaimFailed(1, "NVML gave an error"))
         assert broker.as_if_killed(copy)[1].state is LeaseState.FENCED
+        # A refusal that says for ever what a lease is, is one of these too.
+        broker.post(FreeRequested(62, 2, "ann"))
+        broker.post(WorkerExited(2, "killed"))
+        assert isinstance(await broker.tell(ReclaimFailed(2, "NVML gave an error")), Denied)
+        assert broker.as_if_killed(copy)[2].state is LeaseState.FENCED
         await broker.tell(FenceClearRequested(61, None))
-        assert 1 not in broker.as_if_killed(copy)
+        assert not broker.as_if_killed(copy).keys() & {1, 2}
         await broker.journal.stop()
         again = open_journal(tmp_path / "state", BOOT)
         assert list(again.past.revoked) == [mark_of(1)]
-        assert [tombstone.lease_id for tombstone in again.past.tombstones] == [1]
+        assert [tombstone.lease_id for tombstone in again.past.tombstones] == [1, 2]
         again._writer.stop()
         os.close(again._lock_fd)
 
@@ -112,7 +120,7 @@ def test_a_used_token_and_what_was_measured_come_back(tmp_path: Path) -> None:
         now_ms = time.monotonic_ns() // 1_000_000
         for nonce, expires_ms in ((b"old", now_ms - 1), (b"new", now_ms + 9000)):
             broker.journal.spend(5, nonce, expires_ms, done.append)
-        broker.journal.remember_cards([Card("GPU-a", 0, "a", 1000, 10)])
+        broker.journal.remember_cards([KeptCard("GPU-a", 1000, 10, 5)])
         await broker.journal.stop()
         await asyncio.sleep(0)
         assert done == [True, True]

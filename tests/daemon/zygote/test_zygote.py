@@ -67,7 +67,7 @@ class Parent:
     def hear(self) -> dict[str, Any]:
         message, fds = receive_message(self.channel)
         assert not fds
-        return message
+        return {key: value for key, value in message.items() if key != "serial"}
 
     def spawn(self, lease_id: int, size_bytes: int = SIZE) -> Born:
         page = BrokerPage()

@@ -1,0 +1,239 @@
+"""Finding the zygotes that an earlier daemon left, and what they keep of its sessions.
+
+Everything here blocks, with bounds: it is done before the daemon listens.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.channel import ChannelClosed, close_all, receive_message
+from gpulease.daemon.processes import has_ended, name_of
+from gpulease.daemon.worker.page import PageState, state_of
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.zygote.telling import HANDOVER, ZYGOTE_NAME
+from gpulease.protocol.opcodes import Status
+
+ANSWER_TIMEOUT_S: Final = 30.0
+"""For a zygote to tell what it has. It answers in milliseconds; one that was just started imports for some seconds."""
+
+TAKEN_TIMEOUT_S: Final = 10.0
+"""For the daemon before this one, which let go of the state's lock, to be gone from its zygotes too."""
+
+END_TIMEOUT_S: Final = 10.0
+"""For a zygote that was killed to be gone."""
+
+_PAUSE_S: Final = 0.02
+_NO_PAGE: Final = PageState(None, 0, 0)
+_UCRED: Final = struct.Struct("3i")
+
+_log = logging.getLogger("gpulease.adoption")
+
+
+class CannotAdopt(Exception):
+    """Sessions of an earlier daemon live on and can't be taken over: this one must not grant what they hold.
+
+    Attributes:
+        hint: What the operator can do, a sentence.
+    """
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class _Gone(Exception):
+    """The zygote ended."""
+
+
+class _Taken(Exception):
+    """It has another broker."""
+
+
+class _Hung(Exception):
+    """It does not answer."""
+
+
+@dataclass(slots=True)
+class FoundWorker:
+    """One worker as its zygote tells of it.
+
+    Attributes:
+        serial: Its number in that zygote.
+        fds: Its pidfd, its page and the broker's end of its channel; None if it has ended.
+        reason: How it ended; None while it has not.
+        last_page: What its page said then; None while it has not.
+    """
+
+    serial: int
+    spec: WorkerSpec
+    pid: int
+    fds: tuple[int, int, int] | None
+    reason: str | None = None
+    last_page: PageState | None = None
+
+    def page(self) -> PageState:
+        """What a broker last wrote on its page."""
+        return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
+
+
+@dataclass(slots=True)
+class FoundZygote:
+    """One zygote, this process's from now on.
+
+    Attributes:
+        sandbox: How its workers were to be shut in, as on its command line.
+        findings: Which measures they are under.
+    """
+
+    path: Path
+    channel: socket.socket
+    pidfd: int
+    version: str
+    driver: str
+    sandbox: str
+    findings: list[dict[str, Any]]
+    workers: list[FoundWorker] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Let it go again: it keeps its workers."""
+        self.channel.close()
+        os.close(self.pidfd)
+        for worker in self.workers:
+            close_all(list(worker.fds or ()))
+            worker.fds = None
+
+
+def find_zygotes(folder: Path) -> list[FoundZygote]:
+    """All that listen in a folder; what is left of others is removed. Raises CannotAdopt."""
+    found: list[FoundZygote] = []
+    try:
+        for path in sorted(folder.glob("*.sock")):
+            zygote = _find(path)
+            if zygote is not None:
+                found.append(zygote)
+    except BaseException:
+        for zygote in found:
+            zygote.close()
+        raise
+    return found
+
+
+def _find(path: Path) -> FoundZygote | None:
+    until = time.monotonic() + TAKEN_TIMEOUT_S
+    while True:
+        try:
+            return _connect(path)
+        except _Gone:
+            path.unlink(missing_ok=True)
+            return None
+        except _Taken:
+            if time.monotonic() > until:
+                raise CannotAdopt(f"another gpuleased has the sessions behind {path}", hint="Stop it first.") from None
+            time.sleep(_PAUSE_S)
+
+
+def _connect(path: Path) -> FoundZygote:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        channel.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            channel.connect(str(path))
+        except (ConnectionError, FileNotFoundError):
+            raise _Gone from None
+        except OSError as error:
+            # For one, its line of those who wait is full, so nobody takes them.
+            raise CannotAdopt(
+                f"the zygote behind {path} can't be reached: {error.strerror or error}",
+                hint="Kill it, and start again.",
+            ) from None
+        channel.settimeout(None)
+        try:
+            return _listen_to(channel, path)
+        except _Hung:
+            _kill_listener(channel, path)
+            raise _Gone from None
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
+    message, fds = _hear(channel)
+    if message.get("op") == "taken":
+        raise _Taken
+    if message.get("handover") != HANDOVER or len(fds) != 1:
+        close_all(fds)
+        raise CannotAdopt(
+            f"sessions of gpuleased {message.get('version')} live on, which this version can't take over",
+            hint=f"Start that version, or end them: kill {message.get('pid')}.",
+        )
+    version, driver, sandbox = (str(message[name]) for name in ("version", "driver", "sandbox"))
+    zygote = FoundZygote(path, channel, fds[0], version, driver, sandbox, list(message["findings"]))
+    try:
+        while (message := _take(channel, zygote))["op"] != "told":
+            pass
+    except BaseException:
+        zygote.close()
+        raise
+    return zygote
+
+
+def _take(channel: socket.socket, zygote: FoundZygote) -> dict[str, Any]:
+    message, fds = _hear(channel)
+    match message:
+        case {"op": "worker", "serial": int(serial), "pid": int(pid), "spec": dict(spec)} if len(fds) == 3:
+            pidfd, page, end = fds
+            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, (pidfd, page, end)))
+        case {"op": "ended", "serial": int(serial), "pid": int(pid), "spec": dict(spec), "reason": str(reason)}:
+            word, deadline_ns, generation = message["page"]
+            last = PageState(None if word is None else Status(word), deadline_ns, generation)
+            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, None, reason, last))
+        case {"op": "told"}:
+            pass
+        case _:
+            close_all(fds)
+            raise CannotAdopt(
+                "this process has no descriptors left for the sessions that live on",
+                hint="Raise the limit on open files (LimitNOFILE of systemd.exec(5), ulimit -n).",
+            )
+    return message
+
+
+def _hear(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    if not poll.poll(ANSWER_TIMEOUT_S * 1000):
+        raise _Hung
+    try:
+        return receive_message(channel)
+    except ChannelClosed:
+        raise _Gone from None
+
+
+def _kill_listener(channel: socket.socket, path: Path) -> None:
+    """End a zygote that hangs, and with it its workers: nobody could end their leases."""
+    pid, _, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    hint = "Find out who listens there, end it, and start again."
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None
+    try:
+        if name_of(pid) != ZYGOTE_NAME:
+            raise CannotAdopt(f"process {pid} listens at {path} and is no zygote", hint=hint)
+        _log.error("zygote %d does not answer; it is killed, and its sessions with it", pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if not has_ended(pidfd, END_TIMEOUT_S):
+            raise CannotAdopt(f"zygote {pid} hangs, and can't be killed", hint="Restart the host.")
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,64 @@
+"""One worker as the broker sees it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+from gpulease.daemon.broker.zygote import Zygote
+from gpulease.daemon.worker.page import BrokerPage
+from gpulease.daemon.worker.spec import WorkerSpec
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it.
+
+    Attributes:
+        zygote: Who made it.
+        serial: Its number there.
+        born_as: The lease, or warm context, it was made for.
+    """
+
+    spec: WorkerSpec
+    page: BrokerPage
+    channel: socket.socket
+    zygote: Zygote
+    serial: int = 0
+    pid: int = 0
+    pidfd: int = -1
+    is_ready: bool = False
+    is_killed: bool = False
+    hand_overs: int = 0
+    born_as: int = 0
+
+    def kill(self) -> None:
+        """End its process, if there is one."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            elif self.pid:
+                # Its pidfd did not get through for want of descriptors here. The zygote reaps it, and says so first.
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of all that is open for it; it is listened to no more."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.channel)
+        self.channel.close()
+        self.page.close()
+        if self.pidfd >= 0:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+
+
+@dataclass(slots=True)
+class Ended:
+    """What is known of a worker that was reaped, until its bytes are proved back."""
+
+    lease_id: int
+    pid: int
+    zygote: Zygote | None = None
+    serial: int = 0

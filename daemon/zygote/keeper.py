@@ -1,0 +1,171 @@
+"""What a zygote knows of its workers, and, where it outlives its broker, what it keeps of them.
+
+That is, for each: what the broker knew of it, its process, its control page, and the broker's end of its channel. So a
+worker does not notice that the broker died: its channel is whole, and what it says meanwhile waits in it for the next
+broker. While there is none, this is who ends leases: by the deadline on the page, or the word there.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.worker.page import PageState, flip_word, state_of
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.opcodes import Status
+
+GRACE_NS: Final = 20_000_000
+"""From the end of a lease to the end of its worker while there is no broker: what a broker gives by default."""
+
+ALONE_S: Final = 60.0
+"""How long a zygote waits for a broker once it has no worker. Stops one that nobody will come back for from staying."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """One worker, from its fork until a broker says that it may be forgotten.
+
+    Attributes:
+        serial: Its number in this zygote, never used again.
+        born_as: The lease, or warm context, it was made for.
+        spec: What it is now: one that was made ahead has taken a lease since.
+        page_fd: Its control page, -1 where nothing is kept; so are the others.
+        channel_fd: The broker's end of its channel.
+        reason: How it ended; None while it has not.
+        last_page: What its page said then.
+        deadline_ns: When its lease ends, as the page said when the broker was lost.
+        kill_due_ns: When it is killed, None while nothing has ended it.
+        is_killed: That was done.
+    """
+
+    serial: int
+    born_as: int
+    spec: WorkerSpec
+    pid: int
+    pidfd: int = -1
+    page_fd: int = -1
+    channel_fd: int = -1
+    reason: str | None = None
+    last_page: PageState | None = None
+    deadline_ns: int = 0
+    kill_due_ns: int | None = None
+    is_killed: bool = False
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        for fd in (self.pidfd, self.page_fd, self.channel_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self.page_fd = self.channel_fd = -1
+
+
+class Keeper:
+    """The workers of one zygote."""
+
+    def __init__(self) -> None:
+        self._living: dict[int, Kept] = {}
+        self._ended: dict[int, Kept] = {}
+        self._last_serial = 0
+
+    # --- what becomes of them ---
+
+    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, int, int] | None) -> Kept:
+        """A worker was forked; `fds` are its pidfd, page and channel, if they are to be kept, and the keeper's then."""
+        self._last_serial += 1
+        kept = Kept(self._last_serial, spec.lease_id, spec, pid, *(fds or ()))
+        self._living[pid] = kept
+        return kept
+
+    def change(self, serial: int, spec: WorkerSpec) -> None:
+        """The worker has another lease now."""
+        for kept in self._living.values():
+            if kept.serial == serial:
+                kept.spec = spec
+
+    def end(self, pid: int, reason: str, *, remember: bool) -> Kept | None:
+        """It was reaped; None if it was none of these. To be remembered until a broker has had its bytes proved."""
+        kept = self._living.pop(pid, None)
+        if kept is not None:
+            kept.reason = reason
+            if remember:
+                # A broker that died before it could write down why it ended the lease had flipped the word before.
+                kept.last_page = state_of(kept.page_fd)
+            kept.close()
+            if remember:
+                self._ended[kept.serial] = kept
+        return kept
+
+    def forget(self, serial: int) -> None:
+        """Nobody needs to know any more that it was."""
+        self._ended.pop(serial, None)
+
+    def living(self) -> list[Kept]:
+        """Those not reaped yet."""
+        return list(self._living.values())
+
+    def ended(self) -> list[Kept]:
+        """Those that were reaped and not forgotten."""
+        return list(self._ended.values())
+
+    def close(self) -> None:
+        """In a worker just forked: let go of whatever is others'."""
+        for kept in self._living.values():
+            kept.close()
+        self._living.clear()
+        self._ended.clear()
+
+    # --- while there is no broker ---
+
+    def lose_broker(self, now_ns: int) -> None:
+        """Nobody else ends leases from now on.
+
+        The deadlines are those the broker wrote last; what a page says later is not the broker's.
+        """
+        for kept in self._living.values():
+            state = state_of(kept.page_fd)
+            kept.deadline_ns = state.deadline_ns
+            if not state.deadline_ns:
+                # Nobody was told of it, nor will be.
+                kept.kill_due_ns = now_ns
+            elif state.word is not None:
+                kept.kill_due_ns = now_ns + GRACE_NS
+
+    def regain_broker(self) -> None:
+        """There is somebody else again to end what is not killed yet."""
+        for kept in self._living.values():
+            if not kept.is_killed:
+                kept.kill_due_ns = None
+
+    def enforce(self, now_ns: int) -> int | None:
+        """End what is due; when to come back, None if nothing is left that could become due."""
+        return min((due_ns for kept in self.living() for due_ns in self._enforce(kept, now_ns)), default=None)
+
+    def _enforce(self, kept: Kept, now_ns: int) -> Iterator[int]:
+        if kept.is_killed:
+            return
+        if kept.kill_due_ns is None and now_ns >= kept.deadline_ns:
+            kept.kill_due_ns = now_ns + GRACE_NS
+            flip_word(kept.page_fd, Status.LEASE_EXPIRED)
+            _wake(kept.channel_fd)
+        if kept.kill_due_ns is None:
+            yield kept.deadline_ns
+        elif now_ns < kept.kill_due_ns:
+            yield kept.kill_due_ns
+        else:
+            kept.is_killed = True
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
+
+
+def _wake(channel_fd: int) -> None:
+    """Have a worker that sleeps look at its page, so that it tells its tenants why it ends."""
+    channel = socket.socket(fileno=channel_fd)
+    try:
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            send_message(channel, {"op": "end"})
+    finally:
+        channel.detach()

@@ -1,0 +1,59 @@
+"""How a zygote tells a broker that connects which workers it has, so that it can adopt them."""
+
+import os
+import socket
+import struct
+from typing import Any, Final
+
+from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.version import VERSION
+from gpulease.daemon.zygote.keeper import Keeper
+
+HANDOVER: Final = 1
+"""The form of what is told, and of what brokers and workers say to each other. One that differs can't be adopted."""
+
+ZYGOTE_NAME: Final = "gpul-zygote"
+"""For ps(1)."""
+
+TELL_TIMEOUT_S: Final = 30.0
+"""For a broker to take one message of it. Stops one that hangs from keeping leases from being ended."""
+
+_UCRED: Final = struct.Struct("3i")
+
+
+def admit(listener: socket.socket, *, is_taken: bool) -> socket.socket | None:
+    """Who connects, if it may: root or the daemon's own user, and one at a time."""
+    try:
+        channel, _ = listener.accept()
+    except OSError:
+        return None
+    _, uid, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid in (0, os.geteuid()) and not is_taken:
+        channel.settimeout(TELL_TIMEOUT_S)
+        return channel
+    try:
+        if is_taken:
+            channel.setblocking(False)
+            send_message(channel, {"op": "taken"})
+    except (ChannelClosed, BlockingIOError):
+        pass
+    channel.close()
+    return None
+
+
+def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
+    """Tell everything, `about` this zygote first. Raises ChannelClosed if the broker does not take it."""
+    own_pidfd = os.pidfd_open(os.getpid())
+    try:
+        known = {"op": "zygote", "version": VERSION, "handover": HANDOVER, "pid": os.getpid()}
+        send_message(channel, known | about, (own_pidfd,))
+    finally:
+        os.close(own_pidfd)
+    for kept in keeper.living():
+        worker = {"op": "worker", "serial": kept.serial, "pid": kept.pid, "spec": kept.spec.to_message()}
+        send_message(channel, worker, (kept.pidfd, kept.page_fd, kept.channel_fd))
+    for kept in keeper.ended():
+        ended = {"op": "ended", "serial": kept.serial, "pid": kept.pid, "reason": kept.reason}
+        send_message(channel, ended | {"spec": kept.spec.to_message(), "page": kept.last_page})
+    send_message(channel, {"op": "told"})
+    channel.settimeout(None)
