@@ -12,6 +12,7 @@ from gpulease.client import GpuSession
 from helpers.daemon import Daemon
 from helpers.forms_met import FormsMet, is_whole
 from helpers.kernels import Neighbour
+from helpers.lasting import LastingDaemon
 from helpers.leaks import Holdings, check_for_leaks
 
 with suppress(ImportError):
@@ -96,5 +97,19 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
             stack.callback(daemon.stop)
             daemon.wait_until_it_answers()
             return daemon
+
+        yield start
+
+
+@pytest.fixture
+def start_lasting() -> Iterator[Callable[..., LastingDaemon]]:
+    """Starts daemons whose leases outlive them, with `LastingDaemon`'s arguments; the last of each must stop well."""
+    with ExitStack() as stack:
+
+        def start(**arguments: Any) -> LastingDaemon:
+            lasting = LastingDaemon(**arguments)
+            stack.callback(lasting.stop)
+            lasting.start()
+            return lasting
 
         yield start

@@ -28,6 +28,7 @@ TESTS: Final = Path(__file__).parents[1]
 START_LIMIT_S: Final = 30.0
 STOP_LIMIT_S: Final = 15.0
 MARK: Final = "GPULEASE_TEST_DAEMON"
+FOLDER: Final = "GPULEASE_TEST_FOLDER"
 
 _TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^Traceback|Exception ignored", re.MULTILINE)
 _TCP: Final = re.compile(r"listens on (tcp:\S+)")
@@ -76,6 +77,8 @@ class Daemon:
         faults: Faults | None = None,
         driver: str = "cpu",
         folder: Path | None = None,
+        listens: bool = True,
+        stderr: int | None = None,
     ) -> None:
         # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
@@ -86,7 +89,7 @@ class Daemon:
         self._owns_folder = folder is None
         self._mark = uuid.uuid4().hex
         self._listeners = 1 + tcp + tls
-        arguments = ["--listen", self.address, "--driver", driver]
+        arguments = ["--driver", driver] + ["--listen", self.address] * listens
         arguments += ["--listen", "tcp:127.0.0.1:0"] * tcp
         arguments += ["--listen", "tls:127.0.0.1:0"] * tls
         arguments += [part for size in vram for part in ("--vram", size)]
@@ -100,8 +103,8 @@ class Daemon:
                 [sys.executable, "-P", "-m", *module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=log,
-                env=python_environment() | {MARK: self._mark},
+                stderr=log if stderr is None else stderr,
+                env=python_environment() | {MARK: self._mark, FOLDER: str(self.folder)},
             )
 
     # --- its life ---

@@ -1,0 +1,397 @@
+"""What a daemon that keeps its leases goes through: killed, stopped, upgraded, started wrongly; sessions go on."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import (
+    Busy,
+    Denied,
+    Disconnected,
+    GpuBuilder,
+    GpuLease,
+    GpuSession,
+    GpuSessionFailed,
+    LeaseExpired,
+    Revoked,
+    keep_alive,
+)
+from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
+from gpulease.client.core import renewal
+from gpulease.protocol import Exclusivity
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS
+from helpers import audit_log
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import Neighbour, check_main_job, start_endless
+from helpers.lasting import LastingDaemon
+from helpers.processes import is_running
+from helpers.waiting import wait_until
+
+StartLasting = Callable[..., LastingDaemon]
+
+PAUSE_S = 2.0
+"""Longer than any round on a loaded host, shorter than whatever would wait for a broker."""
+
+
+class Working:
+    """A session that a thread works in, all the while."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self.neighbour = Neighbour(session)
+        self.longest_s = 0.0
+        self.error: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                started = time.monotonic()
+                self.neighbour.check()
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
+                self._stopped.wait(0.002)
+        except BaseException as error:
+            self.error = error
+
+    def check_goes_on(self) -> None:
+        """Fails unless it does more rounds."""
+        before = self.neighbour.rounds
+        wait_until(lambda: self.neighbour.rounds > before or self.error, "it goes on")
+        assert self.error is None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+@contextmanager
+def working(lease: GpuLease, *, shared_memory: bool = True) -> Iterator[Working]:
+    with GpuSession(lease, shared_memory=shared_memory) as session:
+        work = Working(session)
+        try:
+            yield work
+        finally:
+            work.stop()
+        assert work.error is None
+        assert work.longest_s < PAUSE_S
+
+
+@pytest.fixture
+def lasting(start_lasting: StartLasting) -> LastingDaemon:
+    return start_lasting()
+
+
+@contextmanager
+def back_in(lasting: LastingDaemon, seconds: float) -> Iterator[None]:
+    """The daemon is away, and comes back while the block runs."""
+    lasting.kill()
+    timer = threading.Timer(seconds, lasting.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["ring", "socket"])
+def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDaemon, shared_memory: bool) -> None:
+    with lasting.now.builder().acquire() as lease, working(lease, shared_memory=shared_memory) as work:
+        lasting.kill()
+        work.check_goes_on()
+        lasting.start()
+        work.check_goes_on()
+        assert lease.query()["state"] == "active"
+        lease.renew(90)
+        assert lease.generation == 2
+        report = lasting.now.query(lease.lease_id)
+        assert (report["generation"], report["tenant"]) == (2, f"uid:{os.getuid()}")
+    lasting.check_idle()
+
+
+def test_what_may_be_asked_again_waits_for_the_daemon(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder().acquire()
+    with back_in(lasting, 0.3):
+        lease.renew(50)
+        assert lease.query()["generation"] == 2
+    with back_in(lasting, 0.3):
+        with pytest.raises(Disconnected):
+            lasting.now.builder().acquire()
+        lease.free()
+    lasting.check_idle()
+
+
+def test_so_do_coroutines(lasting: LastingDaemon) -> None:
+    async def scenario() -> None:
+        async with await AsyncGpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease:
+            async with AsyncGpuSession(lease) as session:
+                with back_in(lasting, 0.3):
+                    buffer = await session.mem_alloc(64)
+                    await lease.renew(50)
+                await session.mem_write(buffer, 0, bytes(64))
+            assert lease.generation == 2
+
+    asyncio.run(scenario())
+    lasting.check_idle()
+
+
+def test_a_lease_is_kept_alive_over_it(lasting: LastingDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "RENEW_AT", 0.01)
+    lease = lasting.now.builder(seconds=30).acquire()
+    lasting.kill()
+    generation = lease.generation
+    with keep_alive(lease) as keeper:
+        time.sleep(0.5)
+        assert (lease.generation, keeper.loss) == (generation, None)
+        lasting.start()
+        wait_until(lambda: lease.generation > generation, "it is renewed")
+        assert keeper.loss is None
+    lease.free()
+
+
+def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder(seconds=1).acquire()
+    session = GpuSession(lease)
+    kept = start_endless(session)
+    idle = GpuSession(lasting.now.builder(seconds=1).acquire())
+    workers = [lasting.worker_pid(one.lease_id) for one in (lease, idle.lease)]
+    lasting.kill()
+    with pytest.raises(LeaseExpired):
+        session.sync()
+    wait_until(lambda: not any(is_running(worker) for worker in workers), "their workers are gone")
+    # It was told why before its worker was killed, though it slept.
+    with pytest.raises(LeaseExpired):
+        idle.sync()
+    lasting.start()
+    with pytest.raises(LeaseExpired):
+        lease.renew(10)
+    assert lasting.now.query(lease.lease_id)["cause"] == "expired"
+    del kept
+    lasting.check_idle()
+
+
+def test_an_adopted_lease_can_be_revoked_and_stays_so(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder().acquire()
+    session = GpuSession(lease)
+    lasting.restart()
+    lasting.now.revoke(lease.lease_id)
+    with pytest.raises(Revoked):
+        session.sync()
+    for _ in range(2):
+        assert lasting.now.query(lease.lease_id)["cause"] == "revoked"
+        with pytest.raises(Revoked):
+            lease.renew(10)
+        lasting.restart()
+    lasting.check_idle()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_usage_counts_a_lease_once_over_its_daemons(start_lasting: StartLasting, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "audit"
+    lasting = start_lasting(config='on_stop = "keep"\n' + audit_log.config(folder))
+    begun = time.monotonic()
+    lease = lasting.now.builder(seconds=60).acquire()
+    granted = time.monotonic()
+    if how == "stopped":
+        audit_log.stop(lasting.now)
+    else:
+        lasting.kill()
+    time.sleep(0.3)
+    lasting.start()
+    freeing = time.monotonic()
+    lease.free()
+    freed = time.monotonic()
+    lasting.now.process.send_signal(signal.SIGINT)
+    assert lasting.now.wait_for_exit() == 0
+    assert audit_log.kinds(folder).count("adopt") == 1
+    audit_log.check_whole(folder)
+    (used,) = audit_log.usage(folder).values()
+    assert used["leases"] == 1
+    assert (freeing - granted) * 1e6 <= used["lease_us"] <= (freed - begun) * 1e6
+    assert used["byte_us"] == used["lease_us"] << 20
+
+
+def test_a_guest_stays_too_and_its_token_is_good_for_one_connection(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().exclusivity(Exclusivity.SHARED).acquire() as lease:
+        grant = lease.issue(SESSION_PERMISSIONS, ttl_secs=60)
+        with GpuSession.attach(grant, lasting.address) as guest:
+            lasting.restart()
+            check_main_job(guest)
+            with pytest.raises(Denied, match="replayed nonce"):
+                GpuSession.attach(grant, lasting.address)
+            # Nor is a renewal by the next daemon one of another lease: it ends what was shared.
+            lease.renew(30)
+            with pytest.raises(Denied):
+                guest.sync()
+
+
+def test_workers_that_died_meanwhile_are_told_of_with_the_reason(lasting: LastingDaemon) -> None:
+    killed, orphaned = (lasting.now.builder().acquire() for _ in range(2))
+    lasting.kill()
+    os.kill(lasting.worker_pid(killed.lease_id), signal.SIGKILL)
+    lasting.start()
+    with pytest.raises(GpuSessionFailed, match="worker died"):
+        killed.renew(10)
+    orphaned.renew(10)
+    lasting.kill()
+    (zygote,) = lasting.zygotes()
+    os.kill(zygote, signal.SIGKILL)
+    wait_until(lambda: not lasting.workers(), "its workers die with it")
+    lasting.start()
+    with pytest.raises(GpuSessionFailed, match="worker died"):
+        orphaned.renew(10)
+    lasting.check_idle()
+
+
+def test_stopping_can_leave_sessions_to_the_next_daemon(start_lasting: StartLasting) -> None:
+    lasting = start_lasting(config='on_stop = "keep"\n')
+    told: list[BaseException] = []
+
+    def wait_in_line() -> None:
+        try:
+            lasting.now.builder(6 << 30).timeout(60).acquire()
+        except BaseException as error:
+            told.append(error)
+
+    lease = lasting.now.builder().acquire()
+    with working(lease) as work:
+        waiter = threading.Thread(target=wait_in_line)
+        waiter.start()
+        time.sleep(0.3)
+        lasting.now.process.terminate()
+        assert lasting.now.wait_for_exit() == 0
+        waiter.join()
+        (error,) = told
+        assert isinstance(error, Busy)
+        assert "restarted" in str(error)
+        assert not lasting.now.socket_path.exists()
+        work.check_goes_on()
+        lasting.start()
+        lease.renew(30)
+        work.check_goes_on()
+    # A Ctrl-C ends everything all the same.
+    lasting.now.process.send_signal(signal.SIGINT)
+    assert lasting.now.wait_for_exit() == 0
+    wait_until(lambda: not lasting.processes(), "everything has ended")
+    with pytest.raises(Disconnected):
+        lease.renew(30)
+
+
+def test_stopping_ends_sessions_unless_told_otherwise(lasting: LastingDaemon) -> None:
+    session = GpuSession(lasting.now.builder().acquire())
+    lasting.now.process.terminate()
+    assert lasting.now.wait_for_exit() == 0
+    with pytest.raises(Disconnected, match=r"shut down|stopping"):
+        session.sync()
+    wait_until(lambda: not lasting.processes(), "everything has ended")
+    lasting.start()
+    lasting.check_idle()
+
+
+def refusal_of(daemon: Daemon) -> tuple[int, str]:
+    """How a daemon that can't start says so."""
+    return daemon.wait_for_exit(), daemon.log()
+
+
+def test_a_second_daemon_on_the_same_state_does_not_start(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as lease, working(lease) as work:
+        second = Daemon(config=lasting.config)
+        try:
+            status, said = refusal_of(second)
+            assert status == 69, said
+            assert str(lasting.state) in said
+        finally:
+            second.discard()
+        work.check_goes_on()
+
+
+def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as lease, working(lease) as work:
+        lasting.kill()
+        # It takes everything over, and then finds that it can't listen.
+        refused = Daemon(config=lasting.config + 'listen = ["unix:/proc/none/d.sock"]\n', listens=False)
+        try:
+            status, said = refusal_of(refused)
+            assert status == 69, said
+            assert "can't listen" in said
+        finally:
+            refused.discard()
+        work.check_goes_on()
+        lasting.start()
+        lease.renew(30)
+        work.check_goes_on()
+
+
+def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as old, working(old) as work:
+        lasting.restart(Faults(constants={"gpulease.daemon.broker.zygote:VERSION": "0.0.2"}))
+        assert len(lasting.zygotes()) == 2
+        with lasting.now.builder().acquire() as new, GpuSession(new) as session:
+            check_main_job(session)
+        old.renew(30)
+        work.check_goes_on()
+    wait_until(lambda: len(lasting.zygotes()) == 1, "the old zygote ends with its last worker")
+
+
+def test_a_version_that_can_not_take_them_over_does_not_start(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as lease, working(lease) as work:
+        lasting.kill()
+        status, said = refusal_of(lasting.begin(Faults(constants={"gpulease.daemon.broker.finding:HANDOVER": 2})))
+        assert status == 69, said
+        assert "can't take over" in said
+        assert f"kill {lasting.zygotes()[0]}" in said
+        work.check_goes_on()
+        lasting.start()
+        work.check_goes_on()
+
+
+def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder().acquire()
+    (zygote,) = lasting.zygotes()
+    lasting.kill()
+    os.kill(zygote, signal.SIGSTOP)
+    daemon = lasting.start(Faults(constants={"gpulease.daemon.broker.finding:ANSWER_TIMEOUT_S": 0.3}))
+    daemon.allowed_trouble.append("does not answer; it is killed")
+    with pytest.raises(GpuSessionFailed, match="worker died"):
+        lease.renew(10)
+    lasting.check_idle()
+
+
+def test_a_worker_whose_zygote_can_not_be_found_is_ended(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder().acquire()
+    worker = lasting.worker_pid(lease.lease_id)
+    (lost,) = lasting.zygotes()
+    lasting.kill()
+    (path,) = (lasting.state / "zygotes").iterdir()
+    path.unlink()
+    lasting.start()
+    assert not is_running(worker)
+    with pytest.raises(GpuSessionFailed, match="worker died"):
+        lease.renew(10)
+    os.kill(lost, signal.SIGKILL)
+    lasting.check_idle()
+
+
+def test_sessions_outlive_whoever_read_what_the_daemon_says(start_lasting: StartLasting) -> None:
+    """A daemon in a terminal, or behind a pipe, that is closed."""
+    lasting = start_lasting()
+    lasting.now.process.terminate()
+    lasting.now.wait_for_exit()
+    reader, writer = os.pipe()
+    process = lasting.begin(stderr=writer).process
+    os.close(writer)
+    os.close(reader)
+    wait_until(lambda: lasting.now.socket_path.exists(), "it listens")
+    with GpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease, working(lease) as work:
+        process.kill()
+        process.wait()
+        work.check_goes_on()
+        lasting.start()
+        work.check_goes_on()

@@ -1,0 +1,171 @@
+"""The broker is killed at any moment, hundreds of times if asked for: what anybody was told holds.
+
+GPULEASE_KILLS says how often, GPULEASE_KILLS_SEED with which dice.
+"""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+
+from gpulease.client import Fenced, GpuBuilder, GpuLeaseError, NotFound
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import FenceClear, LeaseRenew
+from helpers.daemon import Daemon, Faults
+from helpers.lasting import LastingDaemon
+from helpers.processes import open_files
+from helpers.tenant_load import MIB, Load, Told
+from helpers.waiting import wait_until
+
+KILLS: Final = int(os.environ.get("GPULEASE_KILLS", "10"))
+SEED: Final = int(os.environ.get("GPULEASE_KILLS_SEED", str(random.SystemRandom().randrange(10**6))))
+
+TENANTS: Final = 4
+CARD_MIB: Final = 64
+FENCED_MIB: Final = 4
+
+CONFIG: Final = """
+warm_contexts = 1
+on_stop = "keep"
+[limits]
+reclaim_timeout_s = 2
+"""
+
+
+@contextmanager
+def fenced_lease(lasting: LastingDaemon) -> Iterator[int]:
+    """A lease on the second card whose bytes could not be proved free; its id."""
+    flag = lasting.folder / "withhold"
+    lasting.restart(Faults(withhold_proof_while=flag))
+    lease = GpuBuilder(lasting.address).device(1).min_vram(FENCED_MIB * MIB).lease_secs(600).acquire()
+    flag.touch()
+    with pytest.raises(Fenced):
+        lease.free()
+    flag.unlink()
+    yield lease.lease_id
+
+
+def leased_workers(lasting: LastingDaemon) -> list[str]:
+    """Names of all workers that have a lease, twice if there are two."""
+    names = [info.name for info in lasting.processes() if info.name.startswith("gpul-") and not info.is_zombie]
+    return [name for name in names if name not in ("gpul-zygote", "gpul-warm")]
+
+
+def check_from_outside(lasting: LastingDaemon, load: Load) -> None:
+    """No lease has two workers, and together they hold no more than there is."""
+    sizes = {f"gpul-{told.lease_id:032x}"[:15]: told.size_bytes for told in list(load.told.values())}
+    names = Counter(leased_workers(lasting))
+    assert max(names.values(), default=0) <= 1, names
+    assert sum(sizes.get(name, 0) for name in names) <= CARD_MIB * MIB, names
+
+
+def check_told(daemon: Daemon, told: Told) -> None:
+    """What a tenant was told of one lease is what the daemon says."""
+    before = time.monotonic()
+    was_revoked, generation, surely_until = told.is_revoked, told.generation, told.surely_until
+    try:
+        report = daemon.query(told.lease_id)
+    except NotFound:
+        report = {"state": "unknown", "cause": "unknown", "generation": generation}
+    if was_revoked:
+        assert report["state"] in ("torndown", "fenced"), (told, report)
+        assert report["cause"] in ("revoked", "freed", "expired"), (told, report)
+        return
+    if not told.given_back and not told.is_revoking and time.monotonic() < surely_until:
+        assert report["state"] == "active", (told, report, before)
+        assert report["size_bytes"] == told.size_bytes
+    assert report["generation"] >= generation, (told, report)
+
+
+def check_after_restart(lasting: LastingDaemon, load: Load, fenced_id: int) -> None:
+    """Everything that must hold once the next broker listens."""
+    check_from_outside(lasting, load)
+    daemon = lasting.now
+    for told in list(load.told.values())[-60:]:
+        check_told(daemon, told)
+    for card in daemon.inventory().details:
+        assert card["held_bytes"] <= card["capacity_bytes"], card
+    assert daemon.inventory().details[1]["fenced_bytes"] == FENCED_MIB * MIB, (daemon.query(fenced_id), lasting.logs())
+    assert daemon.query(fenced_id)["state"] == "fenced"
+    known = {f"gpul-{lease['lease_id']}"[:15] for lease in daemon.leases()}
+
+    def strangers() -> set[str]:
+        # One that is not in the first list may have come since.
+        known.update(f"gpul-{lease['lease_id']}"[:15] for lease in daemon.leases())
+        return set(leased_workers(lasting)) - known
+
+    wait_until(lambda: not strangers(), "no worker runs that the broker does not know", seen=strangers)
+    assert len(lasting.zygotes()) == 1, lasting.processes()
+
+
+def check_nothing_was_wrong(load: Load) -> None:
+    if load.wrong:
+        raise AssertionError("\n".join([f"seed {SEED}, {load.counts}", *load.wrong]))
+
+
+def kill_soon(lasting: LastingDaemon, dice: random.Random) -> None:
+    """Kill the broker while it serves, stops or starts; the next one listens when this returns."""
+    time.sleep(dice.choice([0.0, 0.05, 0.3, 1.0, 2.0]) * dice.random())
+    if dice.random() < 0.2:
+        lasting.now.process.terminate()
+        time.sleep(dice.choice([0.02, 0.5]) * dice.random())
+    lasting.kill()
+    time.sleep(dice.choice([0.0, 0.0, 0.1, 0.5]) * dice.random())
+    while dice.random() < 0.2:
+        half_started = lasting.begin()
+        time.sleep(0.4 * dice.random())
+        half_started.kill()
+    lasting.start()
+
+
+def test_what_anybody_was_told_outlives_the_broker(start_lasting: Callable[..., LastingDaemon]) -> None:
+    dice = random.Random(SEED)
+    lasting = start_lasting(vram=(f"{CARD_MIB}MiB", "16MiB"), config=CONFIG)
+    with fenced_lease(lasting) as fenced_id:
+        lasting.restart()
+        zygote = lasting.zygotes()[0]
+        files = len(open_files(zygote))
+        load = Load(lasting.address, SEED)
+        load.start(TENANTS)
+        try:
+            for _ in range(KILLS):
+                kill_soon(lasting, dice)
+                check_after_restart(lasting, load, fenced_id)
+                check_nothing_was_wrong(load)
+        finally:
+            load.stop()
+        print(f"seed {SEED}: {KILLS} kills, {load.counts}")
+        check_nothing_was_wrong(load)
+    check_nothing_leaks(lasting, zygote, files, load)
+
+
+def check_nothing_leaks(lasting: LastingDaemon, zygote: int, files: int, load: Load) -> None:
+    """All is as before: leases, bytes, fences only where one was made, processes, descriptors, files."""
+    daemon = lasting.now
+
+    def living() -> list[dict[str, Any]]:
+        return [lease for lease in daemon.leases() if lease["state"] != "fenced"]
+
+    # A grant whose answer was lost lives to its end.
+    wait_until(lambda: not living(), "no lease is left", 60, seen=living)
+    assert ask(Opcode.FENCE_CLEAR, FenceClear("1"), lasting.address).count == 1
+    wait_until(lambda: len(lasting.processes()) <= 4, "broker, zygote and two warm contexts", seen=lasting.processes)
+    for card in daemon.inventory().details:
+        assert card["held_bytes"] == card["fenced_bytes"] == 0, card
+    assert lasting.zygotes() == [zygote]
+    wait_until(
+        # Three for each warm context: its process, page and channel.
+        lambda: len(open_files(zygote)) <= files + 6,
+        "the zygote's descriptors are closed",
+        seen=lambda: open_files(zygote),
+    )
+    assert len(list((lasting.state / "zygotes").iterdir())) == 1
+    for told in list(load.told.values())[-20:]:
+        with pytest.raises(GpuLeaseError):
+            ask(Opcode.LEASE_RENEW, LeaseRenew(told.lease_id, 1000), lasting.address)

@@ -1,0 +1,122 @@
+"""A daemon that keeps its leases, killed and started again in the same folder."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from helpers.daemon import FOLDER, Daemon, Faults
+from helpers.processes import ProcessInfo, marked
+from helpers.waiting import wait_until
+
+
+class LastingDaemon:
+    """One daemon after another, with the same state.
+
+    Attributes:
+        now: The one that runs, or ran last.
+        state: The folder of what outlives each.
+    """
+
+    def __init__(self, *, vram: Sequence[str] = ("6GiB",), config: str = "", driver: str = "cpu") -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
+        self.state = self.folder / "state"
+        self.config = f'state = "{self.state}"\n{config}'
+        self._vram, self._driver = vram, driver
+        self._all: list[Daemon] = []
+        self.now: Daemon
+
+    @property
+    def address(self) -> str:
+        """The same for all of them."""
+        return f"unix:{self.folder / 'd.sock'}"
+
+    def begin(self, faults: Faults | None = None, stderr: int | None = None) -> Daemon:
+        """Begin to start the next one; `stderr` is where it says what it says, if not in its log."""
+        daemon = Daemon(
+            vram=self._vram,
+            config=self.config,
+            driver=self._driver,
+            folder=self.folder,
+            faults=faults,
+            stderr=stderr,
+        )
+        self._all.append(daemon)
+        self.now = daemon
+        return daemon
+
+    def start(self, faults: Faults | None = None) -> Daemon:
+        """Start the next one; it answers when this returns."""
+        daemon = self.begin(faults)
+        daemon.wait_until_it_answers()
+        return daemon
+
+    def kill(self) -> None:
+        """End the broker as a crash would."""
+        self.now.kill()
+
+    def restart(self, faults: Faults | None = None) -> Daemon:
+        """Kill the broker, and start the next one."""
+        self.kill()
+        return self.start(faults)
+
+    def processes(self) -> list[ProcessInfo]:
+        """Every process of any of them that still runs."""
+        return marked(f"{FOLDER}={self.folder}")
+
+    def zygotes(self) -> list[int]:
+        """The process ids of all zygotes."""
+        found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
+        # A worker just forked has its zygote's name still.
+        return [pid for pid, parent in found.items() if parent not in found]
+
+    def workers(self) -> dict[str, int]:
+        """Names of workers, and their process ids."""
+        return {
+            info.name: info.pid
+            for info in self.processes()
+            if info.name.startswith("gpul-") and info.name != "gpul-zygote"
+        }
+
+    def worker_pid(self, lease_id: int) -> int:
+        """The process id of a lease's worker."""
+        return self.workers()[f"gpul-{lease_id:032x}"[:15]]
+
+    def has_worker(self, lease_id: int) -> bool:
+        """Whether a lease's worker runs."""
+        return f"gpul-{lease_id:032x}"[:15] in self.workers()
+
+    def logs(self, last: int = 4) -> str:
+        """What the last of them have logged."""
+        return "\n".join(f"--- {daemon.process.pid}\n{daemon.log()}" for daemon in self._all[-last:])
+
+    def check_idle(self) -> None:
+        """Fails unless it gets back to no lease, all bytes free, one zygote and no worker."""
+        wait_until(lambda: not self.now.leases(), "no lease is left", seen=self.now.leases)
+        for card in self.now.inventory().details:
+            assert card["held_bytes"] == card["fenced_bytes"] == 0, card
+        wait_until(lambda: len(self.processes()) == 2, "the broker and one zygote are left", seen=self.processes)
+
+    def stop(self) -> None:
+        """SIGINT, which ends sessions in any case, and proof that nothing of any of them is left, nor went wrong."""
+        try:
+            if self.now.process.poll() is None:
+                self.now.process.send_signal(signal.SIGINT)
+                assert self.now.wait_for_exit() == 0, self.now.log()
+            wait_until(lambda: not self.processes(), "no process is left", seen=self.processes)
+            assert not list((self.state / "zygotes").iterdir())
+            for daemon in self._all:
+                assert not daemon.trouble(), daemon.log()
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Take everything away."""
+        for info in self.processes():
+            os.kill(info.pid, signal.SIGKILL)
+        for daemon in self._all:
+            if daemon.process.poll() is None:
+                daemon.kill()
+        shutil.rmtree(self.folder)

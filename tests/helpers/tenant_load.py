@@ -1,0 +1,220 @@
+"""Tenants and an operator who work against a daemon that is killed again and again, and what they were told."""
+
+import itertools
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpulease.client import (
+    Busy,
+    CapacityExceeded,
+    Disconnected,
+    GpuBuilder,
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    LeaseExpired,
+    Revoked,
+)
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode, RevokeOutcome
+from gpulease.protocol.messages import LeaseRevoke
+from helpers.kernels import Neighbour, start_endless
+
+LATE_S: Final = 8.0
+"""How long after its deadline an endless kernel may go on: a bound for a test on a loaded host, not the product's."""
+
+MIB: Final = 1 << 20
+
+
+@dataclass
+class Told:
+    """One lease as its tenant was told of it.
+
+    Attributes:
+        surely_until: It lives until then at least, by the monotonic clock, unless somebody ended it.
+        perhaps_until: It may live until then: a renewal of which nobody knows the answer.
+        given_back: Its tenant has begun to free it.
+        is_revoking: An operator has begun to revoke it; `is_revoked`: and was told that it is.
+    """
+
+    lease_id: int
+    size_bytes: int
+    generation: int
+    surely_until: float
+    perhaps_until: float
+    given_back: bool = False
+    is_revoking: bool = False
+    is_revoked: bool = False
+    is_over: bool = False
+
+
+@dataclass
+class Load:
+    """All of them.
+
+    Attributes:
+        told: The leases that tenants know of, by id.
+        counts: How often what was done.
+        wrong: What must not have happened, in words.
+    """
+
+    address: str
+    seed: int
+    told: dict[int, Told] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, tenants: int) -> None:
+        """Begin."""
+        works = [self._tenant] * tenants + [self._operator]
+        for number, work in enumerate(works):
+            dice = random.Random(self.seed * 1000 + number)
+            thread = threading.Thread(target=self._run, args=(work, dice), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """End; every tenant has given back what it has."""
+        self.stopped.set()
+        for thread in self._threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a tenant hangs"
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _run(self, work: Callable[[random.Random], None], dice: random.Random) -> None:
+        try:
+            while not self.stopped.is_set() and not self.wrong:
+                work(dice)
+        except BaseException:
+            self.wrong.append(traceback.format_exc())
+
+    # --- a tenant ---
+
+    def _tenant(self, dice: random.Random) -> None:
+        builder = GpuBuilder(self.address).device(0)
+        size, ttl_s = dice.randint(1, 24) * MIB, dice.choice([0.4, 1.0, 3.0, 8.0])
+        builder.min_vram(size).lease_secs(ttl_s).timeout(dice.choice([0, 0, 0.5]))
+        asked_at = time.monotonic()
+        try:
+            lease = builder.acquire()
+        except (Disconnected, CapacityExceeded) as error:
+            self.count(f"acquire: {type(error).__name__}")
+            time.sleep(0.02)
+            return
+        told = Told(lease.lease_id, size, lease.generation, asked_at + ttl_s, time.monotonic() + ttl_s)
+        self.told[lease.lease_id] = told
+        self.count("granted")
+        try:
+            self._use(dice, lease, told)
+        except LeaseExpired:
+            self.count("expired")
+            self._check_expired(told)
+        except Disconnected:
+            # The broker was away for so long that nobody could say how it ended.
+            self.count("end: Disconnected")
+            self._check_expired(told)
+        except Revoked:
+            self.count("revoked")
+            if not told.is_revoking:
+                self.wrong.append(f"{told} is revoked, and nobody did that")
+        told.is_over = True
+
+    def _use(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
+        try:
+            session = GpuSession(lease, shared_memory=dice.random() < 0.7)
+        except (Disconnected, Busy) as error:
+            # The connection was in the broker's hands when that was killed, or told to stop.
+            self.count(f"attach: {type(error).__name__}")
+            self._free(lease, told)
+            return
+        with session:
+            neighbour = Neighbour(session)
+            if dice.random() < 0.15:
+                self._run_endless(session, told)
+            for _ in itertools.takewhile(lambda _: not self.stopped.is_set(), range(dice.randint(1, 12))):
+                until = time.monotonic() + dice.random() * 0.1
+                while time.monotonic() < until:
+                    neighbour.check()
+                if dice.random() < 0.4:
+                    self._renew(dice, lease, told)
+                if dice.random() < 0.2:
+                    self._query(lease, told)
+        self._free(lease, told)
+
+    def _run_endless(self, session: GpuSession, told: Told) -> None:
+        kept = start_endless(session)
+        self.count("endless kernel")
+        if told.surely_until - time.monotonic() < 5:
+            try:
+                session.sync()
+            finally:
+                if time.monotonic() > told.perhaps_until + LATE_S:
+                    self.wrong.append(f"{told} was over long ago")
+        del kept
+
+    def _renew(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
+        ttl_s = dice.choice([0.5, 2.0, 5.0])
+        told.perhaps_until = max(told.perhaps_until, time.monotonic() + ttl_s + 31)
+        asked_at = time.monotonic()
+        try:
+            lease.renew(ttl_s)
+        except Disconnected:
+            self.count("renew: Disconnected")
+            return
+        told.perhaps_until = max(told.surely_until, time.monotonic() + ttl_s)
+        told.surely_until = max(told.surely_until, asked_at + ttl_s)
+        if lease.generation <= told.generation:
+            self.wrong.append(f"{told} was renewed to generation {lease.generation}")
+        told.generation = lease.generation
+        self.count("renewed")
+
+    def _query(self, lease: GpuLease, told: Told) -> None:
+        report = lease.query()
+        self.count("queried")
+        if report["generation"] < told.generation or report["size_bytes"] != told.size_bytes:
+            self.wrong.append(f"{told} is {report}")
+        if report["cause"] is not None and not self._may_have_ended(told):
+            self.wrong.append(f"{told} ended: {report}")
+
+    def _free(self, lease: GpuLease, told: Told) -> None:
+        told.given_back = True
+        lease.free()
+        self.count("freed")
+        told.is_over = True
+
+    def _check_expired(self, told: Told) -> None:
+        if time.monotonic() < told.surely_until and not told.is_revoking:
+            self.wrong.append(f"{told} expired at {time.monotonic()}")
+
+    def _may_have_ended(self, told: Told) -> bool:
+        return told.given_back or told.is_revoking or time.monotonic() >= told.surely_until
+
+    # --- an operator ---
+
+    def _operator(self, dice: random.Random) -> None:
+        self.stopped.wait(dice.random() * 0.6)
+        living = [told for told in list(self.told.values()) if not told.is_over and not told.is_revoking]
+        if not living:
+            return
+        told = dice.choice(living)
+        told.is_revoking = True
+        try:
+            answer = ask(Opcode.LEASE_REVOKE, LeaseRevoke(told.lease_id, "the operator's wish"), self.address)
+        except GpuLeaseError as error:
+            self.count(f"revoke: {type(error).__name__}")
+            return
+        if answer.outcome != RevokeOutcome.TORN_DOWN:
+            self.wrong.append(f"{told}: its revoke came to {answer.outcome}")
+        told.is_revoked = True
+        self.count("revoke")
