@@ -32,6 +32,7 @@ from helpers.daemon import Daemon, Faults
 from helpers.kernels import Neighbour, check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
+from helpers.remote import Pki
 from helpers.waiting import wait_until
 
 StartLasting = Callable[..., LastingDaemon]
@@ -113,6 +114,22 @@ def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDae
         assert lease.generation == 2
         report = lasting.now.query(lease.lease_id)
         assert (report["generation"], report["tenant"]) == (2, f"uid:{os.getuid()}")
+    lasting.check_idle()
+
+
+def test_nor_does_a_remote_one(start_lasting: StartLasting, tmp_path: Path) -> None:
+    pki = Pki.make(tmp_path)
+    lasting = start_lasting(tls=True, config=pki.settings())
+    with pki.builder(lasting.now.tls_address, pki.ann).acquire() as lease, working(lease) as work:
+        lasting.kill()
+        work.check_goes_on()
+        lasting.start()
+        work.check_goes_on()
+        assert lasting.now.query(lease.lease_id)["tenant"] == "ann"
+        lasting.now.revoke(lease.lease_id)
+        with pytest.raises(Revoked):
+            work.neighbour.check()
+        work.error = None
     lasting.check_idle()
 
 

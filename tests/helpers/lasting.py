@@ -20,11 +20,13 @@ class LastingDaemon:
         state: The folder of what outlives each.
     """
 
-    def __init__(self, *, vram: Sequence[str] = ("6GiB",), config: str = "", driver: str = "cpu") -> None:
+    def __init__(
+        self, *, vram: Sequence[str] = ("6GiB",), config: str = "", driver: str = "cpu", tls: bool = False
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
         self.state = self.folder / "state"
         self.config = f'state = "{self.state}"\n{config}'
-        self._vram, self._driver = vram, driver
+        self._vram, self._driver, self._tls = vram, driver, tls
         self._all: list[Daemon] = []
         self.now: Daemon
 
@@ -39,6 +41,7 @@ class LastingDaemon:
             vram=self._vram,
             config=self.config,
             driver=self._driver,
+            tls=self._tls,
             folder=self.folder,
             faults=faults,
             stderr=stderr,
@@ -97,7 +100,11 @@ class LastingDaemon:
         wait_until(lambda: not self.now.leases(), "no lease is left", seen=self.now.leases)
         for card in self.now.inventory().details:
             assert card["held_bytes"] == card["fenced_bytes"] == 0, card
-        wait_until(lambda: len(self.processes()) == 2, "the broker and one zygote are left", seen=self.processes)
+        wait_until(
+            lambda: len(self.processes()) == 2 + self._tls,
+            "the broker, one zygote and the gate are left",
+            seen=self.processes,
+        )
 
     def stop(self) -> None:
         """SIGINT, which ends sessions in any case, and proof that nothing of any of them is left, nor went wrong."""
