@@ -16,7 +16,6 @@ from gpulease.client import (
     Denied,
     Disconnected,
     GpuBuilder,
-    GpuLease,
     GpuSession,
     GpuSessionFailed,
     LeaseExpired,
@@ -29,60 +28,14 @@ from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers import audit_log
 from helpers.daemon import Daemon, Faults
-from helpers.kernels import Neighbour, check_main_job, start_endless
+from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
 from helpers.remote import Pki
 from helpers.waiting import wait_until
+from helpers.working import working
 
 StartLasting = Callable[..., LastingDaemon]
-
-PAUSE_S = 2.0
-"""Longer than any round on a loaded host, shorter than whatever would wait for a broker."""
-
-
-class Working:
-    """A session that a thread works in, all the while."""
-
-    def __init__(self, session: GpuSession) -> None:
-        self.neighbour = Neighbour(session)
-        self.longest_s = 0.0
-        self.error: BaseException | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                started = time.monotonic()
-                self.neighbour.check()
-                self.longest_s = max(self.longest_s, time.monotonic() - started)
-                self._stopped.wait(0.002)
-        except BaseException as error:
-            self.error = error
-
-    def check_goes_on(self) -> None:
-        """Fails unless it does more rounds."""
-        before = self.neighbour.rounds
-        wait_until(lambda: self.neighbour.rounds > before or self.error, "it goes on")
-        assert self.error is None
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-
-@contextmanager
-def working(lease: GpuLease, *, shared_memory: bool = True) -> Iterator[Working]:
-    with GpuSession(lease, shared_memory=shared_memory) as session:
-        work = Working(session)
-        try:
-            yield work
-        finally:
-            work.stop()
-        assert work.error is None
-        assert work.longest_s < PAUSE_S
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""A session in which a thread works all the while: what happens beside it must not show."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gpulease.client import GpuLease, GpuSession
+from helpers.kernels import Neighbour
+from helpers.waiting import wait_until
+
+PAUSE_S = 2.0
+"""Longer than any round on a loaded host, shorter than whatever would wait for a broker."""
+
+
+class Working:
+    """A session that a thread works in, all the while."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self.neighbour = Neighbour(session)
+        self.longest_s = 0.0
+        self.error: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                started = time.monotonic()
+                self.neighbour.check()
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
+                self._stopped.wait(0.002)
+        except BaseException as error:
+            self.error = error
+
+    def check_goes_on(self) -> None:
+        """Fails unless it does more rounds."""
+        before = self.neighbour.rounds
+        wait_until(lambda: self.neighbour.rounds > before or self.error, "it goes on")
+        assert self.error is None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+@contextmanager
+def working(lease: GpuLease, *, shared_memory: bool = True) -> Iterator[Working]:
+    with GpuSession(lease, shared_memory=shared_memory) as session:
+        work = Working(session)
+        try:
+            yield work
+        finally:
+            work.stop()
+        assert work.error is None
+        assert work.longest_s < PAUSE_S
