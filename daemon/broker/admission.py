@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.broker.control import ControlConnection
@@ -15,9 +16,12 @@ OPERATOR_CONNECTIONS: Final = 32
 class Doorkeeper:
     """Counts control connections; a session's connection counts no more once its worker has it."""
 
-    def __init__(self, max_connections: int, max_connections_per_tenant: int) -> None:
+    def __init__(
+        self, max_connections: int, max_connections_per_tenant: int, has_memory: Callable[[], bool] = lambda: True
+    ) -> None:
         self._max_connections = max_connections
         self._max_per_tenant = max_connections_per_tenant
+        self._has_memory = has_memory
         self._inside: set[ControlConnection] = set()
         self._by_tenant: Counter[str] = Counter()
         self._left = asyncio.Event()
@@ -30,6 +34,8 @@ class Doorkeeper:
             return _busy(f"{len(self._inside)} control connections are open, the most this daemon takes")
         if not peer.is_operator and self._by_tenant[peer.tenant] >= self._max_per_tenant:
             return _busy(f"tenant {peer.tenant} has {self._max_per_tenant} control connections, the most one may have")
+        if not peer.is_operator and not self._has_memory():
+            return Failure(Status.BUSY, "the daemon is out of memory", hint="Try again later.")
         self._inside.add(connection)
         self._by_tenant[peer.tenant] += 1
         return None

@@ -50,7 +50,11 @@ class Reclaimer:
     async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
         delay_s = FIRST_LOOK_DELAY_S
         while pid:
-            missing = await asyncio.to_thread(self._source.missing_proof, card_uuid, pid)
+            try:
+                missing = await asyncio.to_thread(self._source.missing_proof, card_uuid, pid)
+            except (MemoryError, RuntimeError) as error:
+                # No thread can be started: that is no reason to fence, there may be memory before the time is over.
+                missing = f"the card can't be looked at: {error}"
             if not missing:
                 break
             _log.debug("lease %032x: %s", lease_id, missing)

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.drains import drain_left_ms, status_of
@@ -46,6 +46,9 @@ from gpulease.protocol.opcodes import (
     Opcode,
     Status,
 )
+
+BEGINS_SOMETHING: Final = frozenset({Opcode.LEASE_ALLOC, Opcode.LEASE_SUBSCRIBE})
+"""What the broker does not take on when it is out of memory: something that it has to keep, and that can wait."""
 
 
 class Answerer(Protocol):
@@ -106,11 +109,17 @@ class Desk:
     def take(self, request: Request) -> None:
         """Serve one request, now or when the table has an outcome."""
         try:
+            self._check_memory(request.op)
             self._operations[request.op](request, request.body)
         except Refusal as refusal:
             lease_id = getattr(request.body, "lease_id", 0)
             self._runtime.recorder.refused(request.op.name, self._peer.tenant, lease_id, refusal.failure.message)
             self._answerer.answer(request, refusal.failure)
+
+    def _check_memory(self, op: Opcode) -> None:
+        if op in BEGINS_SOMETHING and not self._runtime.headroom.is_enough():
+            hint = "Leases go on, and can be renewed and freed: try again later."
+            raise Refusal(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))
 
     def leave(self) -> None:
         """The client is gone: what it waits for is given up."""

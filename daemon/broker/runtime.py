@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.adoption import adopt
 from gpulease.daemon.broker.denials import word_for
+from gpulease.daemon.broker.headroom import Headroom
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.telling import Teller
 from gpulease.daemon.broker.tokens import TokenOffice
@@ -83,6 +84,7 @@ class Runtime:
         self.tokens = tokens
         self.teller = Teller(table)
         self.turns = Turns()
+        self.headroom = Headroom()
         self.workers = workers
         self.recorder = recorder
         self.journal = journal or Journal()
@@ -140,6 +142,7 @@ class Runtime:
         await self._watchman.stop()
         await self._weigher.stop()
         await self._reclaimer.stop()
+        self.headroom.close()
 
     # --- requests ---
 
@@ -162,6 +165,7 @@ class Runtime:
             return
         self._is_busy = True
         try:
+            self.headroom.secure()
             while self._events:
                 event, now_ns = self._events.popleft(), time.monotonic_ns()
                 effects = self.table.handle(event, now_ns)

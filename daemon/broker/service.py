@@ -73,7 +73,8 @@ class Service:
         self.runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
         self._config = config
         self._options = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
-        self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant)
+        has_memory = self.runtime.headroom.is_enough
+        self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant, has_memory)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
         self._remote: RemoteDoor | None = None
@@ -82,6 +83,7 @@ class Service:
 
     async def start(self) -> None:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen."""
+        self.runtime.headroom.watch(asyncio.get_running_loop())
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         if self._remote is not None:
             await self._remote.start()

@@ -9,3 +9,4 @@ class WorkerExit(IntEnum):
     OK = 0
     NO_CONTEXT = 3
     BUG = 4
+    NO_MEMORY = 5

@@ -109,7 +109,12 @@ def _serve(
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
-    Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience).run()
+    try:
+        Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience).run()
+    except MemoryError:
+        # What the operation was about is let go by now. Whether the session is whole, nobody knows.
+        _tell(channel, {"op": "faulted", "reason": "its process found no memory on this host"})
+        return WorkerExit.NO_MEMORY
     return WorkerExit.OK
 
 

@@ -162,6 +162,10 @@ class Server:
                     wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
                     self._attach(socket.socket(fileno=fds[0]), request_id, rest, wanted, guest)
                     report(self._channel, {"op": "attached"})
+                case {"op": "attach"}:
+                    # Its socket did not get through, for want of descriptors here: to its peer it is closed.
+                    close_all(fds)
+                    report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
                     self._say_goodbye()

@@ -218,8 +218,10 @@ class Daemon:
 
     def zygote_pid(self) -> int:
         """The zygote's process id."""
-        (zygote,) = [info for info in self.processes() if info.name == "gpul-zygote"]
-        return zygote.pid
+        found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
+        # A worker just forked has its zygote's name still.
+        (zygote,) = [pid for pid, parent in found.items() if parent not in found]
+        return zygote
 
     def worker_pid(self, lease_id: int) -> int:
         """The process id of a lease's worker."""

@@ -1,0 +1,95 @@
+"""Memory the broker keeps back, so that leases end, renew and are proved free when there is none for anything new.
+
+A process meets the end of memory as a failed mmap(2) only under a limit of its own (RLIMIT_AS, RLIMIT_DATA, a host
+that does not overcommit). It may come in the middle of anything, so it is looked for before: what is new begins only
+where there is room for it, and what goes on gets what was kept back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import mmap
+from typing import Any, Final
+
+RESERVE_BYTES: Final = 32 << 20
+"""Kept back: addresses, of which no page is touched. For the stack of a thread that looks at a card, 8 MiB, and the
+messages and timers of all leases there are."""
+
+ROOM_BYTES: Final = 2 << 20
+"""What a single event may take at most: a message of 128 KiB, a worker's page, and an arena of Python's objects, 1 MiB.
+"""
+
+_log = logging.getLogger("gpulease")
+
+
+class Headroom:
+    """The reserve.
+
+    Attributes:
+        is_short: Whether it is given up, because there was no room besides it: nothing new may begin.
+    """
+
+    def __init__(self) -> None:
+        self.is_short = False
+        self._reserve: mmap.mmap | None = None
+        self._keep_back()
+
+    def secure(self) -> None:
+        """See that there is room for one more event, if need be by giving up the reserve."""
+        if not _has_room(ROOM_BYTES) and self._reserve is not None:
+            self.give_up()
+
+    def is_enough(self) -> bool:
+        """Whether something new may begin: there is room besides the reserve, which is kept back again if so."""
+        self.secure()
+        if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
+            self._keep_back()
+        return not self.is_short
+
+    def give_up(self) -> None:
+        """Something needs it."""
+        if self._reserve is None:
+            return
+        self._reserve.close()
+        self._reserve = None
+        self.is_short = True
+        _log.error("out of memory: nothing new is begun until there is some; leases go on and end as ever")
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give it up when anything that `loop` called met the end of memory: what the kernel has is read again then."""
+
+        def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if isinstance(context.get("exception"), MemoryError) and self._reserve is not None:
+                self.give_up()
+            else:
+                loop.default_exception_handler(context)
+
+        loop.set_exception_handler(on_exception)
+
+    def close(self) -> None:
+        """Nothing is kept back any more."""
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
+
+    def _keep_back(self) -> None:
+        with contextlib.suppress(OSError):
+            self._reserve = _mapping(RESERVE_BYTES)
+        if self._reserve is None:
+            self.is_short = True
+        elif self.is_short:
+            self.is_short = False
+            _log.warning("there is memory again")
+
+
+def _mapping(size_bytes: int) -> mmap.mmap:
+    """Private, as a heap's memory is: a limit on data does not count what is shared (getrlimit(2), RLIMIT_DATA)."""
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _has_room(size_bytes: int) -> bool:
+    try:
+        _mapping(size_bytes).close()
+    except OSError:
+        return False
+    return True

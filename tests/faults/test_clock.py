@@ -1,0 +1,121 @@
+"""Somebody sets the host's clock, by hours, while leases live: no lease, renewal, token or log depends on it."""
+
+import os
+import re
+import struct
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Denied, GpuExclusivityClass, GpuSession, LeaseExpired, Permission, my_audience
+from helpers.audit_log import check_whole, config, records, stop, usage
+from helpers.daemon import TESTS, Daemon
+from helpers.kernels import check_main_job, start_endless
+
+SHORT_S = 1.5
+LATE_S = 2.0
+"""Far more than an end is ever late; far less than any step here."""
+
+US_PER_S = 1_000_000
+
+
+class WallClock:
+    """That of the daemons started from now on, and of their zygotes and workers."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
+        self._path = path
+        self.set(timedelta())
+        folders = [str(TESTS / "helpers" / "stepped_clock"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        patch.setenv("GPULEASE_TEST_CLOCK", str(path))
+
+    def set(self, off: timedelta) -> None:
+        """From now on it is off by that much. One store: who reads sees the old or the new value."""
+        with self._path.open("r+b" if self._path.exists() else "wb") as file:
+            file.write(struct.pack("=q", int(off.total_seconds()) * 10**9))
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    return WallClock(tmp_path / "clock", monkeypatch)
+
+
+@pytest.mark.parametrize("off", [timedelta(hours=-26), timedelta(hours=26)], ids=["backwards", "forwards"])
+def test_a_clock_that_is_set(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, clock: WallClock, off: timedelta
+) -> None:
+    folder = tmp_path / "log"
+    settings = f'state = "{tmp_path / "state"}"\n' + config(folder, required=True)
+    daemon = start_daemon(config=settings, tcp=True)
+    guest = my_audience(daemon.tcp_address)
+    with daemon.builder(seconds=60).exclusivity(GpuExclusivityClass.SHARED).acquire() as lease:
+        session = GpuSession(lease)
+        good, short = (lease.issue(Permission.MEM_READ, guest, seconds).token for seconds in (60, SHORT_S))
+        asked_s = time.monotonic()
+        ends = daemon.builder(seconds=SHORT_S).acquire()
+        ending = GpuSession(ends)
+        kept = start_endless(ending)
+        clock.set(off)
+        shown = lease.issue(Permission.MEM_READ, guest, 30).expires_at_unix_secs
+        assert abs(shown - 30 - time.time() - off.total_seconds()) < LATE_S, "what is shown is the new clock's"
+        # Nothing ends early...
+        GpuSession.attach(good, daemon.tcp_address).close()
+        check_main_job(session)
+        assert daemon.query(ends.lease_id)["state"] == "active" or time.monotonic() > asked_s + SHORT_S
+        # ...and nothing lives on.
+        with pytest.raises(LeaseExpired):
+            ending.sync()
+        assert 0 <= time.monotonic() - asked_s - SHORT_S < LATE_S
+        daemon.wait_for_end(ends.lease_id)
+        with pytest.raises(Denied, match="expired"):
+            GpuSession.attach(short, daemon.tcp_address)
+        lease.renew(90)
+        assert 80_000 < daemon.query(lease.lease_id)["remaining_ms"] <= 90_000
+        check_main_job(session)
+        session.close()
+        del kept
+    stop(daemon)
+    check_audit_log(folder, off)
+    # The next daemon, when the clock is put right: the chain goes on, and what ended stays so.
+    clock.set(timedelta())
+    again = start_daemon(config=settings)
+    assert again.query(ends.lease_id)["state"] == "torndown"
+    with again.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+    stop(again)
+    check_whole(folder)
+
+
+def check_audit_log(folder: Path, off: timedelta) -> None:
+    """It is whole, tells the clock as it was, and counts seconds that passed."""
+    check_whole(folder)
+    told = [datetime.strptime(record["at"], "%Y-%m-%dT%H:%M:%S.%f%z") for record in records(folder)]
+    now = datetime.now(UTC)
+    assert abs(told[0] - now) < timedelta(minutes=5)
+    assert abs(told[-1] - now - off) < timedelta(minutes=5)
+    (used,) = usage(folder).values()
+    assert used["leases"] == 2
+    assert 2 * SHORT_S * US_PER_S < used["lease_us"] < 60 * US_PER_S
+
+
+READS_WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|CLOCK_REALTIME|from time import")
+
+
+def test_who_reads_the_wall_clock() -> None:
+    """For people, for records, for certificates, and for a holder that narrows a token on another machine."""
+    sources = [path for part in ("client", "daemon", "protocol") for path in (TESTS.parent / part).rglob("*.py")]
+    readers = {
+        path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())
+    }
+    assert readers == {
+        "client/narrowing.py",
+        "daemon/audit/writer.py",
+        "daemon/broker/reports.py",
+        "daemon/broker/tokens.py",
+        "daemon/capabilities/authority.py",
+        "daemon/pki/authority.py",
+        "daemon/relay/life.py",
+    }

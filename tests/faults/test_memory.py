@@ -1,0 +1,121 @@
+"""No memory is left, for one process by a limit on it: new work is refused in words, leases go on and end in time."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Busy, GpuSession, GpuSessionFailed
+from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
+from gpulease.protocol.messages import LeaseRevoke
+from helpers.audit_log import check_whole, config
+from helpers.daemon import Daemon
+from helpers.kernels import Neighbour, check_main_job
+from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.waiting import wait_until
+
+from .test_exhaustion import LATEST_S, SAME_USER
+
+OUT_OF_MEMORY = "out of memory"
+LIMITS = {"addresses": (resource.RLIMIT_AS, "VmSize"), "data": (resource.RLIMIT_DATA, "VmData")}
+
+
+@contextmanager
+def memory_left(pid: int, room_bytes: int, of: str = "addresses") -> Iterator[None]:
+    """A process may have so many bytes more than it has, and no others."""
+    number, name = LIMITS[of]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (has_kib,) = [int(line.split()[1]) for line in lines if line.startswith(f"{name}:")]
+    _, hard = resource.prlimit(pid, number)
+    resource.prlimit(pid, number, ((has_kib << 10) + room_bytes, hard))
+    try:
+        yield
+    finally:
+        # Unless it has ended of it.
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, number, (hard, hard))
+
+
+@pytest.mark.parametrize("of", LIMITS)
+def test_no_memory_is_left_to_the_broker(start_daemon: Callable[..., Daemon], tmp_path: Path, of: str) -> None:
+    folder = tmp_path / "log"
+    daemon = start_daemon(config=f'state = "{tmp_path / "state"}"\n' + config(folder, required=True), tcp=True)
+    daemon.allowed_trouble.append(OUT_OF_MEMORY)
+    with (
+        daemon.builder().acquire() as lease,
+        GpuSession(lease) as session,
+        RawPeer(daemon.address).hello() as operator,
+    ):
+        neighbour = Neighbour(session)
+        soon, other = daemon.builder(seconds=1.0).acquire(), daemon.builder().acquire()
+        for room in (0, 1 << 16, 1 << 19):
+            with memory_left(daemon.process.pid, room, of):
+                refused = operator.refused(Opcode.LEASE_ALLOC, lease_alloc())
+                assert refused.status is Status.BUSY
+                assert OUT_OF_MEMORY in refused.message
+                with pytest.raises(Busy, match=OUT_OF_MEMORY):
+                    daemon.builder().acquire()
+                # A tenant that is not in yet is turned away at the door.
+                with RawPeer(daemon.tcp_address) as stranger:
+                    assert stranger.goodbye().status is Status.BUSY
+                lease.renew(60)
+                neighbour.check()
+                if not room:
+                    revoked = operator.request(Opcode.LEASE_REVOKE, LeaseRevoke(other.lease_id, "maintenance"))
+                    assert revoked.outcome == RevokeOutcome.TORN_DOWN
+                    wait_until(lambda: daemon.query(soon.lease_id)["state"] == "torndown", "a lease ends in time")
+                    assert daemon.query(soon.lease_id)["ended_after_deadline_us"] < LATEST_S * 1e6
+            with daemon.builder().acquire() as another:
+                daemon.query(another.lease_id)
+        assert daemon.log().count(OUT_OF_MEMORY) == daemon.log().count("there is memory again") == 3
+    assert check_whole(folder) > 10
+
+
+def test_no_memory_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    zygote = daemon.zygote_pid()
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
+        neighbour = Neighbour(session)
+        for of in LIMITS:
+            # Its workers have its limits.
+            with memory_left(zygote, 1 << 20, of):
+                result = peer.ask(Opcode.LEASE_ALLOC, lease_alloc(256 << 20))
+            assert isinstance(result, Failure)
+            assert result.status is Status.SESSION_FAILED
+            assert "Cannot allocate memory" in result.message
+            neighbour.check()
+        peer.free(peer.acquire().lease_id)
+        assert daemon.zygote_pid() == zygote
+
+
+def test_no_memory_is_left_to_a_worker(start_daemon: Callable[..., Daemon]) -> None:
+    """Whether Python finds none or a compiler does: the lease ends, its tenant is told how, and nobody else notices."""
+    daemon = start_daemon(config=SAME_USER)
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        doomed = daemon.builder().acquire()
+        with GpuSession(doomed) as victim, memory_left(daemon.worker_pid(doomed.lease_id), 0):
+            with pytest.raises(GpuSessionFailed, match=r"process (died|found no memory)"):
+                check_main_job(victim)
+            neighbour.check()
+            daemon.wait_for_end(doomed.lease_id)
+        assert daemon.query(doomed.lease_id)["cause"] in ("worker_died", "faulted")
+        assert daemon.available_bytes() == (6 << 30) - lease.size_bytes
+
+
+def test_the_kernel_ends_workers_first(daemon: Daemon) -> None:
+    """What the kernel does to whom it chooses is SIGKILL (tests/faults/test_kills.py)."""
+
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    with daemon.builder().acquire() as lease:
+        worker = daemon.worker_pid(lease.lease_id)
+        assert score(worker) > max(score(daemon.process.pid), score(daemon.zygote_pid()))
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(GpuSessionFailed, match="SIGKILL"):
+            wait_until(lambda: lease.renew(60), "the lease is over")
