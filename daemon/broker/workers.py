@@ -296,6 +296,9 @@ class Workers:
             asyncio.get_running_loop().remove_reader(worker.channel)
             return
         close_all(fds)
+        self._take_word(worker, message)
+
+    def _take_word(self, worker: Worker, message: dict[str, Any]) -> None:
         lease_id = worker.spec.lease_id
         match message:
             case {"op": "attached"}:
@@ -357,11 +360,21 @@ class Workers:
         self._deliver(event)
 
     def _ended(self, worker: Worker, reason: str) -> None:
+        self._take_last_words(worker)
         self._forget(worker)
         lease_id = worker.spec.lease_id
         ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
         self._ended_workers[lease_id] = ended
         asyncio.get_running_loop().call_soon(self._tell_end, ended, reason)
+
+    def _take_last_words(self, worker: Worker) -> None:
+        """Why it ended, if it said so itself: the zygote may be heard first."""
+        with contextlib.suppress(BlockingIOError, ChannelClosed):
+            while True:
+                message, fds = receive_message(worker.channel)
+                close_all(fds)
+                if message.get("op") in ("failed", "faulted"):
+                    self._take_word(worker, message)
 
     def _tell_end(self, ended: Ended, reason: str) -> None:
         """By the number it is known by now: until this was told, its lease may have been given another worker."""

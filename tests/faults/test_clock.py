@@ -105,13 +105,12 @@ READS_WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|tod
 
 
 def test_who_reads_the_wall_clock() -> None:
-    """For people, for records, for certificates, and for a holder that narrows a token on another machine."""
-    sources = [path for part in ("client", "daemon", "protocol") for path in (TESTS.parent / part).rglob("*.py")]
+    """For people, for records, for certificates."""
+    sources = [path for part in ("daemon", "protocol") for path in (TESTS.parent / part).rglob("*.py")]
     readers = {
         path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())
     }
     assert readers == {
-        "client/narrowing.py",
         "daemon/audit/writer.py",
         "daemon/broker/reports.py",
         "daemon/broker/tokens.py",
