@@ -14,6 +14,8 @@ from gpulease.client import Denied, GpuExclusivityClass, GpuSession, LeaseExpire
 from helpers.audit_log import check_whole, config, records, stop, usage
 from helpers.daemon import TESTS, Daemon
 from helpers.kernels import check_main_job, start_endless
+from helpers.lasting import LastingDaemon
+from helpers.waiting import wait_until
 
 SHORT_S = 1.5
 LATE_S = 2.0
@@ -99,6 +101,25 @@ def check_audit_log(folder: Path, off: timedelta) -> None:
     (used,) = usage(folder).values()
     assert used["leases"] == 2
     assert 2 * SHORT_S * US_PER_S < used["lease_us"] < 60 * US_PER_S
+
+
+def test_a_clock_that_is_set_while_no_daemon_is_there(
+    start_lasting: Callable[..., LastingDaemon], clock: WallClock
+) -> None:
+    lasting = start_lasting()
+    with lasting.now.builder(seconds=60).acquire() as lease, GpuSession(lease) as session:
+        asked_s = time.monotonic()
+        ends = lasting.now.builder(seconds=SHORT_S).acquire()
+        lasting.kill()
+        clock.set(timedelta(hours=-26))
+        check_main_job(session)
+        assert lasting.has_worker(ends.lease_id) or time.monotonic() > asked_s + SHORT_S
+        wait_until(lambda: not lasting.has_worker(ends.lease_id), "the zygote ends it in time")
+        assert 0 <= time.monotonic() - asked_s - SHORT_S < LATE_S
+        again = lasting.start()
+        assert 50_000 < again.query(lease.lease_id)["remaining_ms"] <= 60_000
+        lease.renew(60)
+        check_main_job(session)
 
 
 READS_WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|CLOCK_REALTIME|from time import")

@@ -21,7 +21,8 @@ from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.messages import Attach, LeaseRenew
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome, Status
 from gpulease.protocol.primitives import Tlv
-from helpers.audit_log import stop
+from helpers.audit_log import check_whole, stop
+from helpers.audit_log import config as audit_config
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
 from helpers.raw_peer import RawPeer
@@ -90,6 +91,35 @@ def test_a_full_disk_stops_grants_and_not_leases(
     stop(daemon)
     again = start_daemon(config=f'state = "{folder}"')
     assert again.query(other.lease_id)["state"] == "torndown"
+
+
+def test_a_full_disk_under_journal_and_audit_log(
+    start_daemon: Callable[..., Daemon], folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    daemon = start_daemon(config=f'state = "{folder}"\n' + audit_config(log, required=True))
+    daemon.allowed_trouble += [CAN_NOT_BE_WRITTEN, "the audit log can't be written"]
+    for _ in range(8):
+        assert can_acquire(daemon), "the log is longer than what fits now"
+    disk = Disk(daemon)
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        soon = daemon.builder(seconds=0.8).acquire()
+        disk.fill()
+        for _ in range(2):
+            with pytest.raises(Busy, match="can't be written"):
+                daemon.builder().acquire()
+        with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
+            lease.renew(90)
+        check_main_job(session)
+        wait_until(lambda: not daemon.has_worker(soon.lease_id), "a lease ends in time")
+        disk.empty()
+        wait_until(lambda: can_acquire(daemon), "leases are granted again")
+        lease.renew(90)
+        check_main_job(session)
+    stop(daemon)
+    check_whole(log)
+    again = start_daemon(config=f'state = "{folder}"')
+    assert again.query(soon.lease_id)["cause"] == "expired"
 
 
 def test_a_restart_remembers_who_was_revoked(daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]) -> None:

@@ -11,6 +11,7 @@ from gpulease.client import Disconnected, GpuLeaseError, GpuSession, GpuSessionF
 from gpulease.protocol import Failure, Opcode, Reply, RevokeOutcome, Status
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour, check_main_job, start_endless
+from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import wait_until
@@ -107,6 +108,37 @@ def test_the_zygote_is_killed_twice(start_daemon: Callable[..., Daemon]) -> None
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
     daemon.check_idle(files)
+
+
+def test_the_zygote_is_killed_while_it_makes_a_worker(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting()
+    daemon = lasting.now
+    daemon.allowed_trouble.append(ZYGOTE_DIED)
+    lease = daemon.builder().acquire()
+    (zygote,) = lasting.zygotes()
+    with GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
+        check_main_job(session)
+        os.kill(zygote, signal.SIGSTOP)
+        _, frame = peer.connection.send_request(Opcode.LEASE_ALLOC, lease_alloc())
+        peer.sock.sendall(frame)
+        wait_until(lambda: len(daemon.leases()) == 2, "it waits for its worker")
+        os.kill(zygote, signal.SIGKILL)
+        reply = peer.next_event()
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.result, Failure)
+        assert reply.result.status is Status.SESSION_FAILED
+        assert "the zygote died before it could start the worker" in reply.result.message
+        with pytest.raises(GpuSessionFailed, match="zygote"):
+            session.sync()
+    daemon.wait_for_end(lease.lease_id)
+    assert daemon.query(lease.lease_id)["cause"] == "worker_died"
+    wait_for_log(daemon, "the zygote is back", 1)
+    # What ended stays so for the next daemon, whose leases work.
+    again = lasting.restart()
+    assert again.query(lease.lease_id)["cause"] == "worker_died"
+    with again.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+    lasting.check_idle()
 
 
 def test_the_broker_is_killed(start_daemon: Callable[..., Daemon]) -> None:
