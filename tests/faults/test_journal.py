@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client import Busy, GpuExclusivityClass, GpuLease, GpuSession, Permission, Revoked, my_audience
+from gpulease.client import (
+    Busy,
+    GpuExclusivityClass,
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    Permission,
+    Revoked,
+    my_audience,
+)
 from gpulease.client.blocking import ask
 from gpulease.daemon.broker.recording import boot_id
 from gpulease.daemon.journal.broken import EX_DATAERR, EX_UNAVAILABLE
@@ -25,11 +34,14 @@ from helpers.audit_log import check_whole, stop
 from helpers.audit_log import config as audit_config
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
+from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer
 from helpers.waiting import wait_until
+from helpers.working import working
 
 from .test_startup import check_sentence, start_in_vain
 
+WAL_NAME = f"{JOURNAL_NAME}-wal"
 CAN_NOT_BE_WRITTEN = "the journal can't be written"
 
 
@@ -195,3 +207,33 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
     assert status == EX_DATAERR
     check_sentence(said, "is broken: .* move the folder's journal files aside")
     assert (folder / name).read_bytes() == content
+
+
+def test_a_journal_is_spoilt_under_sessions(start_lasting: Callable[..., LastingDaemon], tmp_path: Path) -> None:
+    """The daemon that finds it does not start, and sessions go on to their deadlines, or until one forgets."""
+    lasting = start_lasting()
+    lease = lasting.now.builder().acquire()
+    with working(lease) as work:
+        lasting.kill()
+        # It was not closed in good order: what was told last is in the file beside it.
+        path = lasting.state / WAL_NAME
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :])
+        refused = lasting.begin()
+        assert refused.wait_for_exit() == EX_DATAERR
+        check_sentence(refused.log(), "is broken: .* move the folder's journal files aside")
+        work.check_goes_on()
+        path.write_bytes(data)
+        lasting.start()
+        lease.renew(60)
+        work.check_goes_on()
+    lasting.kill()
+    for name in (JOURNAL_NAME, WAL_NAME, HEAD_NAME):
+        (lasting.state / name).rename(tmp_path / name)
+    forgetful = lasting.start()
+    wait_until(lambda: not lasting.has_worker(lease.lease_id), "a session of nobody's is ended")
+    with pytest.raises(GpuLeaseError):
+        lease.renew(60)
+    with forgetful.builder().acquire() as another, GpuSession(another) as session:
+        check_main_job(session)
+    lasting.check_idle()
