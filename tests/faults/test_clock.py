@@ -10,11 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client import Denied, GpuExclusivityClass, GpuSession, LeaseExpired, Permission, my_audience
+from gpulease.client import (
+    Denied,
+    GpuExclusivityClass,
+    GpuLeaseError,
+    GpuSession,
+    LeaseExpired,
+    Permission,
+    my_audience,
+)
+from gpulease.protocol import EndOfStream, Goodbye
 from helpers.audit_log import check_whole, config, records, stop, usage
 from helpers.daemon import TESTS, Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
+from helpers.remote import Pki
 from helpers.waiting import wait_until
 
 SHORT_S = 1.5
@@ -119,6 +129,29 @@ def test_a_clock_that_is_set_while_no_daemon_is_there(
         again = lasting.start()
         assert 50_000 < again.query(lease.lease_id)["remaining_ms"] <= 60_000
         lease.renew(60)
+        check_main_job(session)
+
+
+def test_a_clock_that_is_set_under_remote_sessions(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, clock: WallClock
+) -> None:
+    """A connection keeps the time that its certificate had when it came; who comes later is judged by the new date."""
+    pki = Pki.make(tmp_path)
+    daemon = start_daemon(tls=True, config=pki.settings())
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+        ends_s = time.monotonic() + 2.0
+        with pki.peer(daemon.tls_address, pki.short_lived("eve", 2.0)).hello() as eve:
+            clock.set(timedelta(hours=-26))
+            check_main_job(session)
+            eve.sock.settimeout(LATE_S + 2)
+            assert isinstance(eve.next_event(), EndOfStream | Goodbye)
+        # Dates in certificates are of whole seconds.
+        assert -1.1 < time.monotonic() - ends_s < LATE_S
+        clock.set(timedelta(days=40))
+        check_main_job(session)
+        lease.renew(60)
+        with pytest.raises(GpuLeaseError):
+            pki.builder(daemon.tls_address, pki.ann).acquire()
         check_main_job(session)
 
 

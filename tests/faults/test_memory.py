@@ -11,7 +11,7 @@ import pytest
 
 from gpulease.client import Busy, GpuSession, GpuSessionFailed
 from gpulease.protocol import Failure, Opcode, RevokeOutcome, Status
-from gpulease.protocol.messages import LeaseRevoke
+from gpulease.protocol.messages import LeaseRevoke, LeaseSubscribe
 from helpers.audit_log import check_whole, config
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour, check_main_job
@@ -51,8 +51,8 @@ def test_no_memory_is_left_to_the_broker(start_daemon: Callable[..., Daemon], tm
         RawPeer(daemon.address).hello() as operator,
     ):
         neighbour = Neighbour(session)
-        soon, other = daemon.builder(seconds=1.0).acquire(), daemon.builder().acquire()
-        for room in (0, 1 << 16, 1 << 19):
+        soon, other, given = (daemon.builder(seconds=s).acquire() for s in (1.0, 60, 60))
+        for room in (0, 1 << 19):
             with memory_left(daemon.process.pid, room, of):
                 refused = operator.refused(Opcode.LEASE_ALLOC, lease_alloc())
                 assert refused.status is Status.BUSY
@@ -62,16 +62,19 @@ def test_no_memory_is_left_to_the_broker(start_daemon: Callable[..., Daemon], tm
                 # A tenant that is not in yet is turned away at the door.
                 with RawPeer(daemon.tcp_address) as stranger:
                     assert stranger.goodbye().status is Status.BUSY
+                told = operator.refused(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
+                assert told.status is Status.BUSY
                 lease.renew(60)
                 neighbour.check()
                 if not room:
+                    given.free()
                     revoked = operator.request(Opcode.LEASE_REVOKE, LeaseRevoke(other.lease_id, "maintenance"))
                     assert revoked.outcome == RevokeOutcome.TORN_DOWN
                     wait_until(lambda: daemon.query(soon.lease_id)["state"] == "torndown", "a lease ends in time")
                     assert daemon.query(soon.lease_id)["ended_after_deadline_us"] < LATEST_S * 1e6
             with daemon.builder().acquire() as another:
                 daemon.query(another.lease_id)
-        assert daemon.log().count(OUT_OF_MEMORY) == daemon.log().count("there is memory again") == 3
+        assert daemon.log().count(OUT_OF_MEMORY) == daemon.log().count("there is memory again") == 2
     assert check_whole(folder) > 10
 
 
@@ -95,6 +98,8 @@ def test_no_memory_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) ->
 def test_no_memory_is_left_to_a_worker(start_daemon: Callable[..., Daemon]) -> None:
     """Whether Python finds none or a compiler does: the lease ends, its tenant is told how, and nobody else notices."""
     daemon = start_daemon(config=SAME_USER)
+    # It may find none where it tells of that, or lets things go.
+    daemon.allowed_trouble += ["Traceback", "Exception ignored"]
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         doomed = daemon.builder().acquire()
