@@ -160,18 +160,16 @@ class Server:
                     "guest": terms,
                 } if len(fds) == 1:
                     wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
-                    self._attach(socket.socket(fileno=fds[0]), request_id, rest, wanted, guest)
+                    self._attach(socket.socket(fileno=fds.pop()), request_id, rest, wanted, guest)
                     report(self._channel, {"op": "attached"})
                 case {"op": "attach"}:
                     # Its socket did not get through, for want of descriptors here: to its peer it is closed.
-                    close_all(fds)
                     report(self._channel, {"op": "attached"})
                 case {"op": "end"}:
                     close_all(fds)
                     self._say_goodbye()
                     return True
-                case _:
-                    close_all(fds)
+            close_all(fds)
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
