@@ -1,10 +1,13 @@
 """What a relay gives up before it reads a byte of a stranger's: everything but its own connection."""
 
 import os
+import platform
 import resource
 from typing import Final
 
 from gpulease.daemon.processes import gain_no_privileges, never_dump, set_name
+from gpulease.daemon.sandbox import landlock, syscalls
+from gpulease.daemon.sandbox.needs import Needs
 
 NOBODY: Final = 65534
 """The user and group of that name on Linux hosts: what a relay is where the daemon is root."""
@@ -42,5 +45,27 @@ def confine(descriptors: tuple[int, ...]) -> None:
     for limit, most in _LIMITS:
         resource.setrlimit(limit, (most, most))
     # No more descriptors than there are.
-    most_fds = max(descriptors) + 1
+    most_fds = max(descriptors) + 2  # one for Landlock's own, which is closed again
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_fds, most_fds))
+    _shut_in()
+
+
+def _shut_in() -> None:
+    """No file, no address, nobody's signal, and no system call but a worker's: as far as this host has it.
+
+    Workers are the same user where the daemon is root, and the daemon's files are where it is not.
+    """
+    try:
+        version = landlock.abi()
+    except OSError:
+        version = 0  # this kernel has no Landlock, which the workers' sandbox tells the operator of
+    if version >= landlock.FILES_SINCE:
+        reach = landlock.Reach(
+            files=True,
+            devices=version >= landlock.DEVICES_SINCE,
+            network=version >= landlock.NETWORK_SINCE,
+            scope=version >= landlock.SCOPE_SINCE,
+        )
+        landlock.restrict(reach, Needs())
+    if platform.machine() == syscalls.MACHINE:
+        syscalls.install(writes_files=False)

@@ -20,6 +20,7 @@ from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.crowd import first_of_the_fewest, first_of_the_largest
 from gpulease.daemon.relay.identity import BadIdentity, Identity, IdentityFiles
 from gpulease.daemon.relay.life import live, preload
+from gpulease.daemon.relay.naming import MAX_SERIAL_CHARS, are_bounded
 from gpulease.daemon.relay.strangers import Stranger, Strangers
 
 MAX_HANDSHAKES: Final = 32
@@ -289,14 +290,17 @@ class Gate:
             return
         close_all(fds)
         match message:
-            case {"op": "verified", "names": list(names), "serial": str(serial), "sha256": str(sha256)}:
-                holder = Holder(tuple(str(name) for name in names), _number_of(serial))
+            case {"op": "verified"}:
+                holder = _holder_of(message)
+                if holder is None:
+                    self._give_up(handshake, "its relay says what none says")
+                    return
                 if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
                     self._give_up(handshake, f"{', '.join(holder.names)} has too many connections")
                     return
                 self._relays[handshake.pid] = holder
-                arrival: dict[str, Any] = {"names": list(holder.names), "serial": serial, "sha256": sha256}
-                arrival |= {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer}
+                arrival = {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer, "names": list(holder.names)}
+                arrival["serial"] = f"{holder.serial:X}"
                 send_message(self._channel, arrival, (handshake.inner.fileno(),))
             case {"op": "failed", "reason": str(reason)} if not handshake.has_failed:
                 self._complaints.add(handshake.peer, reason)
@@ -331,11 +335,14 @@ class Gate:
             send_message(self._channel, {"op": "left", "pid": pid})
 
 
-def _number_of(serial: str) -> int:
-    try:
-        return int(serial, 16)
-    except ValueError:
-        return UNKNOWN.serial
+def _holder_of(message: dict[str, Any]) -> Holder | None:
+    """Whom a relay speaks of; None if no relay of ours would say that: one that was taken over may say anything."""
+    match message:
+        case {"names": list(names), "serial": str(serial)} if len(serial) <= MAX_SERIAL_CHARS:
+            if all(isinstance(name, str) for name in names) and are_bounded(names):
+                with contextlib.suppress(ValueError):
+                    return Holder(tuple(names), int(serial, 16))
+    return None
 
 
 def get_ready() -> None:

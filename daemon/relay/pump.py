@@ -102,7 +102,7 @@ class Pump:
 
     @property
     def _is_deaf(self) -> bool:
-        """Whether the tenant is not listened to before it reads: TLS itself answers some of what it says (KeyUpdate)."""
+        """Whether the tenant must read before it is heard: TLS itself answers some of what it says (KeyUpdate)."""
         return self._outgoing.pending > BUFFER_BYTES
 
     def _receive(self) -> None:

@@ -171,7 +171,7 @@ def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_ev
             honest.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
             assert isinstance(honest.next_event(), Told)
             lease.free()
-            phases = []
+            phases: list[int] = []
             while not phases or phases[-1] != Phase.ENDED:
                 event = honest.next_event()
                 assert isinstance(event, Told)
@@ -181,7 +181,6 @@ def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_ev
         answer = reader.next_frame()
         assert answer is not None
         assert (answer.request_id, answer.status) == (number, Status.INVALID_REQUEST)
-
 
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])
