@@ -12,6 +12,9 @@ from gpulease.daemon.sandbox.needs import Needs
 NOBODY: Final = 65534
 """The user and group of that name on Linux hosts: what a relay is where the daemon is root."""
 
+RELAY_NAME: Final = "gpul-relay"
+"""For ps(1)."""
+
 MAX_DATA_BYTES: Final = 256 << 20
 """Of a relay's own memory. An honest one uses a few MiB; stops a handshake that makes OpenSSL grow without end."""
 
@@ -34,7 +37,7 @@ def keep_only(descriptors: tuple[int, ...]) -> None:
 def confine(descriptors: tuple[int, ...]) -> None:
     """Keep these and nothing else, for good. Raises OSError if it can't be done: then nothing is to be relayed."""
     keep_only(descriptors)
-    set_name("gpul-relay")
+    set_name(RELAY_NAME)
     gain_no_privileges()
     if os.geteuid() == 0:
         os.setgroups([])

@@ -100,6 +100,8 @@ class Gate:
         self._handshakes: dict[int, Handshake] = {}
         # By process id; of whom the peer is not known yet: UNKNOWN.
         self._relays: dict[int, Holder] = {}
+        # Certificates by the pidfds of relays that an earlier gate left.
+        self._orphans: dict[int, int] = {}
         self._next_look = 0.0
         self._accepts_from = 0.0
         # SIGCHLD must wake epoll_wait(2): its arrival is written here by the C-level handler.
@@ -135,6 +137,9 @@ class Gate:
             self._reap()
         elif fd == self._channel.fileno():
             self._on_broker(*receive_message(self._channel))
+        elif fd in self._orphans:
+            del self._orphans[fd]
+            os.close(fd)
 
     def _timeout_s(self) -> float | None:
         looks = [self._strangers.next_end_s]
@@ -142,20 +147,24 @@ class Gate:
             looks.append(LOOK_S)
         if self._accepts_from:
             looks.append(NO_DESCRIPTORS_PAUSE_S)
-        if self._relays:
+        if self._relays or self._orphans:
             looks.append(REVOKED_LOOK_S)
         return min((look for look in looks if look is not None), default=None)
 
     # --- who comes ---
 
     def _on_broker(self, message: dict[str, Any], fds: list[int]) -> None:
-        if message.get("op") != "listen" or len(fds) != 1:
-            close_all(fds)
-            return
-        listener = socket.socket(fileno=fds[0])
-        listener.setblocking(False)
-        self._listeners[listener.fileno()] = listener
-        self._epoll.register(listener, select.EPOLLIN)
+        match message:
+            case {"op": "listen"} if len(fds) == 1:
+                listener = socket.socket(fileno=fds[0])
+                listener.setblocking(False)
+                self._listeners[listener.fileno()] = listener
+            case {"op": "left_over", "serial": str(serial)} if len(fds) == 1:
+                self._orphans[fds[0]] = int(serial, 16)
+            case _:
+                close_all(fds)
+                return
+        self._epoll.register(fds[0], select.EPOLLIN)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -229,14 +238,20 @@ class Gate:
     def _look_for_revoked(self) -> None:
         """End connections whose certificates were revoked after they were made."""
         now = time.monotonic()
-        if not self._relays or now < self._next_look:
+        if not (self._relays or self._orphans) or now < self._next_look:
             return
         self._next_look = now + REVOKED_LOOK_S
         self._read_identity()
+        revoked = frozenset() if self._identity is None else self._identity.revoked
         for pid, holder in self._relays.items():
-            if self._identity is not None and holder.serial in self._identity.revoked:
+            if holder.serial in revoked:
                 _log.warning("relay %d ends: certificate %X was revoked", pid, holder.serial)
                 os.kill(pid, signal.SIGKILL)
+        for pidfd, serial in self._orphans.items():
+            if serial in revoked:
+                _log.warning("an earlier gate's relay ends: certificate %X was revoked", serial)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     # --- relays ---
 
