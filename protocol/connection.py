@@ -176,6 +176,9 @@ class Connection:
         trigger = request_trigger(op)
         if trigger is None or (self.state, trigger) not in TRANSITIONS:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
+        if op is Opcode.LEASE_SUBSCRIBE and frame.request_id in self._subscriptions:
+            # Its events could not be told from the other's, nor the one be ended without the other.
+            raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
         if op is Opcode.ATTACH and self._subscriptions:
             raise BodyError("ATTACH on a connection that has subscriptions: end them first")
         if op is Opcode.ATTACH and self._in_flight:

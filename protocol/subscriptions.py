@@ -16,6 +16,9 @@ class Subscriptions:
     def __len__(self) -> int:
         return len(self._last)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._last
+
     def asked(self, request_id: int, body: Any) -> None:
         """A request was sent that has a reply."""
         if type(body) is LeaseUnsubscribe:

@@ -12,12 +12,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.daemon.broker.listening import BACKLOG, CannotListen
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.processes import name_of
 from gpulease.daemon.relay.complaints import Complaints
+from gpulease.daemon.relay.confinement import RELAY_NAME
 from gpulease.daemon.relay.identity import IdentityFiles
 from gpulease.daemon.relay.naming import NoTenant, tenant_named
 from gpulease.daemon.tls_settings import TlsSettings
@@ -28,12 +31,24 @@ from gpulease.protocol.opcodes import Status
 START_TIMEOUT_S: Final = 30.0
 """For the gate to be there: it imports little."""
 
+GATE_READS_S: Final = 0.01
+"""For a new gate to take some of what it is told, where there is no room for more."""
+
 RESTART_DELAY_S: Final = 1.0
 """Between the death of a gate and the next one: one that dies at once must not be started in a busy loop."""
 
 OVERWRITE_WHAT_IS_FREED: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
 """For the C library of the gate and its relays: OpenSSL overwrites a private key that it frees, but not what it read it
 from. The second makes the first true of small pieces too (glibc manual, "Memory Allocation Tunables")."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Relay:
+    """One relay: whose connection it is, and the serial number of the certificate, in hexadecimal."""
+
+    peer: Peer
+    serial: str
+
 
 _UNKNOWN: Final = Peer("", is_operator=False, is_known=False, is_relayed=True)
 
@@ -55,7 +70,7 @@ class RemoteDoor:
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[None] | None = None
         # By process id.
-        self._relays: dict[int, Peer] = {}
+        self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
@@ -74,6 +89,11 @@ class RemoteDoor:
             await asyncio.wait_for(self._ready, START_TIMEOUT_S)
             for listener in self._listeners:
                 self._pass_on(listener)
+            for pid in list(self._relays):
+                await self._leave_to_gate(pid)
+        except ChannelClosed:
+            self._end()
+            raise CannotListen("the gate for remote tenants died as it started; its log says why") from None
         except TimeoutError:
             self._end()
             raise CannotListen(f"the gate for remote tenants was not ready after {START_TIMEOUT_S:g} s") from None
@@ -132,6 +152,25 @@ class RemoteDoor:
         if self._channel is not None:
             send_message(self._channel, {"op": "listen"}, (listener.fileno(),))
 
+    async def _leave_to_gate(self, pid: int) -> None:
+        """Have a new gate end an earlier one's relay, too, once its certificate is revoked."""
+        while (relay := self._relays.get(pid)) is not None and self._channel is not None:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError as error:
+                _log.error("relay %d won't end if its certificate is revoked: %s", pid, error.strerror)
+                return
+            try:
+                # It is this process that waits for it (see `_adopt`), unless the earlier gate had, and died before it
+                # said so: then the number may be anybody's.
+                if name_of(pid) == RELAY_NAME:
+                    send_message(self._channel, {"op": "left_over", "serial": relay.serial}, (pidfd,))
+                return
+            except BlockingIOError:
+                await asyncio.sleep(GATE_READS_S)
+            finally:
+                os.close(pidfd)
+
     def _end(self) -> None:
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
@@ -171,7 +210,7 @@ class RemoteDoor:
 
     def _arrived(self, pid: int, message: dict[str, Any], sock: socket.socket) -> None:
         peer, refusal = self._look_at(message)
-        self._relays[pid] = peer
+        self._relays[pid] = _Relay(peer, message["serial"])
         self._by_tenant[peer.tenant] += 1
         _log.debug("relay %d: %s from %s, certificate %s", pid, peer, message["peer"], message["serial"])
         if refusal is not None:
@@ -204,12 +243,13 @@ class RemoteDoor:
             raise
 
     def _left(self, pid: int) -> None:
-        peer = self._relays.pop(pid, None)
-        if peer is None:
+        relay = self._relays.pop(pid, None)
+        if relay is None:
             return
-        self._by_tenant[peer.tenant] -= 1
-        if not self._by_tenant[peer.tenant]:
-            del self._by_tenant[peer.tenant]
+        tenant = relay.peer.tenant
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def _gone(self) -> None:
         self._end()

@@ -20,6 +20,7 @@ from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.crowd import first_of_the_fewest, first_of_the_largest
 from gpulease.daemon.relay.identity import BadIdentity, Identity, IdentityFiles
 from gpulease.daemon.relay.life import live, preload
+from gpulease.daemon.relay.naming import MAX_SERIAL_CHARS, are_bounded
 from gpulease.daemon.relay.strangers import Stranger, Strangers
 
 MAX_HANDSHAKES: Final = 32
@@ -99,6 +100,8 @@ class Gate:
         self._handshakes: dict[int, Handshake] = {}
         # By process id; of whom the peer is not known yet: UNKNOWN.
         self._relays: dict[int, Holder] = {}
+        # Certificates by the pidfds of relays that an earlier gate left.
+        self._orphans: dict[int, int] = {}
         self._next_look = 0.0
         self._accepts_from = 0.0
         # SIGCHLD must wake epoll_wait(2): its arrival is written here by the C-level handler.
@@ -134,6 +137,9 @@ class Gate:
             self._reap()
         elif fd == self._channel.fileno():
             self._on_broker(*receive_message(self._channel))
+        elif fd in self._orphans:
+            del self._orphans[fd]
+            os.close(fd)
 
     def _timeout_s(self) -> float | None:
         looks = [self._strangers.next_end_s]
@@ -141,20 +147,24 @@ class Gate:
             looks.append(LOOK_S)
         if self._accepts_from:
             looks.append(NO_DESCRIPTORS_PAUSE_S)
-        if self._relays:
+        if self._relays or self._orphans:
             looks.append(REVOKED_LOOK_S)
         return min((look for look in looks if look is not None), default=None)
 
     # --- who comes ---
 
     def _on_broker(self, message: dict[str, Any], fds: list[int]) -> None:
-        if message.get("op") != "listen" or len(fds) != 1:
-            close_all(fds)
-            return
-        listener = socket.socket(fileno=fds[0])
-        listener.setblocking(False)
-        self._listeners[listener.fileno()] = listener
-        self._epoll.register(listener, select.EPOLLIN)
+        match message:
+            case {"op": "listen"} if len(fds) == 1:
+                listener = socket.socket(fileno=fds[0])
+                listener.setblocking(False)
+                self._listeners[listener.fileno()] = listener
+            case {"op": "left_over", "serial": str(serial)} if len(fds) == 1:
+                self._orphans[fds[0]] = int(serial, 16)
+            case _:
+                close_all(fds)
+                return
+        self._epoll.register(fds[0], select.EPOLLIN)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -228,14 +238,20 @@ class Gate:
     def _look_for_revoked(self) -> None:
         """End connections whose certificates were revoked after they were made."""
         now = time.monotonic()
-        if not self._relays or now < self._next_look:
+        if not (self._relays or self._orphans) or now < self._next_look:
             return
         self._next_look = now + REVOKED_LOOK_S
         self._read_identity()
+        revoked = frozenset() if self._identity is None else self._identity.revoked
         for pid, holder in self._relays.items():
-            if self._identity is not None and holder.serial in self._identity.revoked:
+            if holder.serial in revoked:
                 _log.warning("relay %d ends: certificate %X was revoked", pid, holder.serial)
                 os.kill(pid, signal.SIGKILL)
+        for pidfd, serial in self._orphans.items():
+            if serial in revoked:
+                _log.warning("an earlier gate's relay ends: certificate %X was revoked", serial)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     # --- relays ---
 
@@ -289,14 +305,17 @@ class Gate:
             return
         close_all(fds)
         match message:
-            case {"op": "verified", "names": list(names), "serial": str(serial), "sha256": str(sha256)}:
-                holder = Holder(tuple(str(name) for name in names), _number_of(serial))
+            case {"op": "verified"}:
+                holder = _holder_of(message)
+                if holder is None:
+                    self._give_up(handshake, "its relay says what none says")
+                    return
                 if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
                     self._give_up(handshake, f"{', '.join(holder.names)} has too many connections")
                     return
                 self._relays[handshake.pid] = holder
-                arrival: dict[str, Any] = {"names": list(holder.names), "serial": serial, "sha256": sha256}
-                arrival |= {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer}
+                arrival = {"op": "arrived", "pid": handshake.pid, "peer": handshake.peer, "names": list(holder.names)}
+                arrival["serial"] = f"{holder.serial:X}"
                 send_message(self._channel, arrival, (handshake.inner.fileno(),))
             case {"op": "failed", "reason": str(reason)} if not handshake.has_failed:
                 self._complaints.add(handshake.peer, reason)
@@ -331,11 +350,14 @@ class Gate:
             send_message(self._channel, {"op": "left", "pid": pid})
 
 
-def _number_of(serial: str) -> int:
-    try:
-        return int(serial, 16)
-    except ValueError:
-        return UNKNOWN.serial
+def _holder_of(message: dict[str, Any]) -> Holder | None:
+    """Whom a relay speaks of; None if no relay of ours would say that: one that was taken over may say anything."""
+    match message:
+        case {"names": list(names), "serial": str(serial)} if len(serial) <= MAX_SERIAL_CHARS:
+            if all(isinstance(name, str) for name in names) and are_bounded(names):
+                with contextlib.suppress(ValueError):
+                    return Holder(tuple(names), int(serial, 16))
+    return None
 
 
 def get_ready() -> None:

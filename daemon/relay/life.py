@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import hashlib
 import select
 import socket
 import ssl
@@ -13,7 +12,7 @@ from typing import Any, Final
 from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.relay.confinement import confine
 from gpulease.daemon.relay.identity import Identity
-from gpulease.daemon.relay.naming import MAX_NAME_CHARS, MAX_NAMES
+from gpulease.daemon.relay.naming import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS, are_bounded
 from gpulease.daemon.relay.pump import BUFFER_BYTES, Pump
 
 HANDSHAKE_S: Final = 5.0
@@ -140,17 +139,16 @@ def _say_last(stream: Stream) -> None:
 
 def _certificate_of(tls: ssl.SSLObject) -> dict[str, Any]:
     """What the gate is told of the peer's certificate, which was verified."""
-    certificate, der = tls.getpeercert(), tls.getpeercert(binary_form=True)
-    if not certificate or not der:
+    certificate = tls.getpeercert()
+    if not certificate:
         raise TurnedAway("there is no certificate")
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
-    if len(names) > MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
-        raise TurnedAway(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_CHARS} characters")
+    if not are_bounded(names):
+        raise TurnedAway(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_BYTES} bytes")
     return {
         "op": "verified",
         "names": names,
-        "serial": str(certificate["serialNumber"])[:40],
-        "sha256": hashlib.sha256(der).hexdigest(),
+        "serial": str(certificate["serialNumber"])[:MAX_SERIAL_CHARS],
         "ends_in_s": ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time(),
     }
 

@@ -16,12 +16,20 @@ TENANT_PREFIX: Final = "URI:gpulease:tenant:"
 MAX_NAMES: Final = 64
 """Of one certificate. Nobody needs more; it bounds what a relay tells the gate."""
 
-MAX_NAME_CHARS: Final = 512
+MAX_NAME_BYTES: Final = 512
 """Of one name; the longest DNS name has 253."""
+
+MAX_SERIAL_CHARS: Final = 40
+"""Of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
 
 
 class NoTenant(Exception):
     """A certificate that names no tenant, or not one alone; the message is a sentence for its holder."""
+
+
+def are_bounded(names: Sequence[str]) -> bool:
+    """Whether a certificate's names are few and short enough to be passed on."""
+    return len(names) <= MAX_NAMES and all(len(name.encode()) <= MAX_NAME_BYTES for name in names)
 
 
 def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:

@@ -100,7 +100,14 @@ class Pump:
             return True
         return False
 
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether the tenant must read before it is heard: TLS itself answers some of what it says (KeyUpdate)."""
+        return self._outgoing.pending > BUFFER_BYTES
+
     def _receive(self) -> None:
+        if self._is_deaf:
+            return
         count = self._decrypt()
         if not count and not self._net_ended:
             try:
@@ -209,7 +216,7 @@ class Pump:
     def _wait(self, timeout_s: float) -> None:
         self._watch(
             self._net,
-            select.POLLIN * (not self._net_ended and not self._undelivered)
+            select.POLLIN * (not self._net_ended and not self._undelivered and not self._is_deaf)
             | select.POLLOUT * bool(self._unsent or self._outgoing.pending),
         )
         self._watch(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 
 STANDARD = (0, 1, 2)
-"""Nothing to read, and the daemon's log."""
+"""Nothing to read, and a pipe to the daemon's log."""
 
 
 def keep_only(kept: Iterable[int]) -> None:

@@ -36,6 +36,9 @@ from gpulease.daemon.sandbox.call_numbers import NEWEST, X86_64
 from gpulease.daemon.sandbox.kernel import prctl
 from gpulease.daemon.sandbox.operations import ALLOWED, FATAL, FOR_FILES, UNKNOWN
 
+MACHINE: Final = "x86_64"
+"""The one that there is a filter for, as platform.machine() has it."""
+
 _X86_64: Final = 0xC000003E
 """AUDIT_ARCH_X86_64 of linux/audit.h."""
 
@@ -83,8 +86,8 @@ def install(*, writes_files: bool) -> None:
 def filter_for(pid: int, *, writes_files: bool) -> bytes:
     """The filter of the process of that id. Raises NoFilter."""
     machine = platform.machine()
-    if machine != "x86_64":
-        raise NoFilter(f"there is no filter for {machine}, only for x86_64")
+    if machine != MACHINE:
+        raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")
     code = head(_X86_64)
     for name, then in _by_arguments(pid, writes_files=writes_files).items():
         code += on(X86_64[name], then)

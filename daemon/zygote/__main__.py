@@ -31,6 +31,7 @@ from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.daemon.zygote.keeper import ALONE_S, Keeper
+from gpulease.daemon.zygote.sayings import Sayings, say_to
 from gpulease.daemon.zygote.telling import ZYGOTE_NAME, admit, tell
 
 MAX_POLL_MS: Final = 3_600_000
@@ -71,6 +72,7 @@ class Zygote:
             end.setblocking(False)
         self._pid = os.getpid()
         self._poll = select.poll()
+        self._sayings = Sayings(self._poll)
         self._is_retired = False
 
     def run(self) -> None:
@@ -88,6 +90,9 @@ class Zygote:
             if self._wakeup.fileno() in heard:
                 self._drain_wakeup()
                 self._reap()
+            for fd in heard:
+                if fd in self._sayings:
+                    self._sayings.hear(fd)
             if self._channel is not None and self._channel.fileno() in heard:
                 self._serve_broker()
             if self._listener is not None and self._listener.fileno() in heard:
@@ -180,15 +185,18 @@ class Zygote:
             self._say({"op": "no_fork", "lease": lease, "reason": "the zygote has no descriptors left"})
             return
         channel_fd, page_fd, *broker_end = fds
+        said: tuple[int, ...] = ()
         try:
+            said = heard_fd, said_fd = os.pipe()
             pid = os.fork()
         except OSError as error:
-            close_all(fds)
+            close_all([*fds, *said])
             self._say({"op": "no_fork", "lease": lease, "reason": f"fork: {error.strerror}"})
             return
         if pid == 0:
-            self._become_worker(spec, channel_fd, page_fd, broker_end)
-        os.close(channel_fd)
+            self._become_worker(spec, channel_fd, page_fd, said_fd, [*broker_end, heard_fd])
+        close_all([channel_fd, said_fd])
+        self._sayings.listen(heard_fd, pid)
         try:
             # Before any wait for this child, so the number can't have been given to another process.
             pidfd = os.pidfd_open(pid)
@@ -205,12 +213,16 @@ class Zygote:
             if not broker_end:
                 close_all([pidfd, page_fd])
 
-    def _become_worker(self, spec: WorkerSpec, channel_fd: int, page_fd: int, broker_end: list[int]) -> NoReturn:
+    def _become_worker(
+        self, spec: WorkerSpec, channel_fd: int, page_fd: int, said_fd: int, not_its: list[int]
+    ) -> NoReturn:
         status = 1
         try:
             # First of all: nothing of another lease, nor of the broker, stays open here.
             self._keeper.close()
-            close_all(broker_end)
+            self._sayings.close()
+            close_all(not_its)
+            say_to(said_fd)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for sock in (self._channel, self._listener, self._wakeup, self._wakeup_end):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import ssl
 import subprocess
 import sys
@@ -292,6 +293,7 @@ def test_a_relay_holds_its_own_connection_and_nothing_else(daemon: Daemon, pki: 
             assert len([fd for fd in open_files(relay.pid) if fd > 2]) == 2
             status = Path(f"/proc/{relay.pid}/status").read_text()
             assert "NoNewPrivs:\t1" in status
+            assert ("Seccomp:\t2" in status) == (platform.machine() == "x86_64")
             if os.geteuid() == 0:
                 assert "Uid:\t65534\t65534\t65534\t65534" in status
                 assert "CapEff:\t0000000000000000" in status

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gpulease.client import GpuSession, GpuSessionFailed
+from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
 from gpulease.client.cli.node import info
 from gpulease.client.verify.kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
+from gpulease.daemon.zygote.sayings import MAX_SAID_BYTES
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import open_files
@@ -57,17 +58,53 @@ def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         array = session.empty(1024, "f4")
         names = [to.partition(":[")[0] for to in open_files(daemon.worker_pid(lease.lease_id)).values()]
-        kept = [name for name in names if not name.startswith((str(daemon.folder), "/dev/null"))]
+        kept = [name for name in names if name != "/dev/null"]
         assert sorted(name for name in kept if "workers-" not in name) == [
             "/memfd:gpulease-arena (deleted)",
             "/memfd:gpulease-arena (deleted)",
             "/memfd:gpulease-control (deleted)",
             "/memfd:gpulease-control (deleted)",
             "/memfd:gpulease-ring (deleted)",
+            "pipe",
+            "pipe",
             "socket",
             "socket",
         ]
         del array
+
+
+PRINTS = b"""
+.version 8.0
+.target sm_75
+.address_size 64
+.extern .func (.param .b32 r) vprintf(.param .b64 format, .param .b64 values);
+.entry show(.param .u64 format)
+{
+    .reg .b64 %d<3>;
+    ld.param.u64 %d1, [format]; mov.u64 %d2, 0;
+    .param .b64 a; .param .b64 b; .param .b32 c;
+    st.param.b64 [a], %d1; st.param.b64 [b], %d2;
+    call (c), vprintf, (a, b);
+}
+"""
+
+
+def test_a_kernel_that_prints_fills_no_log_and_forges_no_line(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        module, text = session.module_load(PRINTS), session.mem_alloc(1024)
+        session.mem_write(text, 0, b"2026-01-01 00:00:00,000 INFO forged\n" * 20 + b"\0")
+        pid = daemon.worker_pid(lease.lease_id)
+
+        def is_cut_off() -> bool:
+            session.launch(module, "show", [8], [64], KernelArgs().push_buffer(text))
+            session.sync()
+            return "the rest is lost" in daemon.log()
+
+        wait_until(is_cut_off, "it is cut off", seen=lambda: len(daemon.log()))
+        check_main_job(session)
+    forged = [line for line in daemon.log().splitlines() if "forged" in line]
+    assert all(line.startswith(f"worker {pid}: ") for line in forged)
+    assert 0 < sum(map(len, forged)) < 3 * MAX_SAID_BYTES
 
 
 def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

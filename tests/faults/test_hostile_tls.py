@@ -216,6 +216,19 @@ def test_connections_outlive_the_gate_and_it_comes_back(pki: Pki, start_daemon: 
     check_ann_is_served(daemon, pki)
 
 
+def test_a_revocation_reaches_relays_of_a_gate_that_died(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
+    own = Pki.make(tmp_path / "pki")
+    daemon = start_daemon(tls=True, config=own.settings())
+    daemon.allowed_trouble.append("the gate for remote tenants died")
+    with own.peer(daemon.tls_address, own.ann).hello() as ann, own.peer(daemon.tls_address, own.bob).hello() as bob:
+        os.kill(gate_pid(daemon), signal.SIGKILL)
+        wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+        own.authority.revoke(own.ann.certificate)
+        assert ann.sock.recv(1) == b""
+        assert bob.request(Opcode.PING, Ping(1)) == Ping(1)
+    wait_until(lambda: not relays(daemon), "no relay is left", seen=lambda: relays(daemon))
+
+
 def test_a_session_does_not_need_the_broker(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
     """Its relay goes on for as long as there is a worker, and ends with it."""
     daemon = start_daemon(tls=True, config=pki.settings())

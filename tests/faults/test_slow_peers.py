@@ -9,7 +9,7 @@ import pytest
 
 from gpulease.client import GpuSession
 from gpulease.client.blocking import ask
-from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Status, Told
+from gpulease.protocol import EndOfStream, Failure, Goodbye, Opcode, Reply, Status, Told
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_DATA_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import (
@@ -26,7 +26,7 @@ from gpulease.protocol.messages import (
     ModuleLoad,
     Ping,
 )
-from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.opcodes import Flag, Phase
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import TRANSFORM, Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
@@ -158,6 +158,29 @@ def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> 
             here == before + 1 + gone for before, here, gone in zip(sequences, sequences[1:], lost[1:], strict=False)
         )
         assert told[-1].event.left_ms <= 1_000_000 - rounds + 1
+
+
+def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_event(daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, RawPeer(daemon.address).hello() as hostile:
+        number, frame = hostile.connection.send_request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
+        hostile.sock.sendall(frame)
+        assert isinstance(hostile.next_event(), Reply)
+        assert isinstance(hostile.next_event(), Told)
+        hostile.sock.sendall(frame)
+        with RawPeer(daemon.address).hello() as honest:
+            honest.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
+            assert isinstance(honest.next_event(), Told)
+            lease.free()
+            phases: list[int] = []
+            while not phases or phases[-1] != Phase.ENDED:
+                event = honest.next_event()
+                assert isinstance(event, Told)
+                phases.append(event.event.phase)
+        reader = FrameReader(MAX_PAYLOAD_BYTES)
+        reader.receive_data(hostile.sock.recv(1 << 16))
+        answer = reader.next_frame()
+        assert answer is not None
+        assert (answer.request_id, answer.status) == (number, Status.INVALID_REQUEST)
 
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])

@@ -30,7 +30,7 @@ STOP_LIMIT_S: Final = 15.0
 MARK: Final = "GPULEASE_TEST_DAEMON"
 FOLDER: Final = "GPULEASE_TEST_FOLDER"
 
-_TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^Traceback|Exception ignored", re.MULTILINE)
+_TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^(?:worker \d+: )?Traceback|Exception ignored", re.MULTILINE)
 _TCP: Final = re.compile(r"listens on (tcp:\S+)")
 _TLS: Final = re.compile(r"listens on (tls:\S+)")
 

@@ -84,3 +84,13 @@ def test_no_attach_while_subscribed() -> None:
     (found,) = events_of(pair.server)
     assert isinstance(found, Rejected)
     assert "subscriptions" in found.failure.message
+
+
+def test_no_second_subscription_of_one_number() -> None:
+    pair, number = subscribed()
+    wire = build_frame(Opcode.LEASE_SUBSCRIBE, build_body(m.LeaseSubscribe(8)), request_id=number)
+    pair.server.receive_data(wire)
+    (found,) = events_of(pair.server)
+    assert isinstance(found, Rejected)
+    assert found.failure.status is Status.INVALID_REQUEST
+    assert told(pair.client, pair.server.send_event(number, event(1))) == [Told(number, event(1))]

@@ -1,5 +1,7 @@
 """A pump between two pairs of sockets: what goes in comes out, whatever the pieces, and ends are passed on."""
 
+import _ssl
+import ctypes
 import random
 import socket
 import ssl
@@ -11,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.relay import pump
-from gpulease.daemon.relay.pump import Pump
+from gpulease.daemon.relay.pump import BUFFER_BYTES, Pump
 from helpers.tls_pair import shaken
 
 WAIT_S = 10.0
+SSL_KEY_UPDATE_REQUESTED = 1
 
 
 class Rig:
@@ -39,6 +42,18 @@ class Rig:
         self.pump.run()
         for sock in self._socks:
             sock.close()
+
+    def ask_for_new_keys(self, count: int) -> bytes:
+        """What a tenant says that wants the other end to change its keys so often (RFC 8446, 4.6.3)."""
+        library = ctypes.CDLL(_ssl.__file__)
+        # What ssl.SSLObject does not offer: behind the object's head and its socket is OpenSSL's own.
+        tls = ctypes.c_void_p.from_address(id(vars(self.client.tls)["_sslobj"]) + 3 * ctypes.sizeof(ctypes.c_void_p))
+        said = bytearray()
+        for _ in range(count):
+            assert library.SSL_key_update(tls, SSL_KEY_UPDATE_REQUESTED) == 1
+            assert library.SSL_do_handshake(tls) == 1
+            said += self.client.outgoing.read()
+        return bytes(said)
 
     def say(self, data: bytes) -> None:
         """As the tenant."""
@@ -78,6 +93,13 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.net.close()
     rig.inner.close()
     assert rig.is_over()
+
+
+def send_slowly(sock: socket.socket, data: bytes) -> None:
+    """Raises TimeoutError if nothing is taken for the socket's time limit, however long all of it takes."""
+    view = memoryview(data)
+    while view:
+        view = view[sock.send(view) :]
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:
@@ -168,3 +190,13 @@ def test_it_ends_when_the_certificate_does(rig: Rig) -> None:
     assert rig.is_over(3.0)
     assert rig.hear(1) == b""
     assert rig.inner.recv(1) == b""
+
+
+def test_a_tenant_that_has_tls_answer_and_reads_nothing_is_not_listened_to(rig: Rig) -> None:
+    flood = rig.ask_for_new_keys(50_000)
+    assert len(flood) > 4 * BUFFER_BYTES
+    rig.net.settimeout(1.0)
+    with pytest.raises(TimeoutError):
+        send_slowly(rig.net, flood)
+    # What it had decrypted of one buffer comes on top.
+    assert rig.pump._outgoing.pending <= 3 * BUFFER_BYTES

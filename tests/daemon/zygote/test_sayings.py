@@ -1,0 +1,107 @@
+"""What workers say comes to the log by the line, marked, shown, and within bounds."""
+
+import os
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.daemon.zygote.sayings import BURST_BYTES, MAX_LINE_BYTES, MAX_SAID_BYTES, SAID_BYTES_PER_S, Sayings
+
+
+class Scene:
+    """A log, its clock, and workers that speak."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now_s = 100.0
+        self.poll = select.poll()
+        self.sayings = Sayings(self.poll, self.log.append, lambda: self.now_s)
+        self.ends: list[int] = []
+
+    def worker(self, pid: int) -> int:
+        heard, said = os.pipe()
+        self.sayings.listen(heard, pid)
+        self.ends.append(said)
+        return said
+
+    def say(self, end: int, data: bytes) -> None:
+        os.write(end, data)
+        self.hear()
+
+    def leave(self, end: int) -> None:
+        os.close(end)
+        self.ends.remove(end)
+        self.hear()
+
+    def hear(self) -> None:
+        while heard := [fd for fd, _ in self.poll.poll(0)]:
+            for fd in heard:
+                self.sayings.hear(fd)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.sayings.close()
+    for end in scene.ends:
+        os.close(end)
+
+
+def test_lines_are_marked_with_whose_they_are(scene: Scene) -> None:
+    ann, bob = scene.worker(7), scene.worker(8)
+    scene.say(ann, b"one\ntw")
+    scene.say(bob, b"three\n")
+    scene.say(ann, b"o\nlast")
+    assert scene.log == ["worker 7: one\n", "worker 8: three\n", "worker 7: two\n"]
+    scene.leave(ann)
+    assert scene.log[3:] == ["worker 7: last\n"]
+    assert len(scene.sayings._pipes) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"\x1b[2J", "\\x1b[2J"),
+        (b"a\rb", "a\\x0db"),
+        (b"\xff", "\\xff"),
+        ("a\u2028b".encode(), "a\\x2028b"),
+        ("für\t1".encode(), "für\t1"),
+    ],
+)
+def test_a_terminal_obeys_none_of_it(scene: Scene, said: bytes, shown: str) -> None:
+    scene.say(scene.worker(7), said + b"\n")
+    assert scene.log == [f"worker 7: {shown}\n"]
+
+
+def test_a_long_line_is_several(scene: Scene) -> None:
+    scene.say(scene.worker(7), b"x" * (2 * MAX_LINE_BYTES + 1) + b"\n")
+    assert [len(line) for line in scene.log if "x" in line] == [MAX_LINE_BYTES + 11] * 2 + [12]
+
+
+def test_one_that_says_too_much_is_not_listened_to_any_more(scene: Scene) -> None:
+    end = scene.worker(7)
+    for _ in range(MAX_SAID_BYTES // 100 + 1):
+        scene.say(end, b"x" * 99 + b"\n")
+    with pytest.raises(BrokenPipeError):
+        os.write(end, b"more")
+    assert sum(map(len, scene.log)) < 2 * MAX_SAID_BYTES
+    assert "the rest is lost" in scene.log[-1]
+    scene.say(scene.worker(8), b"still here\n")
+    assert scene.log[-1] == "worker 8: still here\n"
+
+
+def test_all_together_say_so_much_a_second(scene: Scene) -> None:
+    line = b"x" * 999 + b"\n"
+    for pid in range(2 * BURST_BYTES // MAX_SAID_BYTES):
+        end = scene.worker(pid)
+        for _ in range(60):
+            scene.say(end, line)
+    assert sum(map(len, scene.log)) < BURST_BYTES * 1.1
+    before = len(scene.log)
+    scene.now_s += 2
+    end = scene.worker(1)
+    for _ in range(60):
+        scene.say(end, line)
+    assert 0 < len(scene.log) - before <= 2 * SAID_BYTES_PER_S // 999 + 1
