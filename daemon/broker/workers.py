@@ -33,6 +33,10 @@ ZYGOTE_RESTART_DELAY_S: Final = 1.0
 MAX_HAND_OVERS: Final = 16
 """Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
 
+MAX_REASON_CHARS: Final = 1000
+"""Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
+of leases, and the audit log."""
+
 _log = logging.getLogger("gpulease.workers")
 
 
@@ -312,9 +316,9 @@ class Workers:
                     # Else what it holds could not be told from others' bytes: the zygote says at once who it is.
                     self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:
-                self._post(WorkerFailed(lease_id, reason))
+                self._post(WorkerFailed(lease_id, reason[:MAX_REASON_CHARS]))
             case {"op": "faulted", "reason": str(reason)}:
-                self._post(SessionFaulted(lease_id, reason))
+                self._post(SessionFaulted(lease_id, reason[:MAX_REASON_CHARS]))
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:

@@ -2,8 +2,13 @@
 
 import asyncio
 
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.core import FIRST_WARM_ID, Event, WorkerExited
+import pytest
+
+from gpulease.daemon.broker.worker import Worker
+from gpulease.daemon.broker.workers import MAX_REASON_CHARS, Workers
+from gpulease.daemon.channel import channel_pair, send_message
+from gpulease.daemon.core import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
+from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 
 LEASE = 7
@@ -25,3 +30,18 @@ def test_an_end_is_told_by_the_number_the_worker_has_by_then() -> None:
 
     asyncio.run(run())
     assert told == [WorkerExited(FIRST_WARM_ID, "could not be started: the zygote is not running")]
+
+
+@pytest.mark.parametrize(("op", "event"), [("failed", WorkerFailed), ("faulted", SessionFaulted)])
+def test_what_a_worker_says_of_its_end_is_cut(op: str, event: type[WorkerFailed] | type[SessionFaulted]) -> None:
+    told: list[Event] = []
+    workers = Workers("cpu")
+    workers.deliver_to(told.append)
+    ours, theirs = channel_pair()
+    page = BrokerPage()
+    with ours, theirs:
+        send_message(theirs, {"op": op, "reason": "x" * 100_000})
+        spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
+        workers._on_worker_message(Worker(spec, page, ours, workers._zygote, pid=1))
+    page.close()
+    assert told == [event(LEASE, "x" * MAX_REASON_CHARS)]
