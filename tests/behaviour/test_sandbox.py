@@ -186,7 +186,7 @@ def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> N
         lease = daemon.builder().acquire()
         session = GpuSession(lease)
         with pytest.raises(GpuSessionFailed, match="compiled for more than 1 s"):
-            session.module_load(compiling_long(400))
+            session.module_load(compiling_long(150))
         wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
         report = daemon.query(lease.lease_id)
         assert (report["cause"], report["reason"]) == ("load_timeout", "an image compiled for more than 1 s")
