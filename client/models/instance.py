@@ -7,7 +7,14 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
-from gpulease.client.errors import CapacityExceeded, Disconnected, Drained, GpuLeaseError, GpuSessionFailed
+from gpulease.client.errors import (
+    CapacityExceeded,
+    Disconnected,
+    Drained,
+    GpuLeaseError,
+    GpuSessionFailed,
+    LeaseExpired,
+)
 from gpulease.client.models.endings import RestartPause, code_of, ending_of, is_broken
 from gpulease.client.models.engine import Engine
 from gpulease.client.models.intake import Intake
@@ -81,8 +88,8 @@ class Instance:
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """Have some items computed. The outcome is an error at once if they can't be, or not within `deadline_s`."""
-        lease = self._lease
-        return self._intake.submit(payload, deadline_s, None if lease is None else lease.remaining_s)
+        left_s = None if self._lease is None else self._lease.remaining_s
+        return self._intake.submit(payload, deadline_s, left_s or None)
 
     def adopt(self, requests: list[WaitingRequest]) -> None:
         """Take over what waited for another model."""
@@ -182,6 +189,9 @@ class Instance:
         while True:
             if ended.done():
                 raise ended.result()
+            if lease.remaining_s <= 0:
+                # This process stood still: those in line have lost nothing yet.
+                raise LeaseExpired("the lease's time ran out before it was renewed")
             due, now = intake.line.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):

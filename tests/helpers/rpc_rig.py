@@ -68,7 +68,7 @@ class RpcRig:
         answer: asyncio.Future[Outcome] = self._loop.create_future()
         answer.add_done_callback(self._count)
         if method_id == SLOW:
-            self._loop.call_later(SLOW_S, lambda: answer.done() or answer.set_result(Answer(SLOW, payload)))
+            self._loop.call_later(SLOW_S, self._settle, answer, Answer(SLOW, payload))
         elif method_id == FAIL:
             answer.set_result(CallError(CallErrorCode.QUEUE_FULL, "no room", 250))
         elif method_id == HUGE:
@@ -76,6 +76,10 @@ class RpcRig:
         elif method_id != NEVER:
             answer.set_result(Answer(method_id, payload))
         return answer
+
+    def _settle(self, answer: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
+        if not answer.done():
+            answer.set_result(outcome)
 
     def _count(self, answer: "asyncio.Future[Outcome]") -> None:
         self.cancelled += answer.cancelled()

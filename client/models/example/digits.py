@@ -1,13 +1,15 @@
 """The example's weights and its reference: a classifier of handwritten digits, 8 x 8 pixels of 0 to 1.
 
-    python -m gpulease.client.models.example.digits
+    python -m gpulease.client.models.example.digits [FOLDER]
 
-makes `digits.weights`, `digits-small.weights` and `digits-test.npz` beside this file, from the data set that
-scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The file of tests holds the images
-that nothing was trained with, so that the example and its tests need no scikit-learn. Nothing is random but by fixed
-seeds; another processor's libraries of linear algebra may round otherwise, and give other weights that are as good.
+makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, beside this file if no folder is named, from the
+data set that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The file of tests
+holds the images that nothing was trained with, so that the example and its tests need no scikit-learn. Nothing is random
+but by fixed seeds; another processor's libraries of linear algebra may round otherwise, and give other weights that are
+as good.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -26,6 +28,8 @@ FULL_SCALE: Final = 16.0
 
 HIDDEN: Final = {"digits": 64, "digits-small": 16}
 """Units of the hidden layer, by model."""
+
+TESTS: Final = "digits-test.npz"
 
 TEST_EVERY: Final = 5
 """Each fifth image is for tests."""
@@ -68,14 +72,14 @@ class Weights:
         return self.first, self.first_bias, self.last, self.last_bias
 
 
-def load_weights(model: str) -> Weights:
+def load_weights(model: str, folder: Path = HERE) -> Weights:
     """A model's, as they are kept."""
-    return Weights.from_bytes((HERE / f"{model}.weights").read_bytes(), HIDDEN[model])
+    return Weights.from_bytes((folder / f"{model}.weights").read_bytes(), HIDDEN[model])
 
 
-def load_tests() -> tuple[Floats, NDArray[np.uint8]]:
+def load_tests(folder: Path = HERE) -> tuple[Floats, NDArray[np.uint8]]:
     """(images, the digits they are) of those that nothing was trained with."""
-    with np.load(HERE / "digits-test.npz", allow_pickle=False) as kept:
+    with np.load(folder / TESTS, allow_pickle=False) as kept:
         return kept["pixels"].astype(np.float32) / np.float32(FULL_SCALE), kept["digits"]
 
 
@@ -116,18 +120,18 @@ def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return found.data.astype(np.uint8), found.target.astype(np.uint8)
 
 
-def main() -> None:
+def main(folder: Path = HERE) -> None:
     """Make all three files."""
     pixels, digits = data_set()
     is_test = np.arange(len(pixels)) % TEST_EVERY == 0
-    np.savez_compressed(HERE / "digits-test.npz", pixels=pixels[is_test], digits=digits[is_test])
+    np.savez_compressed(folder / TESTS, pixels=pixels[is_test], digits=digits[is_test])
     images = pixels.astype(np.float32) / np.float32(FULL_SCALE)
     for model, hidden in HIDDEN.items():
         weights = train(images[~is_test], digits[~is_test], hidden)
-        (HERE / f"{model}.weights").write_bytes(weights.to_bytes())
+        (folder / f"{model}.weights").write_bytes(weights.to_bytes())
         right = (weights.scores(images[is_test]).argmax(1) == digits[is_test]).mean()
         print(f"{model}: {right:.4f} of {is_test.sum()} test images right")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))
