@@ -33,6 +33,7 @@ WAIT_FOR_ROOM_S: Final = 2.0
 _log: Final = logging.getLogger("gpulease.models")
 
 _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
+_CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
 """How the lease ended, once that is known."""
@@ -162,16 +163,23 @@ class Instance:
             await asyncio.wait((watch,))
 
     async def _watch(self, lease: AsyncGpuLease, ended: Ended) -> None:
-        """Hear of the lease's end at once, rather than by the next batch or renewal."""
-        error: GpuLeaseError | None = None
-        try:
-            async with lease.events() as events:
-                async for event in events:
-                    if (error := ending_of(event)) is not None:
-                        break
-        except GpuLeaseError as broken:
-            error = broken.with_traceback(None)
-        self._end(ended, error or Disconnected("the daemon tells no more of the lease"))
+        """Hear of the lease's end at once, rather than by the next batch or renewal.
+
+        That nobody tells of it says nothing: a lease may outlast the daemon's restart, and so does its session.
+        """
+        pause = RestartPause()
+        while lease.remaining_s > 0:
+            try:
+                async with lease.events() as events:
+                    async for event in events:
+                        if (error := ending_of(event)) is not None:
+                            self._end(ended, error)
+                            return
+            except Disconnected as broken:
+                await asyncio.sleep(pause.after(broken))
+            except GpuLeaseError as over:
+                self._end(ended, over.with_traceback(None))
+                return
 
     def _lost(self, error: GpuLeaseError, ended: Ended) -> None:
         # A drained node's lease is good to its end: admission sees how much of it is left.
@@ -226,9 +234,12 @@ class Instance:
             self._metrics.failures.inc()
             self._failed(batch, error)
             raise
-        except asyncio.CancelledError:
+        except BaseException as error:
+            # Nobody is left waiting, whatever it is: the server's end, or a mistake here.
+            is_end = isinstance(error, asyncio.CancelledError)
+            why = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
             for request in batch:
-                request.settle(CallError(CallErrorCode.LEASE_LOST, "the server stops"))
+                request.settle(why)
             raise
         finally:
             intake.is_running = False

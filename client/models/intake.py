@@ -56,6 +56,9 @@ class Intake:
     def adopt(self, requests: Iterable[WaitingRequest]) -> None:
         """Take requests into the line, as far as there is room."""
         for request in requests:
+            if self.is_stopping:
+                request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server stops"))
+                continue
             if not self.line.join(request):
                 text = f"{self.settings.max_queue} items wait already"
                 request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))

@@ -9,10 +9,10 @@ an error or is dropped, one that rings for nothing is dropped.
 
 import asyncio
 import logging
+import os
 import socket
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -153,8 +153,7 @@ class _Caller:
             self._shared.close()
             raise
         finally:
-            with suppress(OSError):
-                socket.close(fd)
+            os.close(fd)
         loop.add_reader(sock, self._hear)
 
     def close(self) -> None:

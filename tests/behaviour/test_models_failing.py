@@ -6,7 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 
+from gpulease.client.blocking import ask
+from gpulease.client.models.line import WaitingRequest
 from gpulease.client.rpc import Answer
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, Empty
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_rig import ENDLESS, STRAY, code_of, item, obey, right, serving, until
@@ -159,5 +163,39 @@ def test_a_model_that_does_not_load_makes_nobody_wait(daemon: Daemon) -> None:
             assert code_of(outcome) is CallErrorCode.UNAVAILABLE
             assert "can't be served" in str(outcome)
             assert await rig.ask(item(1)) == right(1, method_id=2)
+
+    asyncio.run(play())
+
+
+def test_a_drained_node(daemon: Daemon) -> None:
+    async def play() -> None:
+        async with serving(daemon, obey(lease_secs=0.5)) as rig:
+            lease_id = await rig.leased()
+            await asyncio.to_thread(ask, Opcode.DRAIN, Drain(1200), daemon.address)
+            try:
+                # Its lease is good to its end, though it can't be renewed beyond that.
+                await asyncio.sleep(0.6)
+                assert await rig.ask(item(1)) == right(1)
+                assert rig.lease_id() == lease_id
+                await until(lambda: not rig.lease_id())
+                outcome = await rig.ask(item(2), deadline_s=0.2)
+                assert code_of(outcome) in (CallErrorCode.UNAVAILABLE, CallErrorCode.TOO_LATE)
+                waiting = asyncio.ensure_future(rig.ask(item(3)))
+                await asyncio.sleep(0.1)
+            finally:
+                await asyncio.to_thread(ask, Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+            assert await waiting == right(3)
+
+    asyncio.run(play())
+
+
+def test_what_is_handed_to_a_model_that_stops_is_refused(daemon: Daemon) -> None:
+    async def play() -> None:
+        async with serving(daemon, obey("small", method_id=2)) as rig:
+            small = rig.host._instances["small"]
+            small.stop()
+            request = WaitingRequest(item(1), 1, 0.0, 1e9, asyncio.get_running_loop().create_future())
+            small.adopt([request])
+            assert code_of(await request.answer) is CallErrorCode.UNAVAILABLE
 
     asyncio.run(play())

@@ -1,13 +1,14 @@
 """The layout of calls through shared memory: the definition, its fast form, and the vectors."""
 
 import json
+from enum import IntEnum
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.protocol import rpc
-from gpulease.protocol.rpc import CallError, CallErrorCode, CallHeader
+from gpulease.protocol.rpc import CallError, CallErrorCode, CallHeader, CallStatus
 
 from .vector_json import VECTORS
 
@@ -56,6 +57,13 @@ def test_the_regions_meet() -> None:
     assert len(rpc.greeting()) == rpc.GREETING_BYTES
     assert rpc.is_greeting(rpc.greeting())
     assert not rpc.is_greeting(rpc.greeting()[:-1])
+
+
+@pytest.mark.parametrize("kind", [CallErrorCode, CallStatus])
+def test_the_specification_names_the_same_numbers(kind: type[IntEnum]) -> None:
+    text = (VECTORS.parent / "protocol" / "README.md").read_text(encoding="utf-8")
+    said = text[text.index("## Calls to a model server") :]
+    assert [member.name for member in kind if f"{member.value} {member.name}" not in said] == []
 
 
 # --- the vectors, as another language would use them ---

@@ -4,9 +4,10 @@
 
 makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, beside this file if no folder is named, from the
 data set that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The file of tests
-holds the images that nothing was trained with, so that the example and its tests need no scikit-learn. Nothing is random
-but by fixed seeds; another processor's libraries of linear algebra may round otherwise, and give other weights that are
-as good.
+holds the images that nothing was trained with, so that the example and its tests need no scikit-learn.
+
+Nothing is random but by fixed seeds; another processor's libraries of linear algebra may round otherwise and give
+others that are as good.
 """
 
 import sys
