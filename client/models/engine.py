@@ -61,6 +61,10 @@ class Engine:
             at += part
         return outputs
 
+    async def check(self) -> None:
+        """Raises what the session ended of, if it did. Not while a batch is under way."""
+        await self._session.sync()
+
     def _args_for(self, items: int) -> KernelArgs:
         found = self._args.get(items)
         if found is None:

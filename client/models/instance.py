@@ -64,6 +64,7 @@ class Instance:
         self._held_from: float | None = None
         self._pause = RestartPause()
         self._no_room_until = 0.0
+        self._is_doubtful = False
 
     # --- what others see ---
 
@@ -165,7 +166,8 @@ class Instance:
     async def _watch(self, lease: AsyncGpuLease, ended: Ended) -> None:
         """Hear of the lease's end at once, rather than by the next batch or renewal.
 
-        That nobody tells of it says nothing: a lease may outlast the daemon's restart, and so does its session.
+        That nobody tells of it says nothing: a lease and its session may outlast the daemon's restart. `_serve` looks
+        whether they did, between two batches: in the midst of one its failure could be told to who only looks.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
@@ -176,6 +178,8 @@ class Instance:
                             self._end(ended, error)
                             return
             except Disconnected as broken:
+                self._is_doubtful = True
+                self._intake.stirred.set()
                 await asyncio.sleep(pause.after(broken))
             except GpuLeaseError as over:
                 self._end(ended, over.with_traceback(None))
@@ -200,6 +204,9 @@ class Instance:
             if lease.remaining_s <= 0:
                 # This process stood still: those in line have lost nothing yet.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
+            if self._is_doubtful:
+                self._is_doubtful = False
+                await engine.check()
             due, now = intake.line.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):

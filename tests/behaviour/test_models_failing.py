@@ -13,7 +13,8 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
-from helpers.model_rig import ENDLESS, STRAY, code_of, item, obey, right, serving, until
+from helpers.lasting import LastingDaemon
+from helpers.model_rig import ENDLESS, SLOW, SLOW_STEPS, STRAY, code_of, item, obey, right, serving, until
 
 
 def test_the_lease_expires_under_a_request(daemon: Daemon) -> None:
@@ -144,14 +145,39 @@ def test_the_daemon_is_killed_and_started_anew(start_daemon: Callable[..., Daemo
     async def play() -> None:
         async with serving(daemon, obey(is_pure=True)) as rig:
             assert await rig.ask(item(1)) == right(1)
+            begun = asyncio.ensure_future(rig.ask(item(3 * SLOW_STEPS, SLOW)))
+            await until(lambda: rig.counted("kernel_launch_total") == 2)
             daemon.kill()
             waiting = [asyncio.ensure_future(rig.ask(item(value))) for value in range(3)]
             await until(lambda: not rig.lease_id())
             again = await asyncio.to_thread(start_daemon, folder=daemon.folder)
-            # They waited, and one that was begun was computed again: the model says that this does no harm.
+            # Who was begun is computed again: the model says that this does no harm.
             assert await asyncio.gather(*waiting) == [right(value) for value in range(3)]
+            assert await begun == right(3 * SLOW_STEPS)
+            assert rig.counted("kernel_fail_total") == 1
             assert len(again.leases()) == 1
         assert again.leases() == []
+
+    asyncio.run(play())
+
+
+def test_a_daemon_that_keeps_its_leases_is_killed(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting()
+
+    async def play() -> None:
+        async with serving(lasting.now, obey()) as rig:
+            lease_id = await rig.leased()
+            lasting.kill()
+            assert await rig.ask(item(1)) == right(1)
+            await asyncio.to_thread(lasting.start)
+            assert await rig.ask(item(2)) == right(2)
+            assert rig.lease_id() == lease_id
+            # It listens to the next daemon, too.
+            await asyncio.sleep(1)
+            await asyncio.to_thread(lasting.now.revoke, lease_id)
+            await until(lambda: rig.lease_id() not in (0, lease_id))
+            assert await rig.ask(item(3)) == right(3)
+            assert rig.counted("kernel_fail_total") == 0
 
     asyncio.run(play())
 
