@@ -262,14 +262,14 @@ def test_the_end_waits_for_what_was_taken(own: tuple[Daemon, ModelProcess, Path]
     answers: list[bytes] = []
     with server.rpc(timeout_s=30) as client:
         assert client.call(7, np.array([0, 1], np.uint32)).payload == b"\4\0\0\0"
-        slow = np.array([3, 400_000_000], np.uint32)
+        slow = np.array([3, 100_000_000], np.uint32)
         thread = threading.Thread(target=lambda: answers.append(client.call(7, slow).payload))
         thread.start()
         with server.http() as http:
             wait_until(lambda: counted(http, 'kernel_launch_total{model="obey"}') == 2, "it is computed")
         server.stop()
         thread.join()
-    assert np.frombuffer(answers[0], np.uint32).tolist() == [3 * 400_000_000 + 1]
+    assert np.frombuffer(answers[0], np.uint32).tolist() == [3 * 100_000_000 + 1]
     assert daemon.leases() == []
     assert not os.path.exists(server.rpc_address.removeprefix("unix:"))
 

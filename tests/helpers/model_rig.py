@@ -18,8 +18,8 @@ FACTOR: Final = 3
 STRAY, ENDLESS, SLOW = 1, 2, 3
 """What the kernel can be told to do besides."""
 
-SLOW_STEPS: Final = 100_000_000
-"""Of SLOW: more than a tenth of a second on the embedded driver."""
+SLOW_STEPS: Final = 40_000_000
+"""Of SLOW: some hundredths of a second at least, on the embedded driver."""
 
 PATIENCE_S: Final = 20.0
 
