@@ -14,6 +14,7 @@ from gpulease.client.cli.node import fence, info, leases, revoke
 from gpulease.client.cli.pki import pki
 from gpulease.client.cli.private_daemon import CannotStart
 from gpulease.client.cli.serve import serve
+from gpulease.client.cli.serve_models import models
 from gpulease.client.cli.verify import verify
 from gpulease.client.errors import Disconnected, GpuLeaseError
 
@@ -54,6 +55,7 @@ def main() -> None:
 
 for _command in (demo, info, leases, revoke, drain, events, fence, audit, pki, bench, verify, serve):
     main.add_command(_command)
+serve.add_command(models)
 
 
 if __name__ == "__main__":

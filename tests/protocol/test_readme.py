@@ -11,6 +11,7 @@ from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv, HelloOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
+from gpulease.protocol.rpc import CallErrorCode, CallStatus
 from gpulease.protocol.states import TRANSITIONS, request_trigger
 
 from .encodings import BODY_CLASSES, Encoding, fields_of
@@ -105,6 +106,7 @@ def test_nothing_is_described_that_does_not_exist() -> None:
     known = set(DESCRIBED) | {"Empty"} | {op.name for op in Opcode} | {status.name for status in Status}
     said = set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b", TEXT))
     known |= set(Permission.__members__) | set(HelloOption.__members__)
+    known |= set(CallStatus.__members__) | set(CallErrorCode.__members__)
     triggers = {trigger.name for _, trigger in TRANSITIONS}
     assert (
         said - known - triggers - {name for name in vars(limits) if name.isupper()} - set(ErrorTlv.__members__) == set()

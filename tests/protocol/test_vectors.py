@@ -35,7 +35,7 @@ from .vector_json import VECTORS, body_from_json, bytes_from_json, load
 FILES = sorted(
     path
     for path in VECTORS.rglob("*.json")
-    if not {"gpu", "audit", "gateway"} & set(path.relative_to(VECTORS).parts) and path.name != "schema.json"
+    if not {"gpu", "audit", "gateway", "rpc"} & set(path.relative_to(VECTORS).parts) and path.name != "schema.json"
 )
 SCHEMA = load(VECTORS / "schema.json")
 

@@ -1,0 +1,47 @@
+"""`gpulease serve models`: a model server."""
+
+import contextlib
+from pathlib import Path
+
+import click
+
+from gpulease.client.cli.private_daemon import private_daemon, running_address
+from gpulease.client.errors import InvalidRequest, Unsupported
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
+)
+@click.option("--rpc", default="", help="Also calls through shared memory: unix:PATH.")
+@click.option("--demo", is_flag=True, help="The example's models, and a daemon if none runs.")
+def models(config: Path | None, listen: str, rpc: str, demo: bool) -> None:
+    """Serve the models of a TOML file, each on a lease that is kept.
+
+    See the README and client/models/settings.py for what the file says.
+    """
+    try:
+        from gpulease.client.gateway.server import listening, serve
+        from gpulease.client.models.asgi import ModelServer
+    except ImportError as error:
+        raise Unsupported(f"no model server: {error}", "Install it: pip install 'gpulease[serve]'") from None
+    from gpulease.client.models.host import STOP_LIMIT_S
+    from gpulease.client.models.settings import EXAMPLE, load_settings
+
+    if config is None and not demo:
+        raise click.UsageError("say which models with CONFIG, or try --demo")
+    if rpc and not rpc.startswith("unix:"):
+        raise InvalidRequest(f"--rpc {rpc}: memory is shared on one host alone", "Say unix:PATH")
+    served = load_settings(config or EXAMPLE)
+    with contextlib.ExitStack() as stack:
+        address = running_address()
+        if demo and address is None:
+            click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+            address = stack.enter_context(private_daemon("cpu"))
+        sock, url = stack.enter_context(listening(listen))
+        callers = stack.enter_context(listening(rpc))[0] if rpc else None
+        app = ModelServer(served, address, callers).app()
+        click.echo(f"models listen on {url}{f' and {rpc}' if rpc else ''}, serve {', '.join(served)}")
+        serve(app, sock, stop_s=STOP_LIMIT_S)
+    click.echo("models have stopped")

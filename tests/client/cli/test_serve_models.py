@@ -1,0 +1,30 @@
+"""`gpulease serve models`: what it refuses before it serves; how it serves is in tests/behaviour."""
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client.cli.__main__ import main
+from gpulease.client.models.settings import EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ([], 2, "say which models"),
+        (["nowhere.toml"], 1, "nowhere.toml"),
+        ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where this host alone can connect"),
+        ([str(EXAMPLE), "--rpc", "tcp:127.0.0.1:0"], 1, "memory is shared on one host alone"),
+    ],
+)
+def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
+    done = CliRunner().invoke(main, ["serve", "models", *words], env={"GPULEASE_ADDRESS": "unix:/nowhere"})
+    assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    monkeypatch.delitem(sys.modules, "gpulease.client.models.asgi", raising=False)
+    done = CliRunner().invoke(main, ["serve", "models", "--demo"])
+    assert (done.exit_code, "pip install 'gpulease[serve]'" in done.output) == (1, True), done.output

@@ -1,0 +1,216 @@
+"""RpcClient with a real server: calls, errors, time; and with servers that keep to no rules."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpulease.client import Disconnected, InvalidRequest
+from gpulease.client.rpc import Answer, CallFailed, CallTimedOut, RpcClient
+from gpulease.client.rpc.shared import SharedCall
+from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, SHARED_BYTES, CallErrorCode, CallHeader, CallStatus, greeting
+from helpers.rpc_rig import ECHO, FAIL, HUGE, NEVER, RAISE, SLOW, RpcRig, scripted_server
+
+from . import generate_vectors
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcRig]:
+    with RpcRig(tmp_path_factory.mktemp("rpc")) as rig:
+        yield rig
+
+
+@pytest.fixture(params=[0, 200_000], ids=["sleeps", "spins"])
+def client(rig: RpcRig, request: pytest.FixtureRequest) -> Iterator[RpcClient]:
+    with RpcClient(rig.address, timeout_s=10, spin_ns=request.param) as client:
+        yield client
+
+
+def test_vectors_are_up_to_date() -> None:
+    assert generate_vectors.FILE.read_text(encoding="utf-8") == generate_vectors.document()
+
+
+@given(payload=st.binary(max_size=MAX_PAYLOAD_BYTES))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_calls(client: RpcClient, payload: bytes) -> None:
+    assert client.call(ECHO, payload) == Answer(ECHO, payload)
+
+
+def test_largest_and_more(client: RpcClient) -> None:
+    most = np.arange(MAX_PAYLOAD_BYTES, dtype=np.uint8)
+    assert client.call(ECHO, most).payload == most.tobytes()
+    with pytest.raises(InvalidRequest, match="Use HTTP"):
+        client.call(ECHO, bytes(MAX_PAYLOAD_BYTES + 1))
+    with pytest.raises(TypeError):
+        client.call(ECHO, 5)
+
+
+def test_errors(client: RpcClient, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CallFailed, match="no room") as raised:
+        client.call(FAIL, b"")
+    assert (raised.value.code, raised.value.retry_after_s) == (CallErrorCode.QUEUE_FULL, 0.25)
+    for method, code in ((HUGE, CallErrorCode.INVALID_REQUEST), (RAISE, CallErrorCode.INTERNAL)):
+        with pytest.raises(CallFailed) as raised:
+            client.call(method, b"")
+        assert raised.value.code is code
+    assert client.call(ECHO, b"goes on").payload == b"goes on"
+    assert client.describe() == {"echo": 1}
+
+
+def test_a_call_that_takes_its_time(client: RpcClient) -> None:
+    assert client.call(SLOW, b"later").payload == b"later"
+
+
+def test_a_call_that_takes_too_long(client: RpcClient, rig: RpcRig) -> None:
+    cancelled = rig.cancelled
+    with pytest.raises(CallTimedOut, match="may have been done"):
+        client.call(NEVER, b"", timeout_s=0.1)
+    # On a connection of its own again: what may still come is nobody's.
+    assert client.call(ECHO, b"next").payload == b"next"
+    assert rig.cancelled == cancelled + 1
+
+
+def test_threads_take_turns(client: RpcClient) -> None:
+    wrong: list[object] = []
+
+    def call(number: int) -> None:
+        for count in range(50):
+            data = bytes([number, count]) * number
+            if client.call(ECHO, data).payload != data:
+                wrong.append((number, count))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# --- servers that are not there, or go ---
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with (
+        RpcClient(f"unix:{tmp_path / 'nowhere'}") as client,
+        pytest.raises(Disconnected, match="serve models"),
+    ):
+        client.call(ECHO, b"", timeout_s=0.05)
+    with pytest.raises(InvalidRequest, match="one host"):
+        RpcClient("tcp:127.0.0.1:1")
+    with pytest.raises(InvalidRequest):
+        RpcClient("nowhere")
+
+
+def test_a_server_that_comes_later_and_one_that_was_started_anew(tmp_path: Path) -> None:
+    with RpcClient(f"unix:{tmp_path / 'rpc.sock'}", timeout_s=10) as client:
+        answers: list[Answer] = []
+        early = threading.Thread(target=lambda: answers.append(client.call(ECHO, b"early")))
+        early.start()
+        time.sleep(0.05)
+        with RpcRig(tmp_path):
+            early.join()
+            assert answers == [Answer(ECHO, b"early")]
+        with RpcRig(tmp_path):
+            # The connection is dead, and nobody can have heard the call: it is asked on a new one.
+            assert client.call(ECHO, b"again").payload == b"again"
+
+
+def test_a_server_that_goes_under_a_call(tmp_path: Path) -> None:
+    with RpcClient(f"unix:{tmp_path / 'rpc.sock'}", timeout_s=10) as client:
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                client.call(NEVER, b"")
+            except Disconnected as error:
+                raised.append(error.with_traceback(None))
+
+        with RpcRig(tmp_path) as rig:
+            assert client.call(ECHO, b"")
+            thread = threading.Thread(target=call)
+            thread.start()
+            while not any(caller._call for caller in rig.server._callers):
+                time.sleep(0.001)
+        thread.join()
+        assert "may have been done" in str(raised)
+
+
+# --- servers that keep to no rules ---
+
+
+def wrong_memory(size: int) -> int:
+    fd = os.memfd_create("wrong", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (b"", []),
+        (b"HTTP/1.1 400 Bad", []),
+        (greeting(), []),
+        (greeting()[:9], [SHARED_BYTES]),
+        (greeting(), [SHARED_BYTES]),  # not sealed: it could be made smaller under the caller
+        (greeting(), [4096]),
+        (greeting(), [SHARED_BYTES, SHARED_BYTES]),
+    ],
+)
+def test_no_greeting(tmp_path: Path, data: bytes, sizes: list[int]) -> None:
+    fds = [wrong_memory(size) for size in sizes]
+    try:
+        with (
+            scripted_server(tmp_path / "s", (data, fds)) as address,
+            RpcClient(address) as client,
+            pytest.raises(Disconnected),
+        ):
+            client.call(ECHO, b"", timeout_s=0.01)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (99, 1, CallStatus.RESPONSE_READY, 0),
+        (None, 1, CallStatus.RESPONSE_READY, MAX_PAYLOAD_BYTES + 1),
+        (None, 1, CallStatus.RESPONSE_READY, 2**32 - 1),
+        (None, 1, CallStatus.ERROR, 3),
+        (None, 1, CallStatus.PROCESSING, 0),
+        (None, 1, 255, 0),
+    ],
+)
+def test_replies_that_make_no_sense(tmp_path: Path, reply: tuple[Any, ...]) -> None:
+    request_id, *rest = reply
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "s"))
+        sock.listen()
+
+        def serve() -> None:
+            peer, _ = sock.accept()
+            shared, fd = SharedCall.make()
+            socket.send_fds(peer, [greeting()], [fd])
+            os.close(fd)
+            peer.recv(1)
+            asked = shared.request.header().request_id
+            shared.reply._memory[:17] = CallHeader(asked if request_id is None else request_id, *rest).to_bytes()
+            peer.send(b"\0")
+            peer.recv(1)
+            peer.close()
+            shared.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with RpcClient(f"unix:{tmp_path / 's'}") as client, pytest.raises(Disconnected, match="can't be followed"):
+            client.call(ECHO, b"", timeout_s=5)
+        thread.join()

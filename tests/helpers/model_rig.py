@@ -1,0 +1,100 @@
+"""A model that does as its input says, served in the test's own event loop."""
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.client.models import ModelHost, ModelSettings, ServerMetrics
+from gpulease.client.rpc import Answer, Outcome
+from gpulease.protocol.rpc import CallError, CallErrorCode
+from helpers.daemon import Daemon
+
+KERNELS: Final = (Path(__file__).parents[1] / "client" / "models" / "kernels.ptx").read_bytes()
+FACTOR: Final = 3
+
+STRAY, ENDLESS, SLOW = 1, 2, 3
+"""What the kernel can be told to do besides."""
+
+SLOW_STEPS: Final = 40_000_000
+"""Of SLOW: some hundredths of a second at least, on the embedded driver."""
+
+PATIENCE_S: Final = 20.0
+
+
+def obey(name: str = "obey", **changes: Any) -> ModelSettings:
+    """The model; the test says what is special."""
+    usual: dict[str, Any] = {
+        "method_id": 1,
+        "module": KERNELS,
+        "kernel": "obey",
+        "weights": struct.pack("<I", FACTOR),
+        "input_bytes": 8,
+        "output_bytes": 4,
+        "min_vram_bytes": 1 << 20,
+        "threads_per_block": 1,
+        "max_batch": 8,
+        "deadline_ms": PATIENCE_S * 1000,
+    }
+    return ModelSettings(name=name, **usual | changes)
+
+
+def item(value: int, what: int = 0) -> bytes:
+    """An input."""
+    return struct.pack("<II", what, value)
+
+
+def right(*values: int, method_id: int = 1) -> Answer:
+    """What these values are to be answered."""
+    return Answer(method_id, struct.pack(f"<{len(values)}I", *(value * FACTOR + 1 for value in values)))
+
+
+def code_of(outcome: Outcome) -> CallErrorCode:
+    """Of what must be an error, with a text."""
+    assert isinstance(outcome, CallError), outcome
+    assert outcome.text
+    return outcome.code
+
+
+class ModelRig:
+    """A host of some models, and what it counted."""
+
+    def __init__(self, address: str, *models: ModelSettings) -> None:
+        self.metrics = ServerMetrics()
+        self.host = ModelHost({model.name: model for model in models}, address, self.metrics)
+
+    async def ask(self, payload: bytes, name: str = "obey", deadline_s: float | None = None) -> Outcome:
+        """One request."""
+        return await asyncio.wait_for(self.host.submit(name, payload, deadline_s), PATIENCE_S)
+
+    def lease_id(self, name: str = "obey") -> int:
+        """The model's lease; 0 if it has none."""
+        return int(str(self.host.state()[name]["lease_id"]) or "0", 16)
+
+    async def leased(self, name: str = "obey") -> int:
+        """The same, once it has one."""
+        await until(lambda: self.lease_id(name))
+        return self.lease_id(name)
+
+    def counted(self, metric: str, name: str = "obey", **labels: str) -> float:
+        """A sample's value."""
+        self.host.count_lease_time()
+        found = self.metrics._registry.get_sample_value(metric, {"model": name} | labels)
+        return 0.0 if found is None else found
+
+
+async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait for something to become true."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110  # what is waited for happens in another process
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(daemon: Daemon, *models: ModelSettings) -> AsyncIterator[ModelRig]:
+    """These models, served."""
+    rig = ModelRig(daemon.address, *models)
+    async with rig.host:
+        yield rig
