@@ -122,8 +122,8 @@ def test_what_can_not_be_done_in_time_is_refused_at_once(daemon: Daemon) -> None
 def test_what_the_lease_can_not_outlast_is_refused(daemon: Daemon) -> None:
     async def play() -> None:
         # It is renewed in time while a batch runs for longer than it lasts; but that is nothing to count on.
-        async with serving(daemon, obey(max_batch=1, lease_secs=0.2)) as rig:
-            assert await rig.ask(item(3 * SLOW_STEPS, SLOW)) == right(3 * SLOW_STEPS)
+        async with serving(daemon, obey(max_batch=1, lease_secs=0.6)) as rig:
+            assert await rig.ask(item(9 * SLOW_STEPS, SLOW)) == right(9 * SLOW_STEPS)
             outcome = await rig.ask(item(1))
             assert code_of(outcome) is CallErrorCode.TOO_LATE
             assert "the lease ends in" in str(outcome)
