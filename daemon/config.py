@@ -36,12 +36,18 @@ MAX_EMBEDDED_CARDS: Final = 64
 MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
+MAX_WHOLE: Final = 2**31 - 1
+"""Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
+a page or a socket option holds."""
+
 MAX_SIZE_DIGITS: Final = 18
 """Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
 
 _SIZE: Final = re.compile(
     rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
 )
+_UID: Final = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
+_OCTAL: Final = re.compile("(?:0o?)?[0-7]{3}", re.ASCII)
 _FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
 """Settings that people write in another unit than the daemon keeps them."""
 _SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -233,11 +239,14 @@ def _check_names(table: dict[str, Any], known: list[str]) -> None:
 def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be a whole number")
+    if value > MAX_WHOLE:
+        raise ValueError(f"{name} is {value}; it must be at most {MAX_WHOLE}")
     return value
 
 
 def _mode(value: Any) -> int:
-    mode = int(value, 8) if isinstance(value, str) else _whole("socket_mode", value)
+    is_octal = isinstance(value, str) and _OCTAL.fullmatch(value) is not None
+    mode = int(value, 8) if is_octal else -1 if isinstance(value, str) else _whole("socket_mode", value)
     if not 0 <= mode <= 0o777:
         raise ValueError(f'{value!r} is not a file mode: write it as "0660" or 0o660')
     return mode
@@ -284,7 +293,7 @@ def _tenant_of_uid(table: Any) -> Mapping[int, str]:
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
     for uid, tenant in table.items():
-        if not uid.isdecimal() or int(uid) > MAX_UID:
+        if _UID.fullmatch(uid) is None or int(uid) > MAX_UID:
             raise ValueError(f"{uid!r} is not a user's number")
         check_tenant(tenant)
     return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
@@ -304,8 +313,12 @@ def _check(config: Config) -> None:
         raise ConfigError(f"unknown driver {config.driver!r}; there are {', '.join(DRIVERS)}")
     if not config.listen:
         raise ConfigError("nothing to listen on")
+    if len(set(config.listen)) < len(config.listen):
+        raise ConfigError("an address stands twice in listen")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
+    if config.max_connections < 1:
+        raise ConfigError(f"max_connections is {config.max_connections}; it must be at least 1")
     if not 1 <= config.max_connections_per_tenant <= config.max_connections:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
     if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:

@@ -1,14 +1,19 @@
 """The part of the settings that is about single tenants."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.tenant_names import RESERVED_TENANTS, check_tenant
 
 DEFAULT: Final = "default"
 """The table for all tenants that have none of their own; the others take from it what they do not say."""
+
+_LOCAL: Final = re.compile(r"uid:(?:0|[1-9]\d{0,9})", re.ASCII)
+"""A local user without a name of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ def parse_rules(tables: Any, size_of: Callable[[str], int]) -> TenantRules:
         "acquire_burst": Setting("acquire_burst", _whole),
         "devices": Setting("devices", _devices),
     }
+    for name in tables:
+        _check_name(name)
     parsed = {name: _parse(name, table, known) for name, table in tables.items()}
     default = TenantLimits().but(parsed.pop(DEFAULT, {}))
     return TenantRules(default, MappingProxyType({name: default.but(table) for name, table in parsed.items()}))
@@ -46,6 +53,12 @@ def _parse(tenant: str, table: Mapping[str, Any], known: Mapping[str, Setting]) 
         except ValueError as error:
             raise ValueError(f"{key} of {tenant!r}: {error}") from None
     return values
+
+
+def _check_name(tenant: str) -> None:
+    """A table of nobody's would be limits that are never applied. Raises ValueError."""
+    if tenant not in RESERVED_TENANTS and _LOCAL.fullmatch(tenant) is None:
+        check_tenant(tenant)
 
 
 def _whole(value: Any) -> int:

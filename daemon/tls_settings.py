@@ -64,6 +64,9 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
     """Tenants by the names of their certificates, of `[tenant_of_certificate]`. Raises ValueError."""
     if not isinstance(table, dict):
         raise ValueError("it must be a table")
+    if not table:
+        # It would read as nobody, and be as if it were not there: everybody with a name of their own.
+        raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
     for name, tenant in table.items():
         if not name.startswith(NAME_KINDS) or "*" in name:
             raise ValueError(f'{name!r} is no name of a certificate: write "URI:..." or "DNS:...", without wildcards')

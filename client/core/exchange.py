@@ -168,6 +168,9 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
         if not code:
             return channel
         channel.close()
+    if code == errno.EACCES:
+        hint = "Ask the operator to let this user in: the socket's folder, group and mode say who may write to it"
+        raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
     raise _unreachable(address, os.strerror(code))
 
 

@@ -86,13 +86,20 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
 @_head_file
 @_json
 def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> None:
-    """Sum up lease seconds and byte seconds by tenant, from the records alone."""
+    """Sum up lease seconds and byte seconds by tenant, from the records alone.
+
+    Exit status 0 only if the log is whole.
+    """
     source = find_log(paths, head_file)
+    verifier = Verifier(None if source.head is None else source.head.link)
     total = UsageSum()
-    for record in source.records():
+    for record in source.records(verifier):
         total.take(record)
     tenants = total.finish(source.head)
     click.echo(json.dumps(usage_map(tenants), indent=2) if as_json else usage_table(tenants))
+    if not verifier.finish().is_whole:
+        click.echo("gpulease audit: the log is NOT whole, nor need this be; see `gpulease audit verify`", err=True)
+        sys.exit(EXIT_NOT_WHOLE)
 
 
 @main.command()

@@ -95,6 +95,10 @@ def tail_of(data: bytes | mmap.mmap) -> Tail:
 class AuditLog:
     """An open log.
 
+    Args:
+        known: A record that whoever opens it knows to have been in it, such as the last one they wrote; the chain goes
+            on behind that whatever became of the files and their head meanwhile.
+
     Attributes:
         link: Its end: the last record that is durable.
         found: What opening it showed that an auditor must know, as a record tells it; empty if all was well.
@@ -106,13 +110,14 @@ class AuditLog:
         OSError: It can't be opened.
     """
 
-    def __init__(self, settings: LogSettings, boot: str) -> None:
+    def __init__(self, settings: LogSettings, boot: str, known: Link | None = None) -> None:
         self.link = Link()
         self.found: dict[str, Any] = {}
         self.previous: Head | None = None
         self.attempted: list[Link] = []
         self._settings = settings
         self._boot = boot
+        self._known = known or Link()
         self._separator = b""
         self._path = settings.folder
         self._files: list[Path] = []
@@ -208,7 +213,7 @@ class AuditLog:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.link.seq:
                 break
-        self.link = self._agree(tail.link)
+        self.link = self._agree_with_known(self._agree(tail.link))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
         with path.open("rb") as file:
@@ -238,6 +243,17 @@ class AuditLog:
         elif end.hash != head.link.hash:
             self.found["edited"] = end.seq
         return head.link
+
+    def _agree_with_known(self, end: Link) -> Link:
+        if end.seq < self._known.seq:
+            # Of what the head says is lost already, that is the beginning.
+            first = self.found.get("lost", {"first": end.seq + 1})["first"]
+            self.found["lost"] = {"first": first, "last": self._known.seq}
+        elif end.seq == self._known.seq and end.hash != self._known.hash:
+            self.found["edited"] = end.seq
+        else:
+            return end
+        return self._known
 
     # --- descriptors ---
 

@@ -32,9 +32,9 @@ class LogSource:
             except OSError as error:
                 raise CannotRead(f"{path}: {error.strerror}") from None
 
-    def records(self) -> Iterator[Record]:
-        """What can be read as records, whether the chain holds or not."""
-        verifier = Verifier()
+    def records(self, verifier: Verifier | None = None) -> Iterator[Record]:
+        """What can be read as records, whether the chain holds or not, of which a `verifier` can tell afterwards."""
+        verifier = verifier or Verifier()
         for file, offset, line in self.lines():
             if (record := verifier.take(file, offset, line)) is not None:
                 yield record

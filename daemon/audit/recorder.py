@@ -170,7 +170,8 @@ class LogRecorder(Recorder):
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
-            _log.error("the last records are not in the audit log: %s", self._writer.figures())
+            why = self._writer.problem() or "the disk is too slow"
+            _log.error("the last records are not in the audit log: %s", why)
 
     def _record(self, told: Told, now_ns: int = 0) -> None:
         if self._writer is None:

@@ -45,13 +45,17 @@ class Writer:
     """Writes a log in a thread of its own, from `start` to `stop`.
 
     Args:
-        open_log: Opens the log; called again after every failure. Raises OSError or FolderInUse.
+        open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
+            Raises OSError or FolderInUse.
         about: What the daemon's `start` record tells.
         on_change: Called in the thread whenever records became durable, and when they can't be written any more.
     """
 
-    def __init__(self, open_log: Callable[[], AuditLog], about: dict[str, Any], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, open_log: Callable[[Link], AuditLog], about: dict[str, Any], on_change: Callable[[], None]
+    ) -> None:
         self._open_log = open_log
+        self._known = Link()
         self._on_change = on_change
         self._begin = draft_of(Kind.START, {"format": FORMAT} | about)
         self._inbox = Inbox()
@@ -170,6 +174,7 @@ class Writer:
             path, told = superfluous
             log.append([draft_of(Kind.PRUNE, told)], now_ns // NS_PER_US)
             log.remove(path)
+        self._known = log.link
         self._sync_head(log, now_ns)
 
     def _fail(self, error: Exception) -> None:
@@ -201,7 +206,7 @@ class Writer:
     # --- opening ---
 
     def _open(self) -> AuditLog:
-        log = self._log = self._open_log()
+        log = self._log = self._open_log(self._known)
         if log.link in self._attempted:
             # What failed had been written in part, or all of it: what is there is not appended again, only synced.
             there = self._attempted.index(log.link) + 1

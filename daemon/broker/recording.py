@@ -14,7 +14,7 @@ from gpulease.daemon.audit.canonical import MAX_INTEGER, canonical_bytes
 from gpulease.daemon.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings
 from gpulease.daemon.audit.recorder import LogRecorder, Recorder
 from gpulease.daemon.audit.writer import Writer
-from gpulease.daemon.config import Config
+from gpulease.daemon.config import Config, ConfigError
 from gpulease.daemon.core import Card
 from gpulease.daemon.version import VERSION
 
@@ -38,13 +38,19 @@ def config_digest(config: Config) -> str:
 
 @contextlib.asynccontextmanager
 async def recording(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
-    """What the broker tells everything, until the block is left. Raises CannotRecord."""
+    """What the broker tells everything, until the block is left.
+
+    Raises CannotRecord, or ConfigError for a place where no log can be.
+    """
     if config.audit is None:
         yield Recorder()
         return
     settings = LogSettings(
         config.audit, config.audit_head or config.audit / HEAD_NAME, config.audit_file_bytes, config.audit_keep_files
     )
+    _check_place("audit", settings.folder, is_folder=True)
+    if config.audit_head is not None:
+        _check_place("audit_head", config.audit_head, is_folder=False)
     boot = boot_id()
     about = {
         "version": VERSION,
@@ -54,7 +60,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
     }
     recorder = LogRecorder(config.audit_required)
-    writer = Writer(lambda: AuditLog(settings, boot), about, recorder.on_change)
+    writer = Writer(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
     except (OSError, FolderInUse) as error:
@@ -65,6 +71,17 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         yield recorder
     finally:
         await recorder.stop()
+
+
+def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
+    """Refuse a place that is mistyped, or not the daemon's to write in: trying again would not help, as with a disk."""
+    if path.exists() and path.is_dir() != is_folder:
+        raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"setting {setting}: there is no folder {path.parent}")
+    place = path if is_folder and path.exists() else path.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"setting {setting}: the daemon's user may not write in {place}")
 
 
 def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:

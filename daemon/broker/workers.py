@@ -101,7 +101,13 @@ class Workers:
             self._forget(worker)
 
     async def leave(self) -> None:
-        """Go, and leave zygotes and workers to the next broker."""
+        """Go, and leave zygotes and workers to the next broker; where there is nothing to leave, end the zygotes.
+
+        One that waits for nobody would keep the daemon's standard error open, and who reads it waiting, for a minute.
+        """
+        if not (self._workers or self._being_born or self._found or self._ended_workers):
+            await self.stop()
+            return
         await self._stop_restarting()
         for zygote in (self._zygote, *self._earlier):
             zygote.leave()

@@ -219,6 +219,8 @@ class Zygote:
         if self._preloaded is not None and not self._preloaded.done():
             self._preloaded.set_exception(ZygoteBroken("the zygote died while it was starting; its log says why"))
             return
+        if self._preloaded is not None and (self._preloaded.cancelled() or self._preloaded.exception() is not None):
+            return  # It never made a worker, and whoever started it knows why.
         self._on_exit(self)
 
     def _close_channel(self) -> None:

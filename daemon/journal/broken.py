@@ -15,8 +15,8 @@ EX_CONFIG: Final = 78
 """sysexits(3): the folder is not one that can be used."""
 
 MOVE_ASIDE: Final = (
-    "Restore it from where it was, or move the folder's journal files aside: then the daemon forgets leases that run,"
-    " whose sessions must be ended first (restart the host, or kill them), and every fence and revocation."
+    "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
+    " and forgets their leases and every fence and revocation."
 )
 
 

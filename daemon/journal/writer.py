@@ -79,14 +79,17 @@ class Writer:
         return self._failure
 
     def stop(self) -> bool:
-        """Write what is queued; whether all of it reached the disk in time. The store is closed."""
+        """Write what is queued; whether all of it reached the disk in time. The store is closed.
+
+        If it was never started, the daemon did not come to be, nobody was told of anything, and nothing is owed.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread.ident is None:
             self._store.close()
-        else:
-            self._thread.join(STOP_TIMEOUT_S)
+            return True
+        self._thread.join(STOP_TIMEOUT_S)
         return self.durable == self.accepted
 
     # --- the thread's side ---

@@ -1,10 +1,11 @@
 """LLVM IR text to native code in this process, through llvmlite."""
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import llvmlite.binding as llvm
 
@@ -49,15 +50,17 @@ class Effort(Enum):
     and simplifies, in half the time. `LEAST` is linear in the size, and not hopelessly slow.
     """
 
-    FULL = ()
-    FEW = (
-        "always_inliner",
-        "sroa",
-        "instruction_combine",
-        "simplify_cfg",
-        "dead_code_elimination",
-    )
-    LEAST = ("sroa",)
+    FULL = "full"
+    FEW = "few"
+    LEAST = "least"
+
+
+# Beside what LLVM does by itself at the level of an effort.
+_PASSES: Final[Mapping[Effort, Sequence[str]]] = {
+    Effort.FULL: (),
+    Effort.FEW: ("always_inliner", "sroa", "instruction_combine", "simplify_cfg", "dead_code_elimination"),
+    Effort.LEAST: ("sroa",),
+}
 
 
 def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
@@ -72,7 +75,7 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
     machine = _target_machine(level)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=level))
     passes = builder.getModulePassManager() if effort is Effort.FULL else llvm.create_new_module_pass_manager()
-    for name in effort.value:
+    for name in _PASSES[effort]:
         getattr(passes, f"add_{name}_pass")()
     passes.run(module, builder)
     data: bytes = machine.emit_object(module)

@@ -3,13 +3,17 @@
 import datetime
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
 from gpulease.daemon.pki.authority import AUTHORITY_LIFE, LEAF_LIFE, Authority, PkiError
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-_DAYS = click.FloatRange(min=0, min_open=True)
+MAX_DAYS: Final = 36_500
+"""A hundred years: more is a typing mistake, and can be past the last year that a certificate can name."""
+
+_DAYS = click.FloatRange(min=0, min_open=True, max=MAX_DAYS)
 
 
 class _Group(click.Group):

@@ -8,6 +8,7 @@ certificates. A server's certificate is good for servers alone and a tenant's fo
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ BACKDATED: Final = datetime.timedelta(minutes=5)
 _CA = "ca.pem"
 _CA_KEY = "ca.key"
 _CRL = "crl.pem"
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*")
 _SIGNING = x509.KeyUsage(
     digital_signature=True,
     content_commitment=False,
@@ -141,6 +143,8 @@ class Authority:
             raise PkiError(f"it can't be revoked: {error}") from None
         if revoked.issuer != self.certificate.subject:
             raise PkiError(f"{certificate} is not of this authority")
+        if revoked.serial_number == self.certificate.serial_number:
+            raise PkiError(f"{certificate} is the authority's own; make another authority instead")
         if old.get_revoked_certificate_by_serial_number(revoked.serial_number) is not None:
             raise PkiError(f"{certificate} is revoked already")
         entry = (
@@ -214,10 +218,9 @@ def _host_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise PkiError(f"{host!r} is no name of a host: {error}") from None
+    if _HOST.fullmatch(host) is None:
+        raise PkiError(f"{host!r} is no name of a host: use letters, digits, dashes and dots, or an IP address")
+    return x509.DNSName(host)
 
 
 def _file_name(host: str) -> str:

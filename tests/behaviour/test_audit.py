@@ -117,6 +117,8 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
     assert WHO in gpulease_audit("usage", folder).stdout
     # A cut shows by the head that was written apart, and by one that was kept elsewhere.
     file.write_bytes(b"".join(lines[:-1]))
+    summed = gpulease_audit("usage", "--head-file", head_file, folder)
+    assert (summed.exit_code, WHO in summed.stdout, "NOT whole" in summed.stderr) == (1, True, True)
     for option in (("--head-file", head_file), ("--head", head)):
         done = gpulease_audit("verify", *option, folder)
         assert done.exit_code == 1

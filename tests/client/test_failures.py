@@ -1,18 +1,23 @@
 """What a client raises when things go wrong, on both faces."""
 
+import os
+import socket
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from gpulease import client
-from gpulease.client import Disconnected, GpuLeaseError, KernelArgs, LaunchFailed, LoadFailed, SyncFailed
+from gpulease.client import Disconnected, GpuBuilder, GpuLeaseError, KernelArgs, LaunchFailed, LoadFailed, SyncFailed
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, HelloReply
 from helpers.client_faces import Face, Scenario, any_operation
 from helpers.scripted_peer import HangUp, Refusal, SayGoodbye, ScriptedPeer, SendRaw, Silence
 
 Run = Callable[[Scenario], None]
+
+NOBODY: Final = 65534
 
 ERRORS = {
     Status.DISCONNECTED: client.Disconnected,
@@ -86,6 +91,21 @@ def test_a_broken_control_connection(
             assert peer.address in str(caught.value)
 
     run(scenario)
+
+
+def test_a_socket_that_is_not_for_this_user(tmp_path: Path) -> None:
+    path, user = tmp_path / "d.sock", os.geteuid()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        path.chmod(0)
+        if user == 0:
+            os.seteuid(NOBODY)  # Root may write to any.
+        try:
+            with pytest.raises(Disconnected, match=r"Permission denied\. Ask the operator to let this user in"):
+                GpuBuilder(f"unix:{path}").min_vram(1).lease_secs(1).acquire()
+        finally:
+            os.seteuid(user)
 
 
 def test_no_daemon_at_all(run: Run, peer: ScriptedPeer) -> None:

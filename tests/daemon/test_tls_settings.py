@@ -38,6 +38,7 @@ def test_wrong_settings_are_told(table: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("table", "why"),
     [
+        ({}, "it is empty: name a certificate, or leave the table out"),
         ({"ann.example": "ann"}, "is no name of a certificate"),
         ({"DNS:*.example": "ann"}, "without wildcards"),
         ({"DNS:ann.example": "default"}, "no name for a tenant"),

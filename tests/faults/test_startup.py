@@ -1,5 +1,6 @@
 """A daemon that can't start says why in one sentence, with an exit status a supervisor understands."""
 
+import os
 import re
 import socket
 import subprocess
@@ -72,6 +73,26 @@ def test_a_port_in_use() -> None:
         status, said = start_in_vain("--listen", f"tcp:127.0.0.1:{port}", "--driver", "cpu")
     assert status == EXIT_UNAVAILABLE
     check_sentence(said, f"can't listen on tcp:127.0.0.1:{port}")
+
+
+def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text(f'state = "{tmp_path}/state"\n')
+    # It returns once nobody has its standard error open any more.
+    status, said = start_in_vain("--listen", "tcp:192.0.2.1:0", "--driver", "cpu", "--config", str(settings))
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "loopback only")
+    assert not list((tmp_path / "state" / "zygotes").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's workers are another user")
+def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text('worker_user = "no-such-user"\n')
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "there is no user 'no-such-user'")
+    assert "zygote died" not in said, "no session ended with it, and it will not be started again"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease.daemon.audit.files import AuditLog, LogSettings
 from gpulease.daemon.audit.reading import find_log
-from gpulease.daemon.audit.records import Kind, Record
+from gpulease.daemon.audit.records import Kind, Link, Record
 from gpulease.daemon.audit.verification import Verifier
 from gpulease.daemon.audit.writer import Writer
 from helpers.daemon import python_environment
@@ -23,9 +23,9 @@ from .chains import BOOT
 GRANTS = 200
 
 
-def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> Callable[[], AuditLog]:
+def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> Callable[[Link], AuditLog]:
     settings = LogSettings(folder, folder / "head.json", max_file_bytes, keep_files)
-    return lambda: AuditLog(settings, BOOT)
+    return lambda known: AuditLog(settings, BOOT, known)
 
 
 def records_of(folder: Path) -> list[Record]:
@@ -94,6 +94,26 @@ def test_one_that_need_not_is_begun_when_it_can_be(tmp_path: Path, monkeypatch: 
     assert [record.kind for record in records_of(tmp_path / "no" / "log")] == ["start", "grant", "stop"]
 
 
+@pytest.mark.parametrize("is_head_taken_too", [True, False])
+def test_what_is_taken_away_under_it_shows_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_head_taken_too: bool
+) -> None:
+    monkeypatch.setattr("gpulease.daemon.audit.writer.RETRY_S", 0.01)
+    folder = tmp_path / "log"
+    writer = Writer(opener(folder), {}, lambda: None)
+    writer.start(must_work=True)
+    (folder / "audit-0000000000000001.jsonl").rename(tmp_path / "elsewhere")
+    if is_head_taken_too:
+        (folder / "head.json").unlink()
+    ticket = writer.put(Kind.GRANT, {"number": 1})
+    wait_until(lambda: writer.is_durable(ticket), "it goes on")
+    assert writer.stop({})
+    (file,) = folder.glob("audit-*")
+    told = [json.loads(line) for line in file.read_bytes().splitlines()]
+    assert [(record["seq"], record["kind"]) for record in told] == [(2, "resume"), (3, "grant"), (4, "stop")]
+    assert told[0]["data"]["lost"] == {"first": 1, "last": 1}
+
+
 def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.audit.writer.RETRY_S", 0.01)
     writer = Writer(opener(tmp_path / "log"), {}, lambda: None)
@@ -144,7 +164,7 @@ from helpers.waiting import wait_until
 module.RETRY_S = 0.02
 folder, limit, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = LogSettings(folder, folder / "head.json", 1 << 20)
-writer = module.Writer(lambda: AuditLog(settings, "0" * 32), {}, lambda: None)
+writer = module.Writer(lambda known: AuditLog(settings, "0" * 32, known), {}, lambda: None)
 writer.start(must_work=True)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

@@ -1,13 +1,14 @@
 """What the audit log's first record says of the settings."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.recording import config_digest
+from gpulease.daemon.broker.recording import config_digest, recording
 from gpulease.daemon.capabilities.demands import Demand
-from gpulease.daemon.config import Config
+from gpulease.daemon.config import Config, ConfigError
 from gpulease.daemon.core import CoreLimits
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
 
@@ -47,3 +48,29 @@ def test_other_settings_have_another() -> None:
         {"audit": Path("/log/\udcff")},
     ]
     assert len({config_digest(Config(**settings)) for settings in several}) == len(several)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"audit": "file"}, "setting audit: .*file is no folder"),
+        ({"audit": "no/log"}, "setting audit: there is no folder .*no"),
+        ({"audit": "log", "audit_head": "folder"}, "setting audit_head: .*folder is a folder"),
+        ({"audit": "log", "audit_head": "no/head.json"}, "setting audit_head: there is no folder .*no"),
+        ({"audit": "file/log"}, "setting audit: there is no folder .*file"),
+    ],
+)
+def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
+    tmp_path: Path, settings: dict[str, str], said: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    config = Config(**{name: tmp_path / place for name, place in settings.items()})  # type: ignore[arg-type]
+
+    async def live() -> None:
+        async with recording(config, "cpu", []):
+            pass
+
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(live())
+    assert (tmp_path / "file").read_text() == "precious"

@@ -133,6 +133,13 @@ def test_a_used_token_and_what_was_measured_come_back(tmp_path: Path) -> None:
     asyncio.run(live())
 
 
+def test_a_daemon_that_did_not_come_to_be_owes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = open_journal(tmp_path / "state", BOOT)
+    journal.remember_cards([KeptCard("GPU-a", 1000, 10, 5)])
+    asyncio.run(journal.stop())
+    assert not caplog.records
+
+
 def test_what_the_daemon_can_not_follow_stops_grants_and_not_ends(tmp_path: Path) -> None:
     """A fault of its own: here, an event that says nothing."""
 

@@ -66,6 +66,17 @@ def test_a_name_that_is_none_gets_no_certificate(authority: Authority, name: str
         authority.issue_tenant(name)
 
 
+@pytest.mark.parametrize("name", ["", "a b", "gpu1/../x", "gpu1:7443", "h\u00f6st"])
+def test_a_host_that_is_none_gets_no_certificate(authority: Authority, name: str) -> None:
+    with pytest.raises(PkiError, match="no name of a host"):
+        authority.issue_server([name])
+
+
+def test_the_authority_does_not_revoke_itself(authority: Authority) -> None:
+    with pytest.raises(PkiError, match="the authority's own"):
+        authority.revoke(authority.certificate_path)
+
+
 def test_the_commands(tmp_path: Path) -> None:
     folder = tmp_path / "pki"
 
@@ -78,5 +89,6 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (status, "is there already" in said) == (1, True)
     assert run("issue", "--server", "gpu1")[0] == 0
     assert run("issue", "--tenant", "ann", "--days", "0.5")[0] == 0
+    assert run("issue", "--tenant", "eve", "--days", "1e12")[0] == 2
     assert run("issue")[0] == run("issue", "--tenant", "a", "--server", "b")[0] == 2
     assert run("revoke", str(folder / "tenant-ann.pem"))[0] == 0
