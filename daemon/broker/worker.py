@@ -6,10 +6,17 @@ import os
 import signal
 import socket
 from dataclasses import dataclass
+from typing import Final
 
 from gpulease.daemon.broker.zygote import Zygote
+from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.sharing import Wanted
+
+MAX_HAND_OVERS: Final = 16
+"""Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
 
 
 @dataclass(slots=True)
@@ -33,6 +40,20 @@ class Worker:
     is_killed: bool = False
     hand_overs: int = 0
     born_as: int = 0
+
+    def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
+        """Give it a tenant's socket, or a guest's; False if it can't take it now."""
+        if self.hand_overs >= MAX_HAND_OVERS:
+            return False
+        message = {"op": "attach", "request_id": request_id, "rest": rest}
+        message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
+        message["guest"] = None if guest is None else guest.to_message()
+        try:
+            send_message(self.channel, message, (sock_fd,))
+        except (ChannelClosed, BlockingIOError):
+            return False
+        self.hand_overs += 1
+        return True
 
     def kill(self) -> None:
         """End its process, if there is one."""

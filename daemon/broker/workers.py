@@ -30,9 +30,6 @@ from gpulease.protocol.sharing import Wanted
 ZYGOTE_RESTART_DELAY_S: Final = 1.0
 """Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
 
-MAX_HAND_OVERS: Final = 16
-"""Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
-
 MAX_REASON_CHARS: Final = 1000
 """Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
 of leases, and the audit log."""
@@ -260,17 +257,7 @@ class Workers:
     ) -> bool:
         """Hand a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
-        if worker is None or worker.hand_overs >= MAX_HAND_OVERS:
-            return False
-        message = {"op": "attach", "request_id": request_id, "rest": rest}
-        message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
-        message["guest"] = None if guest is None else guest.to_message()
-        try:
-            send_message(worker.channel, message, (sock_fd,))
-        except (ChannelClosed, BlockingIOError):
-            return False
-        worker.hand_overs += 1
-        return True
+        return worker is not None and worker.hand_over(sock_fd, request_id, rest, wanted, guest)
 
     # --- what the zygote and the workers say ---
 

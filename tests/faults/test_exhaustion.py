@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gpulease.client import GpuExclusivityClass, GpuSession
-from gpulease.daemon.broker.workers import MAX_HAND_OVERS
+from gpulease.daemon.broker.worker import MAX_HAND_OVERS
 from gpulease.protocol import EndOfStream, Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol.messages import Attach, LeaseRevoke
 from helpers.daemon import Daemon
