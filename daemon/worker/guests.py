@@ -53,7 +53,9 @@ class Guest:
             hint="Attach with a token that permits it.",
         )
         if frame.flags:
-            raise FramingError(f"{failure.message}; asked for without an answer, it ended the connection", failure.status)
+            raise FramingError(
+                f"{failure.message}; asked for without an answer, it ended the connection", failure.status
+            )
         return failed(frame, failure)
 
     def to_message(self) -> list[int]:
