@@ -23,6 +23,7 @@ from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import (
+    FIRST_WARM_ID,
     ArmDrainTimer,
     ArmHoldTimer,
     ArmPoolTimer,
@@ -204,6 +205,8 @@ class Runtime:
                 self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
             case RenameWorker(from_id, to_id):
                 self.workers.rename(from_id, to_id)
+                if from_id >= FIRST_WARM_ID:
+                    self._cancel_timers(from_id)
             case SetDeadline(lease_id, generation, deadline_ns):
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):
@@ -285,13 +288,16 @@ class Runtime:
 
     def _let_go(self, number: int) -> None:
         """Nothing is to be done any more about a lease or warm context."""
-        for kind in TimerKind:
-            if (handle := self._timers.pop((number, kind), None)) is not None:
-                handle.cancel()
+        self._cancel_timers(number)
         self._reclaimer.give_up(number)
         # Until then the zygote tells the next broker that there was such a worker.
         self.journal.once_kept(lambda: self.workers.settle(number))
         self._one_ended.set()
+
+    def _cancel_timers(self, number: int) -> None:
+        for kind in TimerKind:
+            if (handle := self._timers.pop((number, kind), None)) is not None:
+                handle.cancel()
 
     def _answer(self, outcome: Outcome) -> None:
         if (handle := self._wait_timers.pop(outcome.request, None)) is not None:
