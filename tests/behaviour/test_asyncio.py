@@ -77,7 +77,9 @@ def test_several_sessions_at_once(run: Callable[[Main], None]) -> None:
 def test_the_loop_runs_while_a_kernel_does(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
         async with await builder(daemon).acquire() as other, AsyncGpuSession(other) as neighbour:
-            lease = await builder(daemon, seconds=0.8).acquire()
+            # Its kernels are compiled then.
+            await check_main_job(neighbour)
+            lease = await builder(daemon, seconds=1.5).acquire()
             async with AsyncGpuSession(lease) as session:
                 kept = await start_endless(session)
                 waiting = asyncio.create_task(session.sync())
