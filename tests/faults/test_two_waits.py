@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client import GpuExclusivityClass, GpuSession, KernelArgs, LoadFailed
+from gpulease.client import GpuExclusivityClass, GpuSession, LoadFailed
 from gpulease.protocol import Failure, Opcode, Reply, Status
 from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Attach, Empty
+from gpulease.protocol.messages import Attach, Empty, Launch
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, TRANSFORM, Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, frame_of
@@ -72,25 +72,34 @@ def test_half_sent_frames_have_one_budget(daemon: Daemon) -> None:
         check_main_job(session)
 
 
+def attach_is_answered(peer: RawPeer, lease_id: int) -> list[object]:
+    """What comes, within a fifth of a second, of a request to attach: one answer or none."""
+    _, frame = peer.connection.send_request(Opcode.ATTACH, Attach(()), session_id=lease_id)
+    peer.sock.sendall(frame)
+    peer.sock.settimeout(0.2)
+    with contextlib.suppress(TimeoutError):
+        return [peer.next_event()]
+    return []
+
+
 def test_sockets_on_their_way_to_a_busy_worker_are_counted(daemon: Daemon) -> None:
     lease = daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire()
     with lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as busy, contextlib.ExitStack() as stack:
         module, flag = session.module_load(FAULTS), session.mem_alloc(4)
         assert not isinstance(busy.attach(lease.lease_id), Failure)
-        session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
+        endless = Launch(module.handle, "endless", 1, 1, 1, 1, 1, 1, 0, flag.handle.to_bytes(8, "little"), (8,))
+        busy.request(Opcode.LAUNCH, endless, lease.lease_id)
         _, sync = busy.connection.send_request(Opcode.SYNC, Empty(), session_id=lease.lease_id)
         busy.sock.sendall(sync)
-        answers = []
-        for _ in range(40):
-            peer = stack.enter_context(RawPeer(daemon.address).hello())
-            _, frame = peer.connection.send_request(Opcode.ATTACH, Attach(()), session_id=lease.lease_id)
-            peer.sock.sendall(frame)
-            peer.sock.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                answers.append(peer.next_event())
-        refused = [answer.result for answer in answers if isinstance(answer, Reply)]
-        assert all(isinstance(result, Failure) and result.status is Status.BUSY for result in refused)
-        assert len(refused) >= 20
+
+        def knock() -> list[object]:
+            return attach_is_answered(stack.enter_context(RawPeer(daemon.address).hello()), lease.lease_id)
+
+        wait_until(lambda: not knock(), "the worker waits for its kernel and answers nobody")
+        answers = [answer for _ in range(40) for answer in knock()]
+        refused = [a.result.status for a in answers if isinstance(a, Reply) and isinstance(a.result, Failure)]
+        assert refused == [Status.BUSY] * len(answers)
+        assert len(answers) >= 20
         lease.free()
 
 
