@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -23,6 +24,8 @@ with suppress(ImportError):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what it runs in the background with interrupts ignored, and each process would pass that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_whole(config):
         config.pluginmanager.register(FormsMet())
 
