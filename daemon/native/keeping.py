@@ -118,7 +118,8 @@ def _read_own(name: str, folder: int) -> bytes | None:
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
         if not is_ours or found.st_size > MAX_KEPT_ENTRY_BYTES:
             return None
-        return file.read(MAX_KEPT_ENTRY_BYTES)
+        # No more is asked for than there is: the room for it is made, and may be filled, before it is read.
+        return file.read(found.st_size)
 
 
 def _write_whole(name: str, data: bytes, folder: int) -> None:

@@ -1,6 +1,7 @@
 """The directory of kept code: entries are whole or not there, and nobody else's is ever taken."""
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def test_what_is_written_is_read_again(folder: Path) -> None:
 def test_a_second_writer_replaces_it(folder: Path) -> None:
     Keeper(folder).write(KEY, b"")
     assert Keeper(folder).read(KEY) == b""
+
+
+def test_a_small_entry_is_read_into_little_memory(folder: Path) -> None:
+    tracemalloc.start()
+    try:
+        assert Keeper(folder).read(KEY) == b"code"
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < MAX_KEPT_ENTRY_BYTES // 16
 
 
 def _entry(folder: Path) -> Path:
