@@ -21,6 +21,10 @@ A status is written last and read first. On x86-64 stores are seen in the order 
 a status that is seen by looking has its bytes behind it. Elsewhere nobody may look before the bell was heard: a byte on
 the socket, whose sending and receiving orders memory on every machine.
 
+A caller may say how long its call is worth doing: the last 12 bytes of the reply's region, which are nobody's until the
+reply is written, hold the request's id (u64) and what is left (u32, milliseconds), written before the request's status.
+With another id there, or with 0, nothing is said; who knows nothing of this has it so, and may stay as they are.
+
 Method 0, DESCRIBE, takes nothing and answers with what is served. An ERROR's payload is a CallError. All of it, and the
 socket's first message, is checked by whoever reads it, because the other side can write any byte at any time: a header
 is read once, and used from where it was read to.
@@ -45,6 +49,14 @@ HEADER_BYTES: Final = 17
 STATUS_AT: Final = 12
 MAX_PAYLOAD_BYTES: Final = REPLY_AT - REQUEST_AT - HEADER_BYTES
 """What is left of a region: 32,751. Stops a length that leads out of it."""
+
+TIME_LEFT_AT: Final = SHARED_BYTES - 12
+"""Where a caller says how long its call is worth doing."""
+
+TIME_LEFT_BYTES: Final = 12
+
+MAX_LEFT_MS: Final = 2**32 - 1
+"""What can be said of that: seven weeks."""
 
 MAX_ERROR_TEXT_BYTES: Final = 1024
 """Of an error's text; more is cut."""
@@ -91,6 +103,11 @@ HEADER: Final = c.Struct(
 
 HEADER_FAST: Final = struct.Struct("<QIBI")
 
+TIME_LEFT: Final = c.Struct("request_id" / c.Int64ul, "left_ms" / c.Int32ul)
+"""At TIME_LEFT_AT; TIME_LEFT_FAST is the same."""
+
+TIME_LEFT_FAST: Final = struct.Struct("<QI")
+
 CALL_ERROR: Final = c.Struct("code" / c.Int32ul, "retry_after_ms" / c.Int32ul, "text" / c.GreedyBytes)
 """An ERROR's payload: a CallErrorCode, when it may be worth asking again (0: nothing is known of that), UTF-8."""
 
@@ -124,6 +141,27 @@ class CallHeader:
     def fits(self) -> bool:
         """Whether the payload ends where the region does, at the latest."""
         return self.payload_len <= MAX_PAYLOAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """How long a call is worth doing, from when it is asked."""
+
+    request_id: int
+    left_ms: int
+
+    def to_bytes(self) -> bytes:
+        """As it lies in memory."""
+        return TIME_LEFT_FAST.pack(self.request_id, self.left_ms)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Self:
+        """Of 12 bytes; whatever they are, they have a meaning."""
+        return cls(*TIME_LEFT_FAST.unpack(data))
+
+    def of_call(self, request_id: int) -> int | None:
+        """What is left of that call's time in milliseconds; None if its caller has not said."""
+        return self.left_ms or None if request_id == self.request_id else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,11 @@ class ModelHost:
         """Have a model compute some items, or a smaller one while there is no room for it; see Instance.submit."""
         return self._instances[self._stand_in(name)].submit(payload, deadline_s)
 
-    def call(self, method_id: int, payload: bytes) -> "asyncio.Future[Outcome]":
+    def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
         """The same by the model's number: the handler of an RpcServer."""
         name = self._names.get(method_id)
         if name is not None:
-            return self.submit(name, payload)
+            return self.submit(name, payload, deadline_s)
         refused: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         refused.set_result(CallError(CallErrorCode.NO_SUCH_METHOD, f"no model has number {method_id}"))
         return refused

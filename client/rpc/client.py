@@ -1,6 +1,7 @@
 """The caller's side, blocking. Threads may share a client; they take turns: for calls side by side, make more."""
 
 import json
+import math
 import os
 import random
 import select
@@ -9,6 +10,7 @@ import threading
 import time
 from array import array
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -21,8 +23,10 @@ from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.rpc import (
     DESCRIBE,
     GREETING_BYTES,
+    MAX_LEFT_MS,
     MAX_PAYLOAD_BYTES,
     CallError,
+    CallErrorCode,
     CallStatus,
     is_greeting,
 )
@@ -37,6 +41,10 @@ FIRST_BACKOFF_S: Final = 0.02
 """Pause before the second try to connect; it doubles with each that follows, and half of it is random."""
 
 MAX_BACKOFF_S: Final = 1.0
+
+ANSWER_ROOM_S: Final = 0.5
+"""How much longer than its deadline a call is waited for that says no more: the server's answer that it was too late is
+on its way then."""
 
 MAX_DESCRIPTORS: Final = 4
 """Taken with the greeting. One is right; room for more shows that more came, and they are closed."""
@@ -70,48 +78,46 @@ class RpcClient:
         self._last_id = random.getrandbits(32)
 
     def call(
-        self, method_id: int, payload: Any, timeout_s: float | None = None, *, is_idempotent: bool = False
+        self,
+        method_id: int,
+        payload: Any,
+        timeout_s: float | None = None,
+        *,
+        deadline_s: float | None = None,
+        is_idempotent: bool = False,
     ) -> Answer:
         """One call: the answer, with the method that gave it.
 
         A server that is not there yet is waited for, with pauses that grow. A call that it may have heard is asked
         again only if the caller says that this does no harm.
 
+        A call with a deadline is not begun after it: the server is told, and answers TOO_LATE as soon as it can be
+        foretold. What was begun before is waited for as ever.
+
         Args:
             method_id: Which.
             payload: Any buffer's bytes, at most MAX_PAYLOAD_BYTES.
-            timeout_s: For all of it.
+            timeout_s: For all of it. None: `deadline_s` and a moment, or the client's.
+            deadline_s: How long it is worth doing; None: the model's own, at the server.
             is_idempotent: Whether it may be done twice.
 
         Raises:
-            CallFailed: The server answered that nothing came of it.
+            CallFailed: The server answered that nothing came of it; or, TOO_LATE, it was never asked in its time.
             CallTimedOut: No answer in time.
             Disconnected: The server went away, or does not keep to the rules.
         """
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
             raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
-        until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        with self._lock:
-            pause_s = FIRST_BACKOFF_S
-            while True:
-                try:
-                    return self._try(method_id, data, until)
-                except _NotHeard as error:
-                    cause: GpuLeaseError = error.cause
-                except CallTimedOut:
-                    self._hang_up()
-                    raise
-                except Disconnected as error:
-                    self._hang_up()
-                    if not is_idempotent:
-                        raise
-                    cause = error
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    raise cause
-                time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
-                pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise InvalidRequest(f"rpc: a deadline of {deadline_s} s", "It is a number of seconds above 0")
+        span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
+        if not self._lock.acquire(timeout=min(span.to_ask_s(), threading.TIMEOUT_MAX)):
+            raise _too_late("other threads' calls took all of its time")
+        try:
+            return self._call(method_id, data, span, is_idempotent=is_idempotent)
+        finally:
+            self._lock.release()
 
     def describe(self) -> dict[str, Any]:
         """What is served: models by name, with their methods' numbers and sizes in bytes."""
@@ -134,19 +140,43 @@ class RpcClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _try(self, method_id: int, data: bytes, until: float) -> Answer:
+    def _call(self, method_id: int, data: bytes, span: "_Span", *, is_idempotent: bool) -> Answer:
+        pause_s = FIRST_BACKOFF_S
+        heard: GpuLeaseError | None = None
+        while True:
+            try:
+                return self._try(method_id, data, span)
+            except _NotHeard as error:
+                # Of a call that may have been done before, that is what there is to know.
+                cause = heard or error.cause
+            except CallTimedOut:
+                self._hang_up()
+                raise
+            except Disconnected as error:
+                self._hang_up()
+                if not is_idempotent:
+                    raise
+                cause = heard = error
+            left_s = span.to_ask_s()
+            if left_s <= 0:
+                raise cause
+            time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+
+    def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
         if self._line is None:
-            self._line = _connected(self._path, until)
+            self._line = _connected(self._path, span.until)
         self._last_id = self._last_id + 1 & _MAX_ID
         line = self._line
+        left_ms = span.left_ms()
         try:
-            line.ask(self._last_id, method_id, data)
+            line.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
             # It closed the connection before the bell, and looks at nothing that it has no bell for.
             self._hang_up()
             raise _NotHeard(_gone(self._path, error)) from None
         try:
-            return line.answer(self._last_id, until, self._spin_ns)
+            return line.answer(self._last_id, span.until, self._spin_ns)
         except OSError as error:
             raise _gone(self._path, error) from None
 
@@ -154,6 +184,41 @@ class RpcClient:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Until when a call is waited for, and until when it is to be begun, if that is said; monotonic, in seconds."""
+
+    until: float
+    deadline: float | None
+
+    @classmethod
+    def of(cls, timeout_s: float | None, deadline_s: float | None) -> Self:
+        """From now on; one of them is said."""
+        now = time.monotonic()
+        deadline = None if deadline_s is None else now + deadline_s
+        if timeout_s is not None:
+            return cls(now + timeout_s, deadline)
+        return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
+
+    def to_ask_s(self) -> float:
+        """What is left for asking, 0 if nothing."""
+        ends = self.until if self.deadline is None else min(self.until, self.deadline)
+        return max(0.0, ends - time.monotonic())
+
+    def left_ms(self) -> int:
+        """What to tell the server; 0 for nothing. Raises _NotHeard if it is too late for that."""
+        if self.deadline is None:
+            return 0
+        left_ms = int((self.deadline - time.monotonic()) * 1000)
+        if left_ms <= 0:
+            raise _NotHeard(_too_late("it took all of its time to reach the server"))
+        return min(left_ms, MAX_LEFT_MS)
+
+
+def _too_late(why: str) -> CallFailed:
+    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{why}; it was not asked"))
 
 
 class _NotHeard(Exception):
@@ -172,9 +237,10 @@ class _Line:
         self._bell = select.poll()
         self._bell.register(sock, select.POLLIN)
 
-    def ask(self, request_id: int, method_id: int, data: bytes) -> None:
+    def ask(self, request_id: int, method_id: int, data: bytes, left_ms: int) -> None:
         """Put the request in, and ring. Raises OSError if nobody can hear it."""
         self._shared.reply.status = CallStatus.EMPTY
+        self._shared.say_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
         with suppress(BlockingIOError):
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)

@@ -5,7 +5,7 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
 class CallFailed(GpuLeaseError):
-    """The server answered with an error.
+    """The server answered with an error; or, TOO_LATE, the call's time was over before it was asked.
 
     Attributes:
         code: Why.

@@ -53,9 +53,10 @@ class Answer:
 
 
 Outcome = Answer | CallError
-Handler = Callable[[int, bytes], "asyncio.Future[Outcome]"]
-"""Begins a call of (method, payload). The future is cancelled if the caller goes away; an exception of it is a mistake
-of the server's."""
+Handler = Callable[[int, bytes, float | None], "asyncio.Future[Outcome]"]
+"""Begins a call of (method, payload, seconds that it is worth doing; None if its caller has not said). What can't be
+begun in that time is to be answered TOO_LATE. The future is cancelled if the caller goes away; an exception of it is a
+mistake of the server's."""
 
 
 class RpcServer:
@@ -121,12 +122,12 @@ class RpcServer:
         if not self._is_stopping:
             self._loop.add_reader(self._sock, self._accept)
 
-    def _begin(self, method_id: int, payload: bytes) -> "asyncio.Future[Outcome]":
+    def _begin(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
         if method_id == DESCRIBE:
             found: asyncio.Future[Outcome] = self._loop.create_future()
             found.set_result(Answer(DESCRIBE, self._describe()))
             return found
-        return self._handler(method_id, payload)
+        return self._handler(method_id, payload, left_s)
 
 
 class _Caller:
@@ -194,8 +195,10 @@ class _Caller:
             text = f"a payload of {header.payload_len} bytes; a region takes {MAX_PAYLOAD_BYTES}"
             self._answer(header, CallError(CallErrorCode.INVALID_REQUEST, text))
             return
+        left_ms = self._shared.time_left_ms(header.request_id)
+        left_s = None if left_ms is None else left_ms / 1000
         try:
-            self._call = self._begin(header.method_id, request.payload(header.payload_len))
+            self._call = self._begin(header.method_id, request.payload(header.payload_len), left_s)
         except Exception:
             _log.exception("a call of method %d failed", header.method_id)
             self._answer(header, _FAILED)

@@ -25,8 +25,11 @@ from gpulease.protocol.rpc import (
     REQUEST_AT,
     SHARED_BYTES,
     STATUS_AT,
+    TIME_LEFT_AT,
+    TIME_LEFT_BYTES,
     CallHeader,
     CallStatus,
+    TimeLeft,
 )
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -92,6 +95,7 @@ class SharedCall:
             os.close(fd)
         memory = memoryview(self._map)
         self.request, self.reply = Region(memory, REQUEST_AT), Region(memory, REPLY_AT)
+        self._time_left = memory[TIME_LEFT_AT : TIME_LEFT_AT + TIME_LEFT_BYTES]
         memory.release()
 
     @classmethod
@@ -106,8 +110,17 @@ class SharedCall:
             os.close(fd)
             raise
 
+    def say_time_left(self, request_id: int, left_ms: int) -> None:
+        """How long the next request is worth doing, 0 for nothing said; before it is put in."""
+        self._time_left[:] = TimeLeft(request_id, left_ms).to_bytes()
+
+    def time_left_ms(self, request_id: int) -> int | None:
+        """What was said of that request; before its reply is put in."""
+        return TimeLeft.from_bytes(bytes(self._time_left)).of_call(request_id)
+
     def close(self) -> None:
         """Unmap it."""
+        self._time_left.release()
         self.request.release()
         self.reply.release()
         with suppress(BufferError):

@@ -108,6 +108,7 @@ def test_what_can_not_be_done_in_time_is_refused_at_once(daemon: Daemon) -> None
             launches = rig.counted("kernel_launch_total")
             outcome = await rig.ask(item(1), deadline_s=0.01)
             assert code_of(outcome) is CallErrorCode.TOO_LATE
+            assert code_of(await rig.host.call(1, item(1), 0.01)) is CallErrorCode.TOO_LATE
             # Nothing was tried; and an estimate is not for ever, or nothing could ever correct it.
             assert rig.counted("kernel_launch_total") == launches
             for _ in range(200):

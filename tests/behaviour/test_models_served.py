@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -272,6 +273,23 @@ def test_the_end_waits_for_what_was_taken(own: tuple[Daemon, ModelProcess, Path]
     assert np.frombuffer(answers[0], np.uint32).tolist() == [3 * 100_000_000 + 1]
     assert daemon.leases() == []
     assert not os.path.exists(server.rpc_address.removeprefix("unix:"))
+
+
+def test_a_call_with_a_deadline_is_refused_as_soon_as_it_can_not_be_kept(
+    own: tuple[Daemon, ModelProcess, Path],
+) -> None:
+    _, server, _ = own
+    slow = np.array([3, 500_000_000], np.uint32)
+    with server.rpc(timeout_s=30) as one, server.rpc(timeout_s=30) as other, ThreadPoolExecutor(1) as pool:
+        with server.http() as http:
+            launches = counted(http, 'kernel_launch_total{model="obey"}')
+            running = pool.submit(one.call, 7, slow)
+            wait_until(lambda: counted(http, 'kernel_launch_total{model="obey"}') > launches, "it is computed")
+        with pytest.raises(CallFailed) as raised:
+            other.call(7, np.array([0, 1], np.uint32), deadline_s=0.01)
+        assert raised.value.code is CallErrorCode.TOO_LATE
+        assert running.result().payload == np.uint32(3 * 500_000_000 + 1).tobytes()
+        assert other.call(7, np.array([0, 1], np.uint32), deadline_s=30).payload == b"\4\0\0\0"
 
 
 def test_a_caller_that_sends_its_body_byte_by_byte_holds_nobody_up(server: ModelProcess, http: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from gpulease.client.rpc import Answer, Handler, Outcome, RpcServer
 from gpulease.client.rpc.shared import SharedCall
 from gpulease.protocol.rpc import GREETING_BYTES, CallError, CallErrorCode
 
-ECHO, FAIL, NEVER, SLOW, HUGE, RAISE = 1, 2, 3, 4, 5, 6
+ECHO, FAIL, NEVER, SLOW, HUGE, RAISE, TIME_LEFT, IN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 """Methods of the rig's server."""
 
 SLOW_S: Final = 0.05
@@ -62,7 +62,7 @@ class RpcRig:
                 await self._stop.wait()
         os.unlink(self.path)
 
-    def _call(self, method_id: int, payload: bytes) -> "asyncio.Future[Outcome]":
+    def _call(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
         if method_id == RAISE:
             raise RuntimeError("a mistake of the handler's")
         answer: asyncio.Future[Outcome] = self._loop.create_future()
@@ -71,6 +71,11 @@ class RpcRig:
             self._loop.call_later(SLOW_S, self._settle, answer, Answer(SLOW, payload))
         elif method_id == FAIL:
             answer.set_result(CallError(CallErrorCode.QUEUE_FULL, "no room", 250))
+        elif method_id == TIME_LEFT:
+            answer.set_result(Answer(TIME_LEFT, repr(left_s).encode()))
+        elif method_id == IN_TIME:
+            late = CallError(CallErrorCode.TOO_LATE, "it was not begun in its time")
+            self._loop.call_later(left_s or 0, self._settle, answer, late)
         elif method_id == HUGE:
             answer.set_result(Answer(HUGE, bytes(40_000)))
         elif method_id != NEVER:

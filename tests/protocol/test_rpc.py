@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.protocol import rpc
-from gpulease.protocol.rpc import CallError, CallErrorCode, CallHeader, CallStatus
+from gpulease.protocol.rpc import CallError, CallErrorCode, CallHeader, CallStatus, TimeLeft
 
 from .vector_json import VECTORS
 
@@ -30,6 +30,16 @@ def test_any_bytes_are_a_header(data: bytes) -> None:
     header = CallHeader.from_bytes(data)
     assert header.to_bytes() == data
     assert header.fits == (rpc.REQUEST_AT + rpc.HEADER_BYTES + header.payload_len <= rpc.REPLY_AT)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), U32)
+def test_the_time_left(request_id: int, other_id: int, left_ms: int) -> None:
+    built = rpc.TIME_LEFT.build({"request_id": request_id, "left_ms": left_ms})
+    assert TimeLeft(request_id, left_ms).to_bytes() == built
+    found = TimeLeft.from_bytes(built)
+    assert found == TimeLeft(request_id, left_ms)
+    assert found.of_call(request_id) == (left_ms or None)
+    assert found.of_call(other_id) is None or other_id == request_id
 
 
 @given(st.sampled_from(CallErrorCode), st.text(max_size=2000), st.integers(0, 2**40))
@@ -54,6 +64,7 @@ def test_any_bytes_are_an_error_or_none(data: bytes) -> None:
 def test_the_regions_meet() -> None:
     assert rpc.REQUEST_AT + rpc.HEADER_BYTES + rpc.MAX_PAYLOAD_BYTES == rpc.REPLY_AT
     assert rpc.REPLY_AT + rpc.HEADER_BYTES + rpc.MAX_PAYLOAD_BYTES == rpc.SHARED_BYTES
+    assert rpc.TIME_LEFT_AT + rpc.TIME_LEFT_BYTES == rpc.SHARED_BYTES
     assert len(rpc.greeting()) == rpc.GREETING_BYTES
     assert rpc.is_greeting(rpc.greeting())
     assert not rpc.is_greeting(rpc.greeting()[:-1])
@@ -84,6 +95,14 @@ def test_error_vectors(case: dict[str, object]) -> None:
     assert int.from_bytes(payload[:4], "little") == case["code"]
     assert int.from_bytes(payload[4:8], "little") == case["retry_after_ms"]
     assert payload[8:].decode() == case["text"]
+
+
+@pytest.mark.parametrize("case", CASES["times_left"], ids=lambda case: case["name"])
+def test_time_left_vectors(case: dict[str, object]) -> None:
+    data = bytes.fromhex(str(case["bytes"]))
+    assert CASES["time_left_at"] + len(data) == CASES["shared_bytes"]
+    assert int.from_bytes(data[:8], "little") == int(str(case["request_id"]), 16)
+    assert int.from_bytes(data[8:], "little") == case["left_ms"]
 
 
 @pytest.mark.parametrize("case", CASES["invalid"], ids=lambda case: case["name"])

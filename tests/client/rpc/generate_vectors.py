@@ -12,10 +12,12 @@ from gpulease.protocol.rpc import (
     REPLY_AT,
     REQUEST_AT,
     SHARED_BYTES,
+    TIME_LEFT_AT,
     CallError,
     CallErrorCode,
     CallHeader,
     CallStatus,
+    TimeLeft,
     greeting,
 )
 
@@ -38,6 +40,12 @@ ERRORS: Final = (
     CallError(CallErrorCode.LEASE_LOST, "größer als möglich", 2**32 - 1),
 )
 
+TIMES_LEFT: Final = (
+    ("a minute and a half of that request", TimeLeft(0x0102030405060708, 90_000)),
+    ("nothing said", TimeLeft(1, 0)),
+    ("largest numbers", TimeLeft(2**64 - 1, 2**32 - 1)),
+)
+
 INVALID: Final = (
     ("longer than the region", CallHeader(3, 1, CallStatus.REQUEST_READY, MAX_PAYLOAD_BYTES + 1)),
     ("as long as can be said", CallHeader(3, 1, CallStatus.REQUEST_READY, 2**32 - 1)),
@@ -56,6 +64,11 @@ def document() -> str:
         "errors": [
             {"code": int(e.code), "retry_after_ms": e.retry_after_ms, "text": e.text, "payload": e.to_bytes().hex()}
             for e in ERRORS
+        ],
+        "time_left_at": TIME_LEFT_AT,
+        "times_left": [
+            {"name": name, "request_id": hex(t.request_id), "left_ms": t.left_ms, "bytes": t.to_bytes().hex()}
+            for name, t in TIMES_LEFT
         ],
         "invalid": [{"name": name, "header": header.to_bytes().hex()} for name, header in INVALID],
     }

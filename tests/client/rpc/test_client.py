@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpulease.client import Disconnected, InvalidRequest
 from gpulease.client.rpc import Answer, CallFailed, CallTimedOut, RpcClient
 from gpulease.client.rpc.shared import SharedCall
 from gpulease.protocol.rpc import MAX_PAYLOAD_BYTES, SHARED_BYTES, CallErrorCode, CallHeader, CallStatus, greeting
-from helpers.rpc_rig import ECHO, FAIL, HUGE, NEVER, RAISE, SLOW, RpcRig, scripted_server
+from helpers.rpc_rig import ECHO, FAIL, HUGE, IN_TIME, NEVER, RAISE, SLOW, TIME_LEFT, RpcRig, scripted_server
 
 from . import generate_vectors
 
@@ -76,6 +77,44 @@ def test_a_call_that_takes_too_long(client: RpcClient, rig: RpcRig) -> None:
     # On a connection of its own again: what may still come is nobody's.
     assert client.call(ECHO, b"next").payload == b"next"
     assert rig.cancelled == cancelled + 1
+
+
+def test_a_call_with_a_deadline_of_its_own(client: RpcClient) -> None:
+    left_s = float(client.call(TIME_LEFT, b"", deadline_s=60).payload)
+    assert 50 < left_s <= 60
+    # It is that call's alone.
+    assert client.call(TIME_LEFT, b"").payload == b"None"
+    with pytest.raises(CallFailed, match="not begun in its time") as raised:
+        client.call(IN_TIME, b"", deadline_s=0.05)
+    assert raised.value.code is CallErrorCode.TOO_LATE
+    # A server that does not keep to it is not waited for.
+    with pytest.raises(CallTimedOut):
+        client.call(NEVER, b"", deadline_s=0.02)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidRequest, match="a deadline of"):
+            client.call(ECHO, b"", deadline_s=seconds)
+
+
+def test_an_answer_where_the_deadline_was_is_no_deadline(client: RpcClient) -> None:
+    most = bytes([7]) * MAX_PAYLOAD_BYTES
+    for _ in range(2):
+        assert client.call(ECHO, most, deadline_s=60).payload == most
+        assert client.call(TIME_LEFT, b"").payload == b"None"
+
+
+def test_a_call_whose_time_is_over_before_it_is_asked(rig: RpcRig, tmp_path: Path) -> None:
+    with RpcClient(f"unix:{tmp_path / 'nowhere'}") as client, pytest.raises(Disconnected, match="serve models"):
+        client.call(ECHO, b"", deadline_s=0.05)
+    with RpcClient(rig.address) as client:
+        assert client.call(ECHO, b"")
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(client.call, NEVER, b"", 1.0)
+            while not client._lock.locked():
+                time.sleep(0.001)
+            with pytest.raises(CallFailed, match="it was not asked") as raised:
+                client.call(ECHO, b"", deadline_s=0.05)
+            assert raised.value.code is CallErrorCode.TOO_LATE
+            assert isinstance(other.exception(), CallTimedOut)
 
 
 def test_threads_take_turns(client: RpcClient) -> None:
