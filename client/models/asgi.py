@@ -6,10 +6,13 @@
     GET  /metrics                   see `metrics`
 
 A body of application/octet-stream is the items' inputs, one behind the other, and the answer their outputs; one of
-application/json is `{"input_base64": "..."}`, answered by `{"model": "...", "output_base64": "..."}`.
+application/json is `{"input_base64": "..."}`, answered by `{"model": "...", "output_base64": "..."}`; or, where the
+model's file says of what type its numbers are, `{"input": [...]}` of one item's numbers or of several items' arrays,
+answered by `{"model": "...", "output": [...]}` in the same shape (see `json_numbers`).
 The header `Gpulease-Deadline-Ms` says how long the request may take; `Gpulease-Model` of the answer, which model gave
 it: a smaller variant, perhaps. What is not served is answered by a problem (RFC 9457) with a code of
-`protocol.rpc.CallErrorCode`, or one of these: too_large (413), body_too_slow (408), unsupported_media_type (415).
+`protocol.rpc.CallErrorCode`, or one of these: too_large (413), body_too_slow (408), unsupported_media_type (415),
+not_finite (500: the output is no number that JSON can say).
 
 There is no authentication here: whoever reaches the server may have it compute.
 """
@@ -23,7 +26,8 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from enum import Enum
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -32,6 +36,15 @@ from starlette.routing import Route
 
 from gpulease.client.gateway.problems import MEDIA_TYPE, Problem, Refused
 from gpulease.client.models.host import ModelHost
+from gpulease.client.models.json_numbers import (
+    MAX_NUMBER_CHARS,
+    MAX_NUMBERS,
+    NumbersRefused,
+    pack,
+    parsed_input,
+    size_of,
+    unpack,
+)
 from gpulease.client.models.metrics import ServerMetrics
 from gpulease.client.models.settings import ModelSettings
 from gpulease.client.rpc import Outcome, RpcServer
@@ -46,7 +59,17 @@ JSON: Final = "application/json"
 BINARY: Final = "application/octet-stream"
 
 _JSON_ROOM: Final = 256
-"""Of a JSON body, beside the base64."""
+"""Of a JSON body, beside the base64 or the numbers."""
+
+
+class _Form(Enum):
+    """In what a request is asked, and answered."""
+
+    BYTES = "bytes"
+    BASE64 = "base64"
+    ITEM = "numbers of one item"
+    ITEMS = "arrays of items"
+
 
 _STATUS: Final = {
     CallErrorCode.INTERNAL: 500,
@@ -108,23 +131,33 @@ class ModelServer:
             if model is None:
                 raise Refused(Problem(404, "no_such_method", "This server has no such model."))
             asked_in = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-            payload = await _payload(request, asked_in, model.max_batch * model.input_bytes)
+            form, payload = await _payload(request, asked_in, model)
             outcome = await self._host.submit(name, payload, _deadline_s(request))
-            return self._answer(outcome, asked_in)
+            return self._answer(outcome, form)
         except ClientDisconnect:
             return Response(status_code=400)
         except Refused as refused:
             return _told(refused.problem)
 
-    def _answer(self, outcome: Outcome, asked_in: str) -> Response:
+    def _answer(self, outcome: Outcome, form: _Form) -> Response:
         if isinstance(outcome, CallError):
             retry_s = max(1.0, outcome.retry_after_ms / 1000) if outcome.code in _ASK_AGAIN else None
             code = outcome.code.name.lower()
             return _told(Problem(_STATUS[outcome.code], code, outcome.text, retry_after_s=retry_s))
         name = self._host.name_of(outcome.method_id)
-        if asked_in == JSON:
+        if form is _Form.BASE64:
             return JSONResponse({"model": name, "output_base64": base64.b64encode(outcome.payload).decode()})
+        if form is not _Form.BYTES:
+            return JSONResponse({"model": name, "output": self._numbers(name, outcome.payload, form)})
         return Response(outcome.payload, media_type=BINARY, headers={"Gpulease-Model": name})
+
+    def _numbers(self, name: str, payload: bytes, form: _Form) -> list[Any]:
+        model = self._host.models[name]
+        count = model.output_bytes // size_of(model.output_type)
+        try:
+            return unpack(payload, model.output_type, count, is_several=form is _Form.ITEMS)
+        except NumbersRefused as error:
+            raise Refused(Problem(500, "not_finite", str(error))) from None
 
     async def _list(self, _: Request) -> Response:
         return JSONResponse({"models": self._host.description()})
@@ -156,15 +189,45 @@ def _deadline_s(request: Request) -> float | None:
     return int(text) / 1000
 
 
-async def _payload(request: Request, asked_in: str, most_bytes: int) -> bytes:
+async def _payload(request: Request, asked_in: str, model: ModelSettings) -> tuple[_Form, bytes]:
     """The items' inputs. Raises Refused."""
+    most_bytes = model.max_batch * model.input_bytes
     if asked_in == BINARY:
-        return await _body(request, most_bytes)
+        return _Form.BYTES, await _body(request, most_bytes)
     if asked_in != JSON:
         raise Refused(Problem(415, "unsupported_media_type", f"The body is {BINARY} or {JSON}."))
-    body = await _body(request, 4 * (-(-most_bytes // 3)) + _JSON_ROOM)
+    room = max(4 * (-(-most_bytes // 3)), _numbers_room(model))
+    body = await _body(request, room + _JSON_ROOM)
     try:
-        asked = json.loads(body)
+        return _from_numbers(body, model) if b'"input_base64"' not in body else (_Form.BASE64, _from_base64(body))
+    except NumbersRefused as error:
+        raise Refused(Problem(400, "invalid_request", str(error))) from None
+
+
+def _numbers_room(model: ModelSettings) -> int:
+    if not model.input_type:
+        return 0
+    return MAX_NUMBER_CHARS * min(model.max_batch * model.input_bytes // size_of(model.input_type), MAX_NUMBERS)
+
+
+def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
+    """What is asked in numbers. Raises NumbersRefused."""
+    if not model.input_type:
+        raise NumbersRefused('It is an object of "input_base64": this model says of no type of numbers.')
+    numbers = model.input_bytes // size_of(model.input_type)
+    value = parsed_input(body, model.max_batch, numbers)
+    form = _Form.ITEMS if value and isinstance(value[0], list) else _Form.ITEM
+    payload = pack(value, model.input_type, numbers)
+    answered = len(payload) // model.input_bytes * model.output_bytes // size_of(model.output_type)
+    if answered > MAX_NUMBERS:
+        raise NumbersRefused(f"Its answer would have {answered} numbers; {MAX_NUMBERS} are told: ask in base64.")
+    return form, payload
+
+
+def _from_base64(body: bytes) -> bytes:
+    try:
+        # One field has no comma and no array: what could become much more in memory is not parsed.
+        asked = None if b"," in body or b"[" in body else json.loads(body)
         if not isinstance(asked, dict) or asked.keys() != {"input_base64"}:
             raise ValueError("it is an object of input_base64")
         return base64.b64decode(asked["input_base64"], validate=True)

@@ -117,6 +117,8 @@ def _described(model: ModelSettings) -> dict[str, Any]:
         "method_id": model.method_id,
         "input_bytes": model.input_bytes,
         "output_bytes": model.output_bytes,
+        "input_type": model.input_type,
+        "output_type": model.output_type,
         "max_items": model.max_batch,
         "smaller": model.smaller,
     }

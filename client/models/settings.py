@@ -10,6 +10,8 @@ threads_per_block = 64
 blocks_per_item = 1
 input_bytes = 256               # of one item
 output_bytes = 40
+input_type = "f32"              # for requests in JSON's numbers, see `json_numbers`: what they are to be for the kernel
+output_type = "f32"
 min_vram_bytes = 1_048_576      # of the lease
 lease_secs = 30                 # renewed for as long as the model is served
 max_kernel_secs = 5             # a batch that takes longer ends its lease
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 
 MAX_MODELS: Final = 256
@@ -59,6 +62,7 @@ class ModelSettings:
     Attributes:
         name: By what HTTP knows it.
         module, weights: The files' bytes.
+        input_type, output_type: Of the numbers in an item (see `json_numbers`); "" if requests in numbers are refused.
         is_pure: Whether a request may be computed again after a failure that its caller was not told of. Without it a
             request that was begun is told to have failed.
 
@@ -72,6 +76,8 @@ class ModelSettings:
     input_bytes: int
     output_bytes: int
     min_vram_bytes: int
+    input_type: str = ""
+    output_type: str = ""
     weights: bytes = b""
     constants: tuple[int, ...] = ()
     threads_per_block: int = 256
@@ -133,8 +139,12 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
                 raise InvalidRequest(f"model {chain[-1]}: smaller = {smaller!r} is no other model of the file")
             chain.append(smaller)
             found = models[smaller]
-            if (found.input_bytes, found.output_bytes) != (model.input_bytes, model.output_bytes):
+            if _shape(found) != _shape(model):
                 raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't stand in for it")
+
+
+def _shape(model: ModelSettings) -> tuple[object, ...]:
+    return model.input_bytes, model.output_bytes, model.input_type, model.output_type
 
 
 def _model(path: Path, name: str, table: Any) -> ModelSettings:
@@ -149,6 +159,12 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     model = ModelSettings(name=name, **found)
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
         raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
+    for side in ("input", "output"):
+        kind, size = found.get(f"{side}_type", ""), found[f"{side}_bytes"]
+        if kind and size % size_of(kind):
+            raise InvalidRequest(f"{where}: {side}_bytes = {size} is no whole number of {kind}")
+    if ("input_type" in found) is not ("output_type" in found):
+        raise InvalidRequest(f"{where}: input_type and output_type are said together, or neither")
     return model
 
 
@@ -158,6 +174,8 @@ def _value(path: Path, where: str, key: str, value: Any) -> Any:
         raise InvalidRequest(f"{where}: {key!r} is no setting; there are {', '.join(_TYPES)}")
     if key in _FILES:
         return _file(path, where, key, value)
+    if key in ("input_type", "output_type") and (not isinstance(value, str) or value not in FORMATS):
+        raise InvalidRequest(f"{where}: {key} = {value!r} is none of {', '.join(FORMATS)}")
     if key == "constants":
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**32 for item in value):
             raise InvalidRequest(f"{where}: constants = {value!r} is no list of integers from 0 to 2**32 - 1")

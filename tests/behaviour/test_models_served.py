@@ -39,6 +39,8 @@ constants = [64]
 threads_per_block = 64
 input_bytes = 256
 output_bytes = 40
+input_type = "f32"
+output_type = "f32"
 min_vram_bytes = 1_048_576
 lease_secs = 1
 max_batch = 20
@@ -108,6 +110,8 @@ def test_digits_through_shared_memory(rpc: RpcClient) -> None:
         "method_id": 1,
         "input_bytes": 256,
         "output_bytes": 40,
+        "input_type": "f32",
+        "output_type": "f32",
         "max_items": 20,
         "smaller": "",
     }
@@ -122,6 +126,10 @@ def test_digits_over_http(http: httpx.Client) -> None:
     answers = [infer(http, IMAGES[at : at + 20].tobytes()) for at in range(0, len(IMAGES), 20)]
     assert {(answer.status_code, answer.headers["Gpulease-Model"]) for answer in answers} == {(200, "digits")}
     check([answer.content for answer in answers])
+    for value, wanted in ((IMAGES[0].tolist(), WANTED[0]), (IMAGES[:3].tolist(), WANTED[:3])):
+        told = http.post("/v1/models/digits/infer", json={"input": value}).json()
+        assert told["model"] == "digits"
+        np.testing.assert_allclose(told["output"], wanted, atol=1e-3)
     asked = {"input_base64": base64.b64encode(IMAGES[:1].tobytes()).decode()}
     told = http.post("/v1/models/digits/infer", json=asked).json()
     assert told["model"] == "digits"
@@ -180,6 +188,11 @@ def test_health_and_list(http: httpx.Client) -> None:
         ("digits", b"{}", {"Content-Type": "application/json"}, 400, "invalid_request"),
         ("digits", b"[" * 5000, {"Content-Type": "application/json"}, 400, "invalid_request"),
         ("digits", b'{"input_base64": 5}', {"Content-Type": "application/json"}, 400, "invalid_request"),
+        ("digits", b'{"input_base64": "", "input": []}', {"Content-Type": "application/json"}, 400, "invalid_request"),
+        ("digits", b'{"input": [1, 2]}', {"Content-Type": "application/json"}, 400, "invalid_request"),
+        ("digits", b'{"input": [NaN]}', {"Content-Type": "application/json"}, 400, "invalid_request"),
+        ("obey", b'{"input": [1, 2]}', {"Content-Type": "application/json"}, 400, "invalid_request"),
+        ("digits", bytes(1 << 20), {"Content-Type": "application/json"}, 413, "too_large"),
         ("digits", bytes(256), {"Gpulease-Deadline-Ms": "-1"}, 400, "invalid_request"),
         ("digits", bytes(256), {"Gpulease-Deadline-Ms": "9" * 30}, 400, "invalid_request"),
     ],

@@ -60,6 +60,10 @@ def test_what_is_not_said_is_usual(tmp_path: Path) -> None:
         (['smaller = "other"'], "is no other model"),
         (['smaller = "one"'], "is no other model"),
         (["max_batch = 4096", "[models.two]"], "is missing"),
+        (['input_type = "f33"'], "'f33' is none of f16, f32"),
+        (["input_type = [1]"], "[1] is none of"),
+        (['input_type = "f32"'], "said together"),
+        (['input_type = "f64"', 'output_type = "f64"'], "output_bytes = 4 is no whole number of f64"),
     ],
 )
 def test_what_is_wrong(tmp_path: Path, lines: list[str], said: str) -> None:

@@ -1,0 +1,115 @@
+"""Inputs and outputs as JSON's numbers: what of them a model takes, and how much of a body is looked at.
+
+An item is an array of numbers, as many as `input_bytes` has of `input_type`; several items are an array of such arrays.
+They are packed little-endian, each rounded to the nearest of its type. JSON (RFC 8259, 6) has neither NaN nor
+infinities, and here nothing is taken that would become one, or that its type can't hold.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+FORMATS: Final = {
+    "f16": "e",
+    "f32": "f",
+    "f64": "d",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+}
+"""The types of numbers, and the module struct's letters for them."""
+
+MAX_NUMBERS: Final = 1 << 18
+"""In a request, and in its answer. Stops bodies that take the server's time from others: a number costs 0.1 us, and a
+number in Python's memory 32 bytes."""
+
+MAX_NUMBER_CHARS: Final = 32
+"""Of a body, for each number it may have: a 64-bit float's digits are 24 at most, with a comma and a space 26."""
+
+_SHOWN_CHARS: Final = 40
+
+
+class NumbersRefused(ValueError):
+    """They are not the model's; the message is a sentence for whoever sent them."""
+
+
+def size_of(kind: str) -> int:
+    """Bytes of a number of that type."""
+    return struct.calcsize(f"<{FORMATS[kind]}")
+
+
+def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
+    """What `{"input": ...}` says, of so many items of so many numbers at most; ready for `pack`. Raises NumbersRefused.
+
+    All that a body becomes in memory is bounded by its commas and brackets, so these are counted before it is parsed.
+    """
+    most = min(max_items * numbers, MAX_NUMBERS)
+    if body.count(b",") >= most or body.count(b"[") > 1 + max_items or body.count(b"{") > 1:
+        raise NumbersRefused(f"It has more than {most} numbers, or arrays in the items.")
+    try:
+        asked = json.loads(body, parse_constant=_no_number)
+    except NumbersRefused:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise NumbersRefused(f"It is no JSON: {error}.") from None
+    if not isinstance(asked, dict) or asked.keys() != {"input"} or not isinstance(asked["input"], list):
+        raise NumbersRefused('It is an object of one array, "input", or of "input_base64".')
+    return asked["input"]
+
+
+def pack(value: list[Any], kind: str, numbers: int) -> bytes:
+    """One item, or an array of several, as a kernel gets them. Raises NumbersRefused."""
+    if not value or not isinstance(value[0], list):
+        return _packed(value, kind, numbers, "The input")
+    for at, item in enumerate(value):
+        if not isinstance(item, list):
+            raise NumbersRefused(f"Item {at} is no array, and others are.")
+    return b"".join(_packed(item, kind, numbers, f"Item {at}") for at, item in enumerate(value))
+
+
+def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
+    """Outputs as JSON can say them: one item's, or an array for each. Raises NumbersRefused if it can't."""
+    found = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
+    if not all(map(math.isfinite, found)):
+        raise NumbersRefused("The output has NaN or infinity, which JSON can't say: ask in base64 or in bytes.")
+    return [list(found[at : at + numbers]) for at in range(0, len(found), numbers)] if is_several else list(found)
+
+
+def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
+    if len(item) != numbers:
+        raise NumbersRefused(f"{what} has {len(item)} numbers; there must be {numbers}.")
+    try:
+        # A bool is an int to struct; infinity, which 1e999 is to Python, a float.
+        if not any(type(number) is bool for number in item) and all(map(math.isfinite, item)):
+            return struct.pack(f"<{numbers}{FORMATS[kind]}", *item)
+    except (TypeError, ValueError, OverflowError, struct.error):
+        pass
+    at = next(at for at, number in enumerate(item) if not _fits(number, kind))
+    raise NumbersRefused(f"{what} has {_shown(item[at])} at {at}, which is no {kind}.")
+
+
+def _fits(number: Any, kind: str) -> bool:
+    try:
+        struct.pack(f"<{FORMATS[kind]}", number)
+        return type(number) is not bool and math.isfinite(number)
+    except (TypeError, ValueError, OverflowError, struct.error):
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except ValueError:
+        text = "an integer of thousands of digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _no_number(text: str) -> NoReturn:
+    raise NumbersRefused(f"{text} is no number of JSON.")
