@@ -31,6 +31,7 @@ def serve() -> None:
 @click.option("--join-secs", type=_SECONDS, default=5, show_default=True, help="And for another attempt at the same.")
 @click.option("--body-secs", type=_SECONDS, default=10, show_default=True, help="How long a body may take to arrive.")
 @click.option("--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="Outcomes are kept.")
+@click.option("--attach-by-token", is_flag=True, help='For a daemon with require_token = ["attach"].')
 @click.option("--demo", is_flag=True, help="The example model, a store of its own, and a daemon if none runs.")
 def gateway(
     models: Path | None,
@@ -42,6 +43,7 @@ def gateway(
     join_secs: float,
     body_secs: float,
     keep_hours: float,
+    attach_by_token: bool,
     demo: bool,
 ) -> None:
     """One lease per request, over HTTP: each request is done once, however often it is asked."""
@@ -71,7 +73,9 @@ def gateway(
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
         app = Gateway(
             served,
-            lambda wait_s, join_s: DaemonEffects(store, address, wait_s=wait_s, join_s=join_s),
+            lambda wait_s, join_s: DaemonEffects(
+                store, address, wait_s=wait_s, join_s=join_s, by_token=attach_by_token
+            ),
             NodeAuthority(),
             store,
             bounds,

@@ -1,12 +1,14 @@
 """All that serving a request does to the world goes through one object, so that each step's failure can be had."""
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.core.tokens import Grant
+from gpulease.client.gateway.authority import MAX_TOKEN_S
 from gpulease.client.gateway.store import ReplicatedIdempotencyStore
 from gpulease.protocol import Exclusivity
+from gpulease.protocol.capabilities import Permission
 
 
 class Effects(Protocol):
@@ -43,8 +45,16 @@ class Effects(Protocol):
         ...
 
 
+COPYING: Final = Permission.MEM_READ | Permission.MEM_WRITE
+"""What the owner's own sessions need, where a token is demanded of them: they copy in and out, and launch nothing."""
+
+
 class DaemonEffects:
-    """The real ones: a store, and the daemon at `address` (None: the one `GpuBuilder` finds)."""
+    """The real ones: a store, and the daemon at `address` (None: the one `GpuBuilder` finds).
+
+    With `by_token` the owner's own sessions are opened by a grant of COPYING that it issues to itself, a new one for
+    each, because a token opens one session: for daemons with `require_token = ["attach"]`.
+    """
 
     def __init__(
         self,
@@ -53,9 +63,10 @@ class DaemonEffects:
         *,
         wait_s: float = 0.0,
         join_s: float = 0.0,
+        by_token: bool = False,
     ) -> None:
         self.store, self.wait_s, self.join_s = store, wait_s, join_s
-        self._address = address
+        self._address, self._by_token = address, by_token
 
     def monotonic_s(self) -> float:
         """See Effects."""
@@ -72,6 +83,8 @@ class DaemonEffects:
 
     def open(self, lease: GpuLease) -> GpuSession:
         """See Effects."""
+        if self._by_token:
+            return GpuSession.attach(lease.issue(COPYING, ttl_secs=MAX_TOKEN_S), lease.address)
         return GpuSession(lease)
 
     def attach(self, grant: Grant, lease: GpuLease) -> GpuSession:

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpulease.client import (
+    Denied,
     GpuExclusivityClass,
     GpuLease,
     GpuLeaseError,
@@ -19,13 +21,15 @@ from gpulease.client.core.tokens import Grant
 from gpulease.client.gateway import (
     SUBMISSION,
     CapabilityRefused,
+    DaemonEffects,
     NodeAuthority,
     SqliteStore,
+    serve_inference_request,
 )
 from gpulease.client.narrowing import attenuate
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
-from helpers.gateway_steps import OUTPUT, request
+from helpers.gateway_steps import AFFINE, KERNEL, OUTPUT, request
 
 
 @pytest.fixture
@@ -125,6 +129,31 @@ def test_the_worker_itself_refuses_what_the_grant_does_not_permit(daemon: Daemon
             ):
                 with pytest.raises(GpuLeaseError, match="MEM_"):
                     forbidden()
+
+
+def test_a_daemon_that_demands_tokens_of_whoever_attaches(
+    start_daemon: Callable[..., Daemon], store: SqliteStore
+) -> None:
+    """The owner's own sessions too; each token opens one, and permits no launches."""
+    daemon = start_daemon(tcp=True, config='require_token = ["attach"]\n')
+    image, authority = AFFINE.read_bytes(), NodeAuthority()
+    plain = DaemonEffects(store, daemon.tcp_address)
+    with pytest.raises(Denied, match="demands a token for attaching"):
+        serve_inference_request(plain, authority, request("once"), image, KERNEL)
+    effects = DaemonEffects(store, daemon.tcp_address, by_token=True)
+    assert serve_inference_request(effects, authority, request("once"), image, KERNEL).output == OUTPUT
+    # So large that it goes in pieces.
+    many = np.ones(2 << 20, np.float32)
+    large = request("large", input=many.tobytes(), output_len=many.nbytes, min_vram=32 << 20)
+    served = serve_inference_request(effects, authority, large, image, KERNEL)
+    assert served.output == (2 * many + 1).tobytes()
+    assert daemon.query(served.lease_id)["cause"] == "freed"
+    with (
+        effects.acquire(1 << 20, 20) as lease,
+        effects.open(lease) as owner,
+        pytest.raises(Denied, match="only MEM_READ, MEM_WRITE"),
+    ):
+        owner.module_load(image)
 
 
 # --- memory of another connection ---

@@ -88,8 +88,10 @@ _SESSION: Final = frozenset(
 class ToldEffects(DaemonEffects):
     """The real effects, each of them told."""
 
-    def __init__(self, store: ReplicatedIdempotencyStore, address: str, hook: Hook, **waits: float) -> None:
-        super().__init__(Told(store, "store", hook, _STORE), address, **waits)
+    def __init__(
+        self, store: ReplicatedIdempotencyStore, address: str, hook: Hook, wait_s: float = 0.0, join_s: float = 0.0
+    ) -> None:
+        super().__init__(Told(store, "store", hook, _STORE), address, wait_s=wait_s, join_s=join_s)
         self._hook = hook
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
