@@ -7,19 +7,26 @@ So of two gateways that reserve the same operation, the second sees what the fir
 If the server goes away in the middle, whether the transaction was committed is not known. It is then done again, from
 the start, on a new connection, for up to `patience_s`: the claim id, drawn once for each call, lets the rules tell
 that the row is this call's own. A standby is not written to; `target_session_attrs` finds the primary among the hosts
-of the connection string (libpq, 34.1.2). A commit must be on the disk before a caller is told: `synchronous_commit` is
-turned on where the server has it off. Operations survive the loss of the primary only if `synchronous_standby_names`
-is set there.
+of the connection string (libpq, 34.1.2), and a host that is gone without a word is noticed by TCP within seconds.
+
+A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
+Operations survive the loss of the primary only if `synchronous_standby_names` is set there: then each commit waits
+until a standby has it on its disk, too, and the promoted standby knows every claim that anybody was told of. A server
+that gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c), to be
+lost with the primary: so a transaction with a warning is not believed, and done again. It is given up here, too, after
+`commit_s`: while no standby is there nobody begins anything. A primary that lives on beside the promoted one can end
+no commit, since no standby follows it.
 
 Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
 sooner or later than they should; that never makes an effect happen twice.
 """
 
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -27,9 +34,12 @@ from psycopg import errors as sql_errors
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from gpulease.client.gateway import ledger
+from gpulease.client.gateway.commit_watch import CommitWatch
 from gpulease.client.gateway.errors import StoreUnavailable
 from gpulease.client.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
 from gpulease.client.gateway.store import checked_outcome
+
+_log: Final = logging.getLogger("gpulease.gateway")
 
 T = TypeVar("T")
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -43,6 +53,13 @@ CONNECT_S: Final = 5
 STATEMENT_MS: Final = 10_000
 """For one statement, waiting for the row's lock included. Stops a hung gateway's lock from hanging the others."""
 
+COMMIT_S: Final = 4.0
+"""For one commit, waiting for a standby's disk included. Stops a standby that is gone from holding every request for
+good: the server itself sets that wait no bound."""
+
+CANCEL_S: Final = 2.0
+"""For telling the server to give it up."""
+
 PATIENCE_S: Final = 10.0
 """How long a transaction is tried again while the server is away. A primary that restarts takes seconds."""
 
@@ -50,6 +67,9 @@ _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.5
 
 _NAME: Final = "gpulease-gateway"
+_HAS_GONE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
+"""When a host is given up that does not answer at all (libpq, 34.1.2), in seconds, the last in milliseconds. Without it
+a request that was asked of a host that lost its power waits for hours."""
 _OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
 
 _TABLES: Final = (
@@ -70,6 +90,10 @@ _TABLES: Final = (
 _TABLE_LOCK: Final = 0x6770756C65617365
 """Of pg_advisory_xact_lock: two that make the table at once would both fail, whatever IF NOT EXISTS says."""
 
+_DURABILITY: Final = """
+SELECT current_setting('synchronous_commit'), current_setting('synchronous_standby_names'),
+    coalesce(host(inet_server_addr()), 'the primary')
+"""
 _NOW: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
 _INSERT: Final = """
 INSERT INTO gpulease_operation VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (key) DO NOTHING
@@ -84,10 +108,16 @@ WHERE key = %s
 """
 _FORGET: Final = "DELETE FROM gpulease_operation WHERE changed_s < %s"
 
+
+class _NotBelieved(Exception):
+    """The server committed, and said that something about that is not as it should be."""
+
+
 _AGAIN: Final = (
     psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
     psycopg.InterfaceError,  # the connection had ended before
     sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
+    _NotBelieved,
 )
 
 
@@ -95,18 +125,28 @@ class PostgresStore:
     """A ReplicatedIdempotencyStore in one table, `gpulease_operation`, which is made if it is not there."""
 
     def __init__(
-        self, conninfo: str, *, patience_s: float = PATIENCE_S, now_s: Callable[[], float] | None = None
+        self,
+        conninfo: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        commit_s: float = COMMIT_S,
+        now_s: Callable[[], float] | None = None,
     ) -> None:
         """Args: conninfo: The primary, or several hosts of which one is. now_s: In place of the primary's clock.
 
         Raises StoreUnavailable if the server can't be reached or does not let the table be made.
         """
         self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
+        self._watch = CommitWatch(commit_s, _cancel)
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._transact(_make_tables)
+        try:
+            self._transact(_make_tables)
+        except BaseException:
+            self._watch.close()
+            raise
 
     # --- what a store does ---
 
@@ -155,6 +195,7 @@ class PostgresStore:
         with self._lock:
             self._is_closed = True
         self._drop_idle()
+        self._watch.close()
 
     # --- how ---
 
@@ -197,8 +238,13 @@ class PostgresStore:
         if connection is None:
             connection = self._connect()
         try:
-            with connection.transaction():
-                result = job(connection)
+            with _believed(connection):
+                try:
+                    with connection.transaction():
+                        result = job(connection)
+                        self._watch.begins(connection)
+                finally:
+                    self._watch.ended(connection)
         except BaseException:
             self._give_back(connection)
             raise
@@ -206,16 +252,24 @@ class PostgresStore:
         return result
 
     def _connect(self) -> Connection:
-        ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"}
+        ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
         given = conninfo_to_dict(self._conninfo)
         # What the operator says comes first: of a setting that is made twice, the last counts.
         options = f"{given.get('options') or ''} {_OPTIONS}"
         everything = ours | {"application_name": _NAME} | given | {"options": options}
         connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
-        row = connection.execute("SHOW synchronous_commit").fetchone()
-        if row is not None and row[0] in ("off", "local"):
+        row = connection.execute(_DURABILITY).fetchone()
+        assert row is not None
+        if row[0] in ("off", "local", "remote_write"):
             connection.execute("SET synchronous_commit TO on")
+        if not row[1] and len(str(given.get("host", "")).split(",")) > 1 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s has no synchronous_standby_names: should it be lost, a standby may do again what was done", row[2]
+            )
         return connection
+
+    _has_warned = False
 
     def _drop_idle(self) -> None:
         """What ended one connection has likely ended those that nobody looked at since."""
@@ -233,6 +287,29 @@ class PostgresStore:
                 return
         with suppress(psycopg.Error):
             connection.close()
+
+
+def _cancel(connection: Connection) -> None:
+    with suppress(psycopg.Error):
+        connection.cancel_safe(timeout=CANCEL_S)
+
+
+@contextmanager
+def _believed(connection: Connection) -> Iterator[None]:
+    """What is done on a connection ends without a warning. Raises _NotBelieved."""
+    warnings: list[str] = []
+
+    def hear(told: psycopg.errors.Diagnostic) -> None:
+        if told.severity_nonlocalized == "WARNING":
+            warnings.append(told.message_primary or "a warning")
+
+    connection.add_notice_handler(hear)
+    try:
+        yield
+    finally:
+        connection.remove_notice_handler(hear)
+    if warnings:
+        raise _NotBelieved(warnings[0])
 
 
 def _make_tables(connection: Connection) -> None:

@@ -1,4 +1,5 @@
-"""A real PostgreSQL server in a temporary folder, on a Unix socket alone, from the system's packages."""
+"""A real PostgreSQL server in a temporary folder, on a Unix socket alone, from the system's packages; or two, of which
+one follows the other."""
 
 import os
 import pwd
@@ -48,9 +49,14 @@ def _account() -> tuple[int, int] | None:
 
 
 class PostgresServer:
-    """One server and its data."""
+    """One server and its data: new ones, or those of a primary that it follows.
 
-    def __init__(self) -> None:
+    Args:
+        primary: Runs; this one is its standby, and tells it when what it was sent is on the disk.
+        settings: That only this one has.
+    """
+
+    def __init__(self, primary: "PostgresServer | None" = None, **settings: str) -> None:
         found = programs()
         assert found is not None
         self._programs = found
@@ -65,7 +71,12 @@ class PostgresServer:
             os.chown(self.data, *account)
             # Not Popen's `user`: it forks, and before a fork OpenBLAS ends its threads here, to have others later.
             self._as_whom = ["setpriv", f"--reuid={account[0]}", f"--regid={account[1]}", "--clear-groups", "--"]
-        self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
+        self._settings = _SETTINGS | settings
+        if primary is None:
+            self._run("initdb", "-D", str(self.data), "-U", USER, "-A", "trust", "-E", "UTF8", "--no-sync")
+        else:
+            source = ("-h", str(primary.folder), "-U", USER, "-D", str(self.data))
+            self._run("pg_basebackup", *source, "--write-recovery-conf", "--checkpoint=fast", "--no-sync")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -75,7 +86,7 @@ class PostgresServer:
 
     def start(self) -> None:
         """Return once it answers."""
-        settings = [part for name, value in _SETTINGS.items() for part in ("-c", f"{name}={value}")]
+        settings = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
         words = ["-D", str(self.data), "-k", str(self.folder), *settings]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -99,6 +110,11 @@ class PostgresServer:
     def log(self) -> str:
         """All it has logged."""
         return (self.folder / "log").read_text(errors="replace")
+
+    def promote(self) -> None:
+        """A standby is the primary from now on; returns once it is."""
+        with psycopg.connect(self.conninfo, autocommit=True) as connection:
+            assert connection.execute("SELECT pg_promote()").fetchone() == (True,)
 
     def stop(self) -> None:
         """At once, as a crash of it would: nothing is written that was not, and the next start recovers."""
