@@ -80,6 +80,10 @@ AUDIENCE_BYTES: Final = 32
 PUBLIC_KEY_BYTES: Final = 32
 """Length of a key that verifies tokens, Ed25519 (RFC 8032)."""
 
+MAX_METRICS_BYTES: Final = 8 << 20
+"""Longest exposition in a reply to METRICS. A daemon that keeps its series bounded stays far below; a reader need not
+take more from one that does not."""
+
 MAX_IN_FLIGHT: Final = 1024
 """Most requests of one control connection that await their reply. Stops a peer that asks and never reads."""
 

@@ -25,6 +25,7 @@ from gpulease.protocol.lease_messages import DrainStatus as DrainStatus
 from gpulease.protocol.lease_messages import LeaseEvent as LeaseEvent
 from gpulease.protocol.lease_messages import LeaseSubscribe as LeaseSubscribe
 from gpulease.protocol.lease_messages import LeaseUnsubscribe as LeaseUnsubscribe
+from gpulease.protocol.node_messages import Metrics as Metrics
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     LEASE_PARAMETERS,
@@ -201,7 +202,7 @@ class FenceCleared:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A msgpack value: LEASE_QUERY's map, LEASE_LIST_ACTIVE's list of maps."""
+    """A msgpack value: the map of LEASE_QUERY or HEALTH, LEASE_LIST_ACTIVE's list of maps."""
 
     report: Any = wire(REPORT)
 
@@ -325,6 +326,7 @@ Body = (
     | LeaseEvent
     | Drain
     | DrainStatus
+    | Metrics
     | FenceClear
     | FenceCleared
     | CapabilityIssue
@@ -365,6 +367,8 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.FENCE_CLEAR: (FenceClear, FenceCleared),
     Opcode.DRAIN: (Drain, DrainStatus),
     Opcode.DRAIN_CANCEL: (Empty, DrainStatus),
+    Opcode.METRICS: (Empty, Metrics),
+    Opcode.HEALTH: (Empty, Report),
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),

@@ -36,6 +36,8 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "FENCE_CLEAR": 0x020B,
         "DRAIN": 0x020C,
         "DRAIN_CANCEL": 0x020D,
+        "METRICS": 0x020E,
+        "HEALTH": 0x020F,
         "MODULE_UNLOAD": 0x0608,
         "ARENA_WRITE": 0x0609,
         "ARENA_READ": 0x060A,

@@ -312,6 +312,23 @@ def drain() -> Script:
     return script
 
 
+def health() -> Script:
+    script = Script("Whether a daemon is ready, asked by anybody; its metrics, which a tenant is refused.")
+    checks = [
+        {"check": "listening", "ok": True, "detail": ""},
+        {"check": "journal", "ok": False, "detail": "No space left on device"},
+    ]
+    for connection in ("control", "operator"):
+        script.hello(connection)
+        script.call(connection, Opcode.HEALTH, m.Empty(), m.Report({"ready": False, "checks": checks}))
+    denied = Failure(Status.DENIED, "METRICS is for operators")
+    script.refuse("control", script.ask("control", Opcode.METRICS, m.Empty()), denied)
+    exposition = "# TYPE gpulease_ready gauge\ngpulease_ready 0.0\n"
+    metrics = m.Metrics("text/plain; version=0.0.4; charset=utf-8", exposition)
+    script.call("operator", Opcode.METRICS, m.Empty(), metrics)
+    return script
+
+
 def goodbye() -> Script:
     script = Script("A connection over the daemon's limit is told so before it is closed, whatever it has sent.")
     script.ask("control", Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()))
@@ -351,6 +368,7 @@ SCRIPTS = (
     questions,
     shared_by_token,
     drain,
+    health,
     goodbye,
 )
 

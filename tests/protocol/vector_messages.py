@@ -112,6 +112,14 @@ CONTROL: Cases = {
     ),
     "Drain": (m.Drain(0), m.Drain(600_000), m.Drain(U32)),
     "DrainStatus": (m.DrainStatus(None, 0), m.DrainStatus(600_000, 3), m.DrainStatus(U32, U32)),
+    "Metrics": (
+        m.Metrics("", ""),
+        m.Metrics(
+            "text/plain; version=0.0.4; charset=utf-8",
+            f'# TYPE gpu_lease_active gauge\ngpu_lease_active{{UUID="{CARD_UUID}",tenant="ann"}} 3.0\n',
+        ),
+        m.Metrics(LONG_TEXT, "#" * limits.MAX_METRICS_BYTES),
+    ),
     "FenceClear": (m.FenceClear(None), m.FenceClear(CARD_UUID), m.FenceClear(LONG_TEXT)),
     "FenceCleared": (m.FenceCleared(0), m.FenceCleared(1), m.FenceCleared(U32)),
     "CapabilityIssue": (
