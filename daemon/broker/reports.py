@@ -61,6 +61,10 @@ def lease_report(
             "launches": page.counter(Counter.LAUNCHES),
             "syncs": page.counter(Counter.SYNCS),
             "operations": page.counter(Counter.OPS),
+            "failed_operations": page.counter(Counter.FAILED_OPS),
+            "sync_errors": page.counter(Counter.SYNC_ERRORS),
+            "copies": page.counter(Counter.COPIES),
+            "copied_bytes": page.counter(Counter.COPIED_BYTES),
         }
     return report
 

@@ -131,8 +131,11 @@ class ArenaDesk(Desk):
         return empty(frame)
 
     def _copy(self, frame: Frame, copy: Callable[[int, memoryview, Callable[[], None]], object]) -> None:
+        copied_bytes = 0
         for address, piece in self.pieces(memoryview(frame.payload)):
             copy(address, piece, self._check_lease)
+            copied_bytes += len(piece)
+        self._count_copy(copied_bytes)
 
     def pieces(self, payload: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The device addresses and the pinned memory of a copy; raises as `write` does, if need be at the first."""

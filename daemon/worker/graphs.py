@@ -82,6 +82,8 @@ class _Built:
         launches: By step.
         step_of: By the number of a node that is a launch.
         allocations: What they name, `modules` likewise.
+        copies: How many nodes are copies.
+        copied_bytes: What those copy, all together.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -89,6 +91,8 @@ class _Built:
     step_of: dict[int, int] = field(default_factory=dict)
     allocations: set[int] = field(default_factory=set)
     modules: set[int] = field(default_factory=set)
+    copies: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +120,10 @@ class GraphDesk(Desk):
         recent: Request ids of the latest replays.
     """
 
-    def __init__(self, holdings: Holdings, planner: Planner, arena: ArenaDesk, counters: memoryview) -> None:
-        """Args: counters: The control page's."""
+    def __init__(self, holdings: Holdings, planner: Planner, arena: ArenaDesk) -> None:
         super().__init__(holdings)
         self._planner = planner
         self._arena = arena
-        self._counters = counters
         self.recent: deque[int] = deque(maxlen=RECENT)
         self._graphs: dict[int, _Recorded] = {}
         self._last_number = 0
@@ -168,7 +170,10 @@ class GraphDesk(Desk):
             self._bind(recorded, args)
         self.recent.append(frame.request_id)
         recorded.graph.replay(frame.request_id, self._check_lease)
-        self._counters[Counter.LAUNCHES] += len(recorded.built.launches)
+        built = recorded.built
+        self._counters[Counter.LAUNCHES] += len(built.launches)
+        self._counters[Counter.COPIES] += built.copies
+        self._counters[Counter.COPIED_BYTES] += built.copied_bytes
         return empty(frame)
 
     def destroy(self, frame: Frame) -> bytes:
@@ -247,11 +252,16 @@ class GraphDesk(Desk):
                 handle, offset, data = parse_mem_write(payload)
                 address = self._ledger.locate(handle, offset, len(data))
                 built.allocations.add(handle)
+                built.copies += 1
+                built.copied_bytes += len(data)
                 if data:
                     built.steps.append(DataStep(address, bytes(data)))
             case Opcode.ARENA_WRITE | Opcode.ARENA_READ:
                 to_device = node.op == Opcode.ARENA_WRITE
-                built.steps += [CopyStep(*piece, to_device) for piece in self._arena.pieces(payload)]
+                pieces = list(self._arena.pieces(payload))
+                built.copies += 1
+                built.copied_bytes += sum(len(memory) for _, memory in pieces)
+                built.steps += [CopyStep(*piece, to_device) for piece in pieces]
                 built.allocations.add(*HANDLE.unpack_from(payload))
             case _:
                 raise BodyError(f"operation {node.op:#06x} can't be a node of a graph", Status.UNSUPPORTED)

@@ -64,6 +64,7 @@ class MemoryDesk(Desk):
             else:
                 # Its answer is for all before it.
                 self._context.write_pinned(address, data, self._check_lease)
+        self._count_copy(len(data))
         return empty(frame)
 
     def read(self, frame: Frame) -> bytes | memoryview:
@@ -80,6 +81,7 @@ class MemoryDesk(Desk):
             self._context.read_pinned(address, reply[len(prefix) :], self._check_lease)
         elif length:
             self._context.mem_read(address, reply[len(prefix) :], self._check_lease)
+        self._count_copy(length)
         return reply
 
     def _room(self, nbytes: int, *, is_pinned: bool) -> memoryview:

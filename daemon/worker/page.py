@@ -13,6 +13,9 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
                                      48  the operation it is in, 0 for none
                                      56  since when the kernel that runs is known to run, monotonic ns; 0 for none
                                      64  since when an image is compiled, monotonic ns; 0 for none
+                                     72  syncs that were answered with a failure
+                                     80  copies
+                                     88  bytes copied
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfd is sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -48,6 +51,9 @@ class Counter(IntEnum):
     DOING = 6
     KERNEL_SINCE_NS = 7
     COMPILING_SINCE_NS = 8
+    SYNC_ERRORS = 9
+    COPIES = 10
+    COPIED_BYTES = 11
 
 
 class Lapsing(Protocol):

@@ -42,6 +42,7 @@ _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 _SELECT: Final = int(Opcode.STREAM_SELECT)
+_WAITS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
 _SYNCS: Final = int(Counter.SYNCS)
@@ -87,13 +88,13 @@ class Session:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
-        self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease)
+        self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease, page.counters)
         memory = MemoryDesk(holdings)
         self.slots = memory.slots
         modules = ModuleDesk(holdings, self._planner, page.counters)
         self.arena = ArenaDesk(holdings)
         self.streams = streams = StreamDesk(holdings)
-        self._graphs = graphs = GraphDesk(holdings, self._planner, self.arena, page.counters)
+        self._graphs = graphs = GraphDesk(holdings, self._planner, self.arena)
         self._sync_pattern = SyncPattern(lease_id)
         self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
         if native is not None and not self.watch.is_on:
@@ -164,7 +165,7 @@ class Session:
         try:
             self._context.sync(self._check_lease)
         except (DriverError, LeaseOver) as error:
-            self._counters[_FAILED_OPS] += 1
+            self._count_failure(_SYNC, error)
             request_id = int.from_bytes(number, "big")
             return self._failure(error, _SYNC).to_frame(_SYNC, request_id=request_id, session_id=self.lease_id)
         finally:
@@ -208,9 +209,10 @@ class Session:
                 return self._operation(frame)(frame)
             except (Refused, BodyError, DriverError, LeaseOver) as error:
                 failure = self._failure(error, frame.op)
+                self._count_failure(frame.op, error)
         else:
             self._never_skipped(frame)
-        self._counters[_FAILED_OPS] += 1
+            self._count_failure(frame.op)
         return failed(frame, failure)
 
     def _obey(self, frame: Frame) -> None:
@@ -236,7 +238,7 @@ class Session:
         if not isinstance(error, KernelFault):
             failure = replace(failure, failed_request_id=request_id, failed_op=op)
         self._kept = failure
-        self._counters[_FAILED_OPS] += 1
+        self._count_failure(op, error)
 
     def _keep_launch(self, error: Exception, request_id: int) -> None:
         self._keep(error, _LAUNCH, request_id)
@@ -260,6 +262,12 @@ class Session:
             return None if fault is None else self._from_fault(fault)
         kept, self._kept = self._kept, None
         return kept
+
+    def _count_failure(self, op: int, error: Exception | None = None) -> None:
+        """A wait that the lease's end cut short, or that is answered with it, did not fail."""
+        self._counters[_FAILED_OPS] += 1
+        if op in _WAITS and not isinstance(error, LeaseOver):
+            self._counters[Counter.SYNC_ERRORS] += 1
 
     def _failure(self, error: Exception, op: int) -> Failure:
         match error:

@@ -8,6 +8,7 @@ from typing import Final
 
 from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.ledger import Refused, invalid_handle
+from gpulease.daemon.worker.page import Counter
 from gpulease.daemon.worker.replies import done, empty
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
@@ -114,6 +115,7 @@ class StreamDesk(Desk):
         """STREAM_SYNC."""
         (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         self._context.stream_sync(self._stream(number), self._check_lease)
+        self._counters[Counter.SYNCS] += 1
         return empty(frame)
 
     def _stream(self, number: int) -> int:

@@ -50,7 +50,8 @@ def test_a_replay_does_what_its_nodes_do(rig: Rig) -> None:
         places=(GraphPlace(0, 3, 12),),
     )
     assert rig.floats() == [0, 0, 0, 0], "making it does nothing"
-    before = rig.page.counter(Counter.LAUNCHES)
+    counted = (Counter.LAUNCHES, Counter.COPIES, Counter.COPIED_BYTES)
+    before = [rig.page.counter(counter) for counter in counted]
     for first, more in ((0, 10.0), (5, 20.0), (5, 20.0), (7, -1.0)):
         os.pwrite(rig.arena_fd, (numbers(4) + first).tobytes(), 4096)
         rig.replay(graph, value(more))
@@ -59,7 +60,9 @@ def test_a_replay_does_what_its_nodes_do(rig: Rig) -> None:
         expected[1] = 100 + more
         assert rig.floats() == expected.tolist()
         assert np.frombuffer(os.pread(rig.arena_fd, 16, 8192), np.float32).tolist() == expected.tolist()
-    assert rig.page.counter(Counter.LAUNCHES) == before + 4 * 2
+    counts = [rig.page.counter(counter) - had for counter, had in zip(counted, before, strict=True)]
+    assert counts[:2] == [4 * 2, 4 * 3 + 4], "and of each round one read of the result"
+    assert counts[2] == 4 * (16 + 4 + 16) + 4 * 16
 
 
 def test_replays_that_wait_keep_their_values(rig: Rig) -> None:

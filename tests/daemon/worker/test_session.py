@@ -131,14 +131,37 @@ def test_counters(bench: Bench) -> None:
     bench.quiet(Opcode.LAUNCH, bench.bias(module, handle))
     bench.ask(Opcode.SYNC, Empty())
     bench.refused(Opcode.MEM_FREE, Handle(1))
-    counted = {counter: bench.page.counter(counter) for counter in Counter if counter < Counter.LOOKED_NS}
-    assert counted == {
+    bench.ask(Opcode.MEM_WRITE, MemWrite(handle, 0, bytes(16)))
+    bench.ask(Opcode.MEM_READ, MemRead(handle, 4, 8))
+    bench.refused(Opcode.MEM_READ, MemRead(handle, 96, 8))
+    of_moment = {Counter.LOOKED_NS, Counter.DOING, Counter.KERNEL_SINCE_NS, Counter.COMPILING_SINCE_NS}
+    assert {counter: bench.page.counter(counter) for counter in set(Counter) - of_moment} == {
         Counter.LAUNCHES: 1,
         Counter.SYNCS: 1,
-        Counter.FAILED_OPS: 1,
+        Counter.FAILED_OPS: 2,
         Counter.ALLOCATED_BYTES: 100,
-        Counter.OPS: 5,
+        Counter.OPS: 8,
+        Counter.SYNC_ERRORS: 0,
+        Counter.COPIES: 2,
+        Counter.COPIED_BYTES: 24,
     }
+
+
+def test_a_wait_that_is_answered_with_a_failure_counts_as_one(bench: Bench) -> None:
+    def errors() -> int:
+        return bench.page.counter(Counter.SYNC_ERRORS)
+
+    bench.quiet(Opcode.MEM_FREE, Handle(1))
+    bench.refused(Opcode.SYNC, Empty())
+    assert (errors(), bench.page.counter(Counter.SYNCS)) == (1, 0)
+    bench.refused(Opcode.STREAM_SYNC, Handle(7))
+    bench.refused(Opcode.MEM_FREE, Handle(1))
+    assert errors() == 2, "another operation's failure is none"
+    bench.ask(Opcode.STREAM_SYNC, Handle(0))
+    assert (errors(), bench.page.counter(Counter.SYNCS)) == (2, 1)
+    bench.page.refuse(Status.REVOKED)
+    bench.refused(Opcode.SYNC, Empty())
+    assert errors() == 2, "the end of a lease is none"
 
 
 def test_a_reply_ends_the_stream(bench: Bench) -> None:
