@@ -10,6 +10,7 @@ from gpulease.client.cli.audit import audit
 from gpulease.client.cli.bench import bench
 from gpulease.client.cli.demo import demo
 from gpulease.client.cli.drain import drain, events
+from gpulease.client.cli.metrics import health, metrics
 from gpulease.client.cli.node import fence, info, leases, revoke
 from gpulease.client.cli.pki import pki
 from gpulease.client.cli.private_daemon import CannotStart
@@ -53,7 +54,7 @@ def main() -> None:
     """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
 
 
-for _command in (demo, info, leases, revoke, drain, events, fence, audit, pki, bench, verify, serve):
+for _command in (demo, info, leases, revoke, drain, events, fence, health, metrics, audit, pki, bench, verify, serve):
     main.add_command(_command)
 serve.add_command(models)
 

@@ -60,6 +60,14 @@ class Recorder:
         """Why no lease can be granted at present, if it is for want of the log."""
         return None
 
+    def problem(self) -> str:
+        """Why the log can't be written now, in a clause; "" if it can, or if none is kept."""
+        return ""
+
+    def figures(self) -> dict[str, int] | None:
+        """How many records wait, are durable, and were dropped; None if no log is kept."""
+        return None
+
     def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
         """Tell a tenant of its grant, once that may be."""
         on_outcome(granted)
@@ -148,7 +156,7 @@ class LogRecorder(Recorder):
 
     def denial(self) -> Denial | None:
         """As above."""
-        problem = self._problem() if self._is_required else ""
+        problem = self.problem() if self._is_required else ""
         return not_recorded(problem) if problem else None
 
     def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
@@ -160,7 +168,7 @@ class LogRecorder(Recorder):
             return
         timer = self._loop.call_later(MAX_WAIT_S, self._give_up, lease_id)
         self._held[lease_id] = _Held(ticket, granted, on_outcome, timer)
-        if not ticket or self._problem():
+        if not ticket or self.problem():
             self._give_up(lease_id)
 
     async def stop(self) -> None:
@@ -189,8 +197,13 @@ class LogRecorder(Recorder):
         elif kind in ENDS:
             self._tickets.pop(int(data["lease"], 16), None)
 
-    def _problem(self) -> str:
+    def problem(self) -> str:
+        """As above."""
         return "it is not open" if self._writer is None else self._writer.problem()
+
+    def figures(self) -> dict[str, int] | None:
+        """As above."""
+        return None if self._writer is None else self._writer.figures()
 
     def _release(self) -> None:
         if self._writer is None:
@@ -208,7 +221,7 @@ class LogRecorder(Recorder):
         if held is None:
             return
         held.timer.cancel()
-        denial = not_recorded(self._problem() or f"it took more than {MAX_WAIT_S:g} s")
+        denial = not_recorded(self.problem() or f"it took more than {MAX_WAIT_S:g} s")
         lease = held.granted.lease
         told = {"operation": "acquire", "tenant": lease.tenant, "lease": lease_text(lease_id)}
         self._record((Kind.DENY, told | {"reason": denial.reason.value, "message": denial.message}))

@@ -323,5 +323,6 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         self._runtime.recorder.refused(request.op.name, self.peer.tenant, request.session_id, failure.message)
+        self._runtime.metrics.refused(request.op.name, failure.status)
         self.answer(request, failure)
         self._take_events()

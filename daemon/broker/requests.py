@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.drains import drain_left_ms, status_of
+from gpulease.daemon.broker.node_desk import NodeDesk
 from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, token_of, waiting_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
@@ -84,6 +85,7 @@ class Desk:
         self._driver = driver
         self._tokens = TokenDesk(runtime.tokens, self._peer)
         self._telling = TellingDesk(runtime.teller, self._peer.tenant, answerer.tell)
+        self._node = NodeDesk(self._peer, runtime.metrics, runtime.health)
         self._open_acquires: dict[int, Request] = {}
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
@@ -99,6 +101,8 @@ class Desk:
             Opcode.FENCE_CLEAR: self._fence_clear,
             Opcode.DRAIN: lambda request, body: self._drain(request, lambda n: DrainRequested(n, body.within_ms)),
             Opcode.DRAIN_CANCEL: lambda request, _: self._drain(request, DrainCancelled),
+            Opcode.METRICS: self._scrape,
+            Opcode.HEALTH: lambda request, _: answerer.answer(request, self._node.health()),
             Opcode.CAPABILITY_ISSUE: lambda request, body: answerer.answer(
                 request, self._tokens.issue(body, runtime.recorder)
             ),
@@ -114,6 +118,7 @@ class Desk:
         except Refusal as refusal:
             lease_id = getattr(request.body, "lease_id", 0)
             self._runtime.recorder.refused(request.op.name, self._peer.tenant, lease_id, refusal.failure.message)
+            self._runtime.metrics.refused(request.op.name, refusal.failure.status)
             self._answerer.answer(request, refusal.failure)
 
     def _check_memory(self, op: Opcode) -> None:
@@ -300,6 +305,10 @@ class Desk:
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(event_for(number))
+
+    def _scrape(self, request: Request, body: messages.Empty) -> None:
+        self._need_operator("METRICS")
+        self._node.scrape(lambda result: self._answerer.answer(request, result))
 
     # --- reports ---
 

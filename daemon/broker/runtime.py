@@ -14,6 +14,8 @@ from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.adoption import adopt
 from gpulease.daemon.broker.denials import word_for
 from gpulease.daemon.broker.headroom import Headroom
+from gpulease.daemon.broker.health import Health
+from gpulease.daemon.broker.metrics import NodeMetrics
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.telling import Teller
 from gpulease.daemon.broker.tokens import TokenOffice
@@ -59,7 +61,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.worker.spec import WorkerSpec
-from gpulease.protocol.opcodes import Exclusivity
+from gpulease.protocol.opcodes import Exclusivity, Status
 
 NS_PER_S = 1_000_000_000
 
@@ -89,6 +91,8 @@ class Runtime:
         self.workers = workers
         self.recorder = recorder
         self.journal = journal or Journal()
+        self.health = Health(table, workers, self.journal, recorder, self.headroom)
+        self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
         recorder.observe(table.get, self.post)
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
@@ -129,6 +133,7 @@ class Runtime:
         """Take over what an earlier daemon left; before anything else happens. `latest_ns`: see `reconcile`."""
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
+        self.metrics.took_over()
         if self.workers.serving():
             self._watchman.start()
             self._weigher.start()
@@ -140,6 +145,7 @@ class Runtime:
             if handle is not None:
                 handle.cancel()
         self.teller.stop()
+        await self.metrics.stop()
         await self._watchman.stop()
         await self._weigher.stop()
         await self._reclaimer.stop()
@@ -173,6 +179,7 @@ class Runtime:
                 # Before any of it is carried out: nobody is told what is on its way to neither journal nor audit log.
                 self.journal.saw(event, effects, now_ns)
                 self.recorder.saw(event, effects, now_ns)
+                self.metrics.saw(event, effects, now_ns)
                 for effect in effects:
                     self._try(effect)
                 self._tell(effects)
@@ -323,4 +330,5 @@ class Runtime:
             operation = "LEASE_ALLOC" if isinstance(outcome, Granted) else "LEASE_RENEW"
             lease = outcome.lease
             self.recorder.refused(operation, lease.tenant, lease.lease_id, told.denial.message)
+            self.metrics.refused(operation, Status.BUSY)
         on_outcome(told)

@@ -90,6 +90,8 @@ class Service:
         for address in self._config.listen:
             self.addresses.append(await self._listen(address))
         self.runtime.post(PoolTimerFired())
+        self.runtime.metrics.start()
+        self.runtime.health.is_listening = True
 
     async def _listen(self, address: Address) -> Address:
         if not isinstance(address, TlsAddress):
@@ -104,6 +106,7 @@ class Service:
 
     async def stop(self) -> None:
         """Stop listening, let everybody go, and end sessions or leave them, each within a bound."""
+        self.runtime.health.is_listening = False
         self._listeners.close()
         if self._remote is not None:
             await self._remote.stop()

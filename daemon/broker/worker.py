@@ -27,6 +27,7 @@ class Worker:
         zygote: Who made it.
         serial: Its number there.
         born_as: The lease, or warm context, it was made for.
+        counted: What of its page's counters was told, see `readings`; empty before the first time.
     """
 
     spec: WorkerSpec
@@ -40,6 +41,7 @@ class Worker:
     is_killed: bool = False
     hand_overs: int = 0
     born_as: int = 0
+    counted: tuple[int, ...] = ()
 
     def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
         """Give it a tenant's socket, or a guest's; False if it can't take it now."""

@@ -51,7 +51,8 @@ class Workers:
         self._by_serial: dict[tuple[Zygote, int], Worker] = {}
         self._ended_workers: dict[int, Ended] = {}
         self._found: dict[tuple[Zygote, int], FoundWorker] = {}
-        self._on_look: Callable[[int], None] = _not_looked
+        self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
+        self._on_end: Callable[[Worker], None] = lambda worker: None
         self._driver = driver
         self._sandbox = sandbox or SandboxSettings()
         self._folder = folder
@@ -66,6 +67,15 @@ class Workers:
     def look_with(self, look: Callable[[int], None]) -> None:
         """Who is told of leases whose context may have grown."""
         self._on_look = look
+
+    def tell_of_ends(self, on_end: Callable[[Worker], None]) -> None:
+        """Who is told of each worker that has ended, while its page can still be read."""
+        self._on_end = on_end
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there is a zygote to make workers."""
+        return self._zygote.is_running
 
     def findings(self) -> list[dict[str, Any]]:
         """The measures of the workers' sandbox: whether each is on, and how far it goes or why it is not."""
@@ -358,6 +368,7 @@ class Workers:
 
     def _ended(self, worker: Worker, reason: str) -> None:
         self._take_last_words(worker)
+        self._on_end(worker)
         self._forget(worker)
         lease_id = worker.spec.lease_id
         ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
@@ -382,10 +393,6 @@ class Workers:
         self._being_born.pop(worker.born_as, None)
         self._by_serial.pop((worker.zygote, worker.serial), None)
         worker.close()
-
-
-def _not_looked(lease_id: int) -> None:
-    """Start-up's sessions run nothing."""
 
 
 def _not_delivered(event: Event) -> None:

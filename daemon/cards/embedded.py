@@ -61,5 +61,9 @@ class EmbeddedCards:
         """A session's memory is its worker's anonymous memory: the kernel had it back when the worker was reaped."""
         return ""
 
+    def stray_bytes(self, card_uuid: str) -> int:
+        """None: what nobody maps is the kernel's."""
+        return 0
+
     def close(self) -> None:
         """There is nothing open."""

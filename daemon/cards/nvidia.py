@@ -78,10 +78,21 @@ class NvidiaCards:
             unattributed = self._used(card_uuid) - sum(processes.values())
         except pynvml.NVMLError as error:
             return f"NVML can't say what the card holds: {error}"
-        allowed = self._unattributed_bytes[card_uuid] + UNATTRIBUTED_SLACK_BYTES
+        allowed = self._allowed_bytes(card_uuid)
         if unattributed > allowed:
             return f"{unattributed} bytes of the card belong to no process; at most {allowed} are expected"
         return ""
+
+    def stray_bytes(self, card_uuid: str) -> int:
+        """What `missing_proof` finds too much of. For a moment that may be a process's that ends just now."""
+        try:
+            unattributed = self._used(card_uuid) - sum(self._processes(card_uuid).values())
+        except pynvml.NVMLError as error:
+            raise CardsUnavailable(f"NVML can't say what the card holds: {error}", hint=_hint(error)) from None
+        return unattributed if unattributed > self._allowed_bytes(card_uuid) else 0
+
+    def _allowed_bytes(self, card_uuid: str) -> int:
+        return self._unattributed_bytes[card_uuid] + UNATTRIBUTED_SLACK_BYTES
 
     def close(self) -> None:
         """Shut NVML down."""

@@ -62,5 +62,11 @@ class CardSource(Protocol):
     def missing_proof(self, card_uuid: str, pid: int) -> str:
         """Why it is not proved yet that all a dead process held on a card is back; "" once it is proved."""
 
+    def stray_bytes(self, card_uuid: str) -> int:
+        """What of a card belongs to no process and did not at start-up; 0 within what that may move by.
+
+        Raises CardsUnavailable.
+        """
+
     def close(self) -> None:
         """Let go of what was opened."""

@@ -82,6 +82,10 @@ class Journal:
         """Why nothing can be granted or renewed at present, if it is for want of the journal."""
         return None
 
+    def problem(self) -> str:
+        """Why it can't be written now, in a clause; "" if it can, or if none is kept."""
+        return ""
+
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """Write down that a token was used, then say whether that is on the disk."""
         on_done(True)
@@ -176,7 +180,7 @@ class FileJournal(Journal):
 
     def denial(self) -> Denial | None:
         """As above."""
-        problem = self._problem()
+        problem = self.problem()
         return not_kept(problem) if problem else None
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
@@ -190,7 +194,7 @@ class FileJournal(Journal):
         """As above. The lease table is at rest by now."""
         is_whole = await asyncio.to_thread(self._writer.stop)
         if not is_whole:
-            _log.error("the last changes are not in the journal: %s", self._problem() or "the disk is too slow")
+            _log.error("the last changes are not in the journal: %s", self.problem() or "the disk is too slow")
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -217,7 +221,7 @@ class FileJournal(Journal):
 
     def _hold(self, tell: Callable[[str], None]) -> None:
         """Have somebody told once all that was put so far is durable, or why it is not."""
-        ticket, problem = self._writer.accepted, self._problem()
+        ticket, problem = self._writer.accepted, self.problem()
         if self._fault or (problem and self._writer.durable < ticket):
             tell(problem)
         elif self._writer.durable >= ticket or self._loop is None:
@@ -227,7 +231,8 @@ class FileJournal(Journal):
             held.timer = self._loop.call_later(MAX_WAIT_S, self._give_up, held)
             self._held.append(held)
 
-    def _problem(self) -> str:
+    def problem(self) -> str:
+        """As above."""
         return self._fault or self._writer.problem()
 
     def _on_change(self) -> None:
@@ -240,12 +245,12 @@ class FileJournal(Journal):
         durable = self._writer.durable
         while self._held and self._held[0].ticket <= durable:
             self._tell(self._held.popleft(), "")
-        if problem := self._problem():
+        if problem := self.problem():
             while self._held:
                 self._tell(self._held.popleft(), problem)
 
     def _give_up(self, held: _Held) -> None:
-        self._tell(held, self._problem() or f"it took more than {MAX_WAIT_S:g} s")
+        self._tell(held, self.problem() or f"it took more than {MAX_WAIT_S:g} s")
 
     def _tell(self, held: _Held, problem: str) -> None:
         if held.is_done:

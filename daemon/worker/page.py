@@ -124,6 +124,11 @@ class BrokerPage:
         """What the worker says: for reports, and for finding workers and kernels that do not end."""
         return self._words[PAGE_BYTES // 8 + counter]
 
+    def counters(self) -> list[int]:
+        """All of them, by their numbers."""
+        first = PAGE_BYTES // 8
+        return self._words[first : first + len(Counter)].tolist()
+
     def close(self) -> None:
         """Give the pages back."""
         self._words.release()

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from gpulease.daemon.core import PoolTimerFired, ShutdownRequested
+from gpulease.daemon.metrics import families
 from gpulease.protocol import Opcode
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
@@ -88,6 +89,8 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.LEASE_UNSUBSCRIBE, lambda scene, draws: m.LeaseUnsubscribe(draws.below(8))),
     (Opcode.DRAIN, lambda scene, draws: m.Drain(draws.pick((5000, 500, 0)))),
     (Opcode.DRAIN_CANCEL, lambda scene, draws: m.Empty()),
+    (Opcode.METRICS, lambda scene, draws: m.Empty()),
+    (Opcode.HEALTH, lambda scene, draws: m.Empty()),
 )
 
 
@@ -195,6 +198,10 @@ async def settle(scene: Scene) -> None:
     scene.table.validate()
     for card in scene.table.cards():
         assert card.held_bytes + card.warm_bytes == card.fenced_bytes
+    tally = scene.runtime.metrics._tally
+    assert tally.is_at_rest, "metrics keep something of who is gone"
+    for pair, count in tally.counters[families.LEASES_ACQUIRED].items():
+        assert tally.counters[families.LEASES_DROPPED][pair] == count, pair
     for peer in scene.peers:
         peer.wire.close()
     await asyncio.sleep(0.1)

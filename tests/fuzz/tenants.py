@@ -294,6 +294,7 @@ ANSWERS: dict[Opcode, Callable[[Peer, Asked, Any, Any], None]] = {
     Opcode.FENCE_CLEAR: for_operators,
     Opcode.DRAIN: for_operators,
     Opcode.DRAIN_CANCEL: for_operators,
+    Opcode.METRICS: for_operators,
     Opcode.CAPABILITY_ISSUE: issued,
     Opcode.CAPABILITY_PRESENT: presented,
 }

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker import reports, requests, runtime, tokens
+from gpulease.daemon.broker import metrics, reports, requests, runtime, tokens
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
@@ -33,7 +33,7 @@ START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0
 NS_PER_S = 1_000_000_000
 READY_S = 0.05
-CLOCKED: tuple[Any, ...] = (reports, requests, runtime, tokens)
+CLOCKED: tuple[Any, ...] = (metrics, reports, requests, runtime, tokens)
 
 
 class Clock:
@@ -247,4 +247,10 @@ def broker_of(table: LeaseTable, office: TokenOffice, workers: SimulatedWorkers,
     made.turns = Turns(CLOCK.monotonic_ns)
     # There are no pages to look at, and its rounds are most of what happens while time passes.
     setattr(made._watchman, "start", lambda: None)  # noqa: B010
+
+    async def strays() -> dict[str, int]:
+        return dict.fromkeys((card.uuid for card in table.cards()), 0)
+
+    # A thread's answer comes in a real time of its own.
+    setattr(made.metrics, "_strays", strays)  # noqa: B010
     return made

@@ -1,0 +1,31 @@
+"""What programs that watch a node read: `gpulease metrics`, `health`."""
+
+import json
+import sys
+
+import click
+
+from gpulease.client.blocking import ask
+from gpulease.client.cli.tables import table
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
+
+
+@click.command()
+def metrics() -> None:
+    """Print the node's metrics as Prometheus reads them; for operators."""
+    click.echo(ask(Opcode.METRICS, Empty()).exposition, nl=False)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def health(as_json: bool) -> None:
+    """Show whether the daemon can grant leases, and what keeps it from it. Exit status 1 if it can't."""
+    found = ask(Opcode.HEALTH, Empty()).report
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        rows = [[check["check"], "ok" if check["ok"] else "FAILS", check["detail"]] for check in found["checks"]]
+        click.echo(table(["check", "", "what is wrong"], rows))
+    if not found["ready"]:
+        sys.exit(1)

@@ -1,0 +1,178 @@
+"""Scrapes: who gets which text, what a driver that hangs costs, and what a fault of ours must not."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpulease.daemon.audit.recorder import Recorder
+from gpulease.daemon.broker import metrics
+from gpulease.daemon.broker.headroom import Headroom
+from gpulease.daemon.broker.health import Health
+from gpulease.daemon.broker.metrics import NodeMetrics
+from gpulease.daemon.broker.node_desk import NodeDesk
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.embedded import EmbeddedCards
+from gpulease.daemon.cards.source import CardsUnavailable
+from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.journal import Journal
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.messages import Metrics
+from gpulease.protocol.opcodes import Status
+
+OPERATOR = Peer("root", is_operator=True, is_known=True)
+
+
+class Scene:
+    """A node of one card. `look` is what the card's driver does when it is asked."""
+
+    def __init__(self, look: Callable[[], int] = lambda: 0) -> None:
+        table = LeaseTable([Card("GPU-a", 0, "Test", 100, 10)])
+        workers = Workers("cpu")
+        headroom = Headroom()
+        headroom.close()
+        self.health = Health(table, workers, Journal(), Recorder(), headroom)
+        source = EmbeddedCards([100])
+        source.stray_bytes = lambda card_uuid: look()  # type: ignore[method-assign]
+        self.metrics = NodeMetrics(table, source, workers, Recorder(), self.health)
+        self.answers: list[Metrics | Failure] = []
+
+    async def answered(self, count: int) -> list[Metrics | Failure]:
+        for _ in range(10_000):
+            if len(self.answers) >= count:
+                return self.answers
+            await asyncio.sleep(0.001)
+        raise AssertionError(f"{len(self.answers)} answers, not {count}")
+
+
+def text_of(answer: Metrics | Failure) -> str:
+    assert isinstance(answer, Metrics)
+    assert answer.content_type.startswith("text/plain; version=0.0.4")
+    return answer.exposition
+
+
+def test_who_asks_meanwhile_is_answered_by_the_next_text() -> None:
+    async def run() -> None:
+        scene = Scene()
+        for _ in range(3):
+            scene.metrics.ask(scene.answers.append)
+        first, second, third = await scene.answered(3)
+        assert first is second is third, "one text for all who waited"
+        scene.metrics.ask(lambda answer: scene.metrics.ask(scene.answers.append))
+        (*_, last) = await scene.answered(4)
+        assert last is not first
+        assert "gpulease_ready 0.0" in text_of(last)
+        await scene.metrics.stop()
+
+    asyncio.run(run())
+
+
+def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LOOK_TIMEOUT_S", 0.05)
+    hangs = threading.Event()
+    asked = 0
+
+    def look() -> int:
+        nonlocal asked
+        asked += 1
+        hangs.wait(10)
+        return 5
+
+    async def run() -> None:
+        scene = Scene(look)
+        for count in (1, 2):
+            scene.metrics.ask(scene.answers.append)
+            (*_, answer) = await scene.answered(count)
+            assert "gpu_lease_leaked_bytes{" not in text_of(answer)
+            assert "gpulease_card_capacity_bytes{" in text_of(answer)
+        assert asked == 1, "it is not asked again until it has answered"
+        hangs.set()
+        monkeypatch.setattr(metrics, "LOOK_TIMEOUT_S", 10)
+        scene.metrics.ask(scene.answers.append)
+        (*_, answer) = await scene.answered(3)
+        assert 'gpu_lease_leaked_bytes{UUID="GPU-a"} 5.0' in text_of(answer)
+        await scene.metrics.stop()
+
+    asyncio.run(run())
+
+
+def test_a_card_that_can_not_be_looked_at_is_not_said_to_leak_nothing() -> None:
+    def look() -> int:
+        raise CardsUnavailable("it fell off the bus", hint="")
+
+    async def run() -> None:
+        scene = Scene(look)
+        scene.metrics.ask(scene.answers.append)
+        assert "gpu_lease_leaked_bytes{" not in text_of((await scene.answered(1))[0])
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        scene = Scene()
+        scene.metrics._tally = cast(Any, SimpleNamespace(saw=breaks, pairs=breaks))
+        scene.metrics.saw(ShutdownRequested(), [], 1)
+        scene.metrics.ask(breaks)
+        scene.metrics.ask(scene.answers.append)
+        (answer,) = await scene.answered(1)
+        assert isinstance(answer, Failure)
+        assert answer.status is Status.INTERNAL
+
+    asyncio.run(run())
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "could not count ShutdownRequested()",
+        "the metrics can't be told",
+        "could not answer with the metrics",
+    ]
+
+
+def test_how_late_the_loop_is_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "BEAT_S", 0.01)
+
+    async def run() -> None:
+        scene = Scene()
+        scene.metrics.start()
+        count, text = 0, ""
+        while "gpulease_loop_lag_seconds_count" not in text:
+            scene.metrics.ask(scene.answers.append)
+            count += 1
+            text = text_of((await scene.answered(count))[-1])
+        await scene.metrics.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_connection_asks_one_by_one() -> None:
+    async def run() -> None:
+        scene = Scene()
+        desk = NodeDesk(OPERATOR, scene.metrics, scene.health)
+        desk.scrape(scene.answers.append)
+        with pytest.raises(Refusal, match="being answered") as caught:
+            desk.scrape(scene.answers.append)
+        assert caught.value.failure.status is Status.BUSY
+        await scene.answered(1)
+        desk.scrape(scene.answers.append)
+        await scene.answered(2)
+
+    asyncio.run(run())
+
+
+def test_health_is_for_this_hosts_peers() -> None:
+    async def run() -> None:
+        scene = Scene()
+        tenant = Peer("tcp", is_operator=False, is_known=False)
+        assert NodeDesk(tenant, scene.metrics, scene.health).health().report["ready"] is False
+        relayed = Peer("ann", is_operator=True, is_known=True, is_relayed=True)
+        with pytest.raises(Refusal, match="host"):
+            NodeDesk(relayed, scene.metrics, scene.health).health()
+
+    asyncio.run(run())
