@@ -25,7 +25,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.daemon.metrics import families
 from gpulease.daemon.metrics.families import Family
-from gpulease.daemon.metrics.series import OTHERS, Distribution, TenantLabels
+from gpulease.daemon.metrics.series import MAX_PAIR_SERIES, OTHERS, Distribution, TenantLabels
 from gpulease.daemon.metrics.tally import Tally
 
 from ..core.scenario import Scenario, card, end  # noqa: TID252  # the core's own scenarios
@@ -178,6 +178,13 @@ def test_warm_contexts_that_were_taken_and_lost() -> None:
     s.do(ReclaimProved(FIRST_WARM_ID + 1))
     assert (s.count(families.WARM_TAKEN, *CARD), s.count(families.WARM_LOST, *CARD)) == (1, 1)
     assert s.tally.is_at_rest
+
+
+@pytest.mark.parametrize(("cards", "tenants"), [(0, 64), (1, 64), (8, 64), (16, 32), (1000, 1)])
+def test_the_more_cards_the_fewer_tenants_are_told_apart(cards: int, tenants: int) -> None:
+    tally = Tally(lambda _: None, [f"GPU-{number}" for number in range(cards)])
+    assert tally._tenants.most == tenants
+    assert max(1, cards) * tenants <= MAX_PAIR_SERIES or tenants == 1
 
 
 def test_tenants_beyond_the_bound_share_a_label_and_nobody_moves() -> None:
