@@ -1,5 +1,6 @@
 """The text: what Prometheus's own tools and parser make of it, with every family there is."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -9,9 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpulease.daemon.core import Cause, DenialReason, WarmState
 from gpulease.daemon.metrics.exposition import SAMPLES_PER_CHUNK, Content, NodeCollector, chunks
 from gpulease.daemon.metrics.families import FAMILIES, Family, Kind
-from gpulease.daemon.metrics.series import Histogram, Labels
+from gpulease.daemon.metrics.series import MAX_LABEL_CHARS, MAX_PAIR_SERIES, Histogram, Labels
+from gpulease.protocol.limits import MAX_METRICS_BYTES
+from gpulease.protocol.opcodes import Opcode, Status
 
 README = Path(__file__).parents[3] / "daemon" / "README.md"
 HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
@@ -98,6 +102,27 @@ def test_pieces_make_the_whole(count: int) -> None:
     gauge = next(family for family in FAMILIES if family.kind is Kind.GAUGE and family.labels == ("UUID",))
     content: Content = {**everything(), gauge: {(f"GPU-{number}",): number for number in range(count)}}
     assert text_of(content) == generate_latest(registry(content)).decode()
+
+
+def test_the_most_there_can_be_fits_a_reply() -> None:
+    """A host of 64 cards, as many tenants as are told apart, with names as long as UTF-8 makes them, all refused."""
+    cards = [f"GPU-{number:032x}abcd" for number in range(64)]
+    tenants = [f"{number:03d}".ljust(MAX_LABEL_CHARS, "\U0001f4a9") for number in range(MAX_PAIR_SERIES // 64)]
+    choices = {"UUID": cards, "tenant": tenants, "operation": [op.name for op in Opcode]}
+    choices |= {"reason": [reason.value for reason in DenialReason] + [status.name for status in Status]}
+    choices |= {"cause": [cause.value for cause in Cause], "state": [state.value for state in WarmState]}
+    content: dict[Family, dict[Labels, float] | Histogram] = {}
+    for family in FAMILIES:
+        labels = [choices.get(label, ["x" * 96]) for label in family.labels]
+        made = Histogram(family) if family.kind in (Kind.HISTOGRAM, Kind.SUMMARY) else dict[Labels, float]()
+        for one in itertools.product(*labels):
+            if isinstance(made, Histogram):
+                made.observe(one, 1e-9)
+            else:
+                made[one] = 2.0**53 - 1
+        content[family] = made
+    size_bytes = len(text_of(content).encode())
+    assert 1 << 20 < size_bytes < MAX_METRICS_BYTES
 
 
 def test_a_histogram_adds_up() -> None:
