@@ -29,6 +29,7 @@ EXIT_UNAVAILABLE: Final = 69
 @click.option(
     "--warm-contexts", type=int, metavar="NUMBER", help="Contexts that each card has ready; the default is 0."
 )
+@click.option("--http", metavar="HOST:PORT", help="A web page, health and metrics, on loopback.")
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
 @click.version_option(VERSION, prog_name="gpuleased")
@@ -37,6 +38,7 @@ def main(
     driver: str | None,
     vram: tuple[str, ...],
     warm_contexts: int | None,
+    http: str | None,
     config: Path | None,
     verbose: bool,
 ) -> None:
@@ -47,7 +49,7 @@ def main(
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
-    overrides["warm_contexts"] = warm_contexts
+    overrides |= {"warm_contexts": warm_contexts, "http": http}
     sys.exit(_run(config, overrides))
 
 
@@ -94,6 +96,8 @@ async def _serve(config: Any) -> None:
     async with running_service(config) as service:
         for address in service.addresses:
             logging.getLogger("gpulease").info("gpuleased %s listens on %s", VERSION, address)
+        if service.url:
+            logging.getLogger("gpulease").info("gpuleased %s is to be seen at %s", VERSION, service.url)
         await stop.wait()
         service.may_end_sessions(is_interrupted=told[0] is signal.SIGINT)
         logging.getLogger("gpulease").info("stopping")

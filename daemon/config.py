@@ -17,7 +17,8 @@ from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
 from gpulease.daemon.tenant_names import check_tenant
 from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, parse_tls
-from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TlsAddress, parse_address
+from gpulease.daemon.web.settings import HttpSettings, parse_hosts, parse_http
+from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
 
 MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); the one above says "none"."""
@@ -94,6 +95,9 @@ class Config:
         tls: What it takes to be reached by remote tenants; None to listen for none.
         tenant_of_certificate: Whose leases those of a certificate's holder are. If it is empty, a certificate says so
             itself; see `gpulease.daemon.relay.naming`.
+        http: Where the web page and the metrics are served; None to serve none.
+        http_hosts: Names besides that address that they are asked for by.
+        http_token_file: What opens tenants' names there; None to show them to nobody.
         limits: The lease table's bounds, those of single tenants among them.
     """
 
@@ -120,7 +124,15 @@ class Config:
     max_load_s: int = 120
     tls: TlsSettings | None = None
     tenant_of_certificate: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    http: TcpAddress | None = None
+    http_hosts: frozenset[str] = frozenset()
+    http_token_file: Path | None = None
     limits: CoreLimits = field(default_factory=CoreLimits)
+
+    @property
+    def of_http(self) -> HttpSettings | None:
+        """What is said of the web page, in one."""
+        return None if self.http is None else HttpSettings(self.http, self.http_hosts, self.http_token_file)
 
     @property
     def of_sandbox(self) -> SandboxSettings:
@@ -203,7 +215,11 @@ def _convert(key: str, value: Any) -> Any:
             return str(value)
         if key == "on_stop":
             return _on_stop(value)
-        if key in ("audit", "audit_head", "state", "token_key_file"):
+        if key == "http":
+            return parse_http(value)
+        if key == "http_hosts":
+            return parse_hosts(_texts(value))
+        if key in ("audit", "audit_head", "state", "token_key_file", "http_token_file"):
             return _path(value)
         if key == "audit_required":
             return _truth(value)
@@ -331,6 +347,8 @@ def _check(config: Config) -> None:
         raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
     if config.on_stop is OnStop.KEEP and config.state is None:
         raise ConfigError('on_stop = "keep" needs state, the folder of what outlives the daemon')
+    if config.http is None and (config.http_hosts or config.http_token_file is not None):
+        raise ConfigError("http_hosts and http_token_file need http, the address of the web page")
     _check_audit(config)
 
 

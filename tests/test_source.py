@@ -28,8 +28,8 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/gateway/postgres_store.py",
-    "starlette": ("client/gateway/", "client/models/asgi.py"),
-    "uvicorn": "client/gateway/",
+    "starlette": ("client/gateway/", "client/models/asgi.py", "daemon/web/"),
+    "uvicorn": ("client/gateway/", "daemon/web/"),
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.

@@ -28,12 +28,14 @@ class Peer:
             whom the settings say it of.
         is_known: Whether anybody vouches for `tenant`: the kernel, or a certificate.
         is_relayed: Whether a relay is between it and this host, so that no memory can be shared with it.
+        is_reader: Whether it may look and do nothing else, operator or not.
     """
 
     tenant: str
     is_operator: bool
     is_known: bool
     is_relayed: bool = False
+    is_reader: bool = False
 
     def __str__(self) -> str:
         return f"{self.tenant}{' (operator)' if self.is_operator else ''}"

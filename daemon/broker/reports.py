@@ -50,6 +50,7 @@ def lease_report(
         "exclusivity": lease.exclusivity.name.lower(),
         "remaining_ms": remaining_ms(lease, now_ns, drain_ns) if lease.ended_ns is None else 0,
         "ttl_ms": lease.ttl_ms,
+        "age_ms": max(0, now_ns - lease.created_ns) // NS_PER_MS,
     }
     if standing is not None:
         report["phase"] = standing.phase.name.lower()

@@ -51,6 +51,20 @@ from gpulease.protocol.opcodes import (
 BEGINS_SOMETHING: Final = frozenset({Opcode.LEASE_ALLOC, Opcode.LEASE_SUBSCRIBE})
 """What the broker does not take on when it is out of memory: something that it has to keep, and that can wait."""
 
+LOOKS: Final = frozenset(
+    {
+        Opcode.PING,
+        Opcode.GET_INVENTORY,
+        Opcode.LEASE_QUERY,
+        Opcode.LEASE_LIST_ACTIVE,
+        Opcode.LEASE_SUBSCRIBE,
+        Opcode.LEASE_UNSUBSCRIBE,
+        Opcode.METRICS,
+        Opcode.HEALTH,
+    }
+)
+"""What a peer may ask that may look and do nothing else."""
+
 
 class Answerer(Protocol):
     """Where answers go: a control connection."""
@@ -113,6 +127,7 @@ class Desk:
     def take(self, request: Request) -> None:
         """Serve one request, now or when the table has an outcome."""
         try:
+            self._check_reader(request.op)
             self._check_memory(request.op)
             self._operations[request.op](request, request.body)
         except Refusal as refusal:
@@ -125,6 +140,10 @@ class Desk:
         if op in BEGINS_SOMETHING and not self._runtime.headroom.is_enough():
             hint = "Leases go on, and can be renewed and freed: try again later."
             raise Refusal(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))
+
+    def _check_reader(self, op: Opcode) -> None:
+        if self._peer.is_reader and op not in LOOKS:
+            raise Refusal(Failure(Status.DENIED, f"{op.name} is not for {self._peer}, which may look and no more"))
 
     def leave(self) -> None:
         """The client is gone: what it waits for is given up."""
@@ -142,6 +161,7 @@ class Desk:
 
     def check_attach(self, request: Request) -> Guest | None:
         """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
+        self._check_reader(request.op)
         body = request.body
         token = token_of(body.options) if isinstance(body, messages.Attach) else None
         if token is None:

@@ -18,6 +18,7 @@ from gpulease.daemon.broker.remote import RemoteDoor
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.state import State, holding_state
 from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.web import WebDoor
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
@@ -52,6 +53,7 @@ class Service:
 
     Attributes:
         addresses: Where it listens, with the ports the kernel chose.
+        url: The web page's, "" if there is none.
         leaves_sessions: Whether its stop leaves sessions to the next daemon. Until it is told to stop, it does so
             wherever they can outlive it: that it can't start, or breaks, must not end them.
     """
@@ -66,6 +68,7 @@ class Service:
         journal: Journal,
     ) -> None:
         self.addresses: list[Address] = []
+        self.url = ""
         self.leaves_sessions = config.state is not None
         self._cards = cards
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
@@ -80,6 +83,8 @@ class Service:
         self._remote: RemoteDoor | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
             self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection)
+        http = config.of_http
+        self._web = None if http is None else WebDoor(http, config.of_sandbox, self._new_reader)
 
     async def start(self) -> None:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen."""
@@ -89,6 +94,8 @@ class Service:
             await self._remote.start()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address))
+        if self._web is not None:
+            self.url = await self._web.listen()
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self.runtime.health.is_listening = True
@@ -108,6 +115,8 @@ class Service:
         """Stop listening, let everybody go, and end sessions or leave them, each within a bound."""
         self.runtime.health.is_listening = False
         self._listeners.close()
+        if self._web is not None:
+            await self._web.stop()
         if self._remote is not None:
             await self._remote.stop()
         if self.leaves_sessions:
@@ -144,6 +153,10 @@ class Service:
             return refusal or door.admit(connection)
 
         return ControlConnection(self.runtime, self._driver, admit, door.release, {}, peer, self._options)
+
+    def _new_reader(self, peer: Peer) -> ControlConnection:
+        """Of a process of ours, which takes nobody's place."""
+        return ControlConnection(self.runtime, self._driver, lambda _: None, lambda _: None, {}, peer, self._options)
 
 
 @contextlib.asynccontextmanager

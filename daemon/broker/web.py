@@ -1,0 +1,199 @@
+"""The web process as the broker sees it: its listening socket, its start, its end, and its view of the leases.
+
+The broker holds the socket, so that it outlives a web process that dies; it never reads from it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpulease.daemon.broker.listening import BACKLOG, CannotListen
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.config import ConfigError
+from gpulease.daemon.processes import exit_text
+from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.web.settings import BadToken, HttpSettings
+
+START_TIMEOUT_S: Final = 30.0
+"""For the process to be there: it imports an HTTP server, which a cold disk takes seconds for."""
+
+RESTART_DELAY_S: Final = 1.0
+"""Between the death of one and the next; twice as long after each that has not lived for STEADY_S."""
+
+MAX_RESTART_DELAY_S: Final = 60.0
+
+STEADY_S: Final = 60.0
+
+SECRET_BYTES: Final = 32
+"""Of what pseudonyms are made with: as long as the hash."""
+
+READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_relayed=True, is_reader=True)
+"""Who the web process is: one who sees all and may do nothing."""
+
+MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
+
+_log = logging.getLogger("gpulease.web")
+
+
+class WebDoor:
+    """The web process and what it was given. Raises ConfigError for a token that can't be used."""
+
+    def __init__(self, settings: HttpSettings, sandbox: SandboxSettings, make_connection: MakeConnection) -> None:
+        self._settings = settings
+        self._sandbox = sandbox
+        self._make_connection = make_connection
+        try:
+            self._token_digest = settings.token_digest()
+        except BadToken as error:
+            raise ConfigError(f"setting http_token_file: {error}") from None
+        # The same for every process of this broker's, so that a tenant keeps its pseudonym.
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._listener: socket.socket | None = None
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._delay_s = RESTART_DELAY_S
+        self._began_s = 0.0
+
+    async def listen(self) -> str:
+        """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen."""
+        address = self._settings.address
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            where = str(address).removeprefix("tcp:")
+            raise CannotListen(f"can't serve the web page at {where}: {error.strerror or error}") from None
+        self._listener.setblocking(False)
+        await self._start()
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+    async def stop(self) -> None:
+        """Show nothing any more."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._restarting
+        self._end()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._channel = self._launch(theirs)
+        except (OSError, ChannelClosed) as error:
+            ours.close()
+            raise CannotListen(f"the web process can't be started: {error}") from None
+        try:
+            ours.setblocking(False)
+            await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
+        except BaseException:
+            ours.close()
+            self._end()
+            raise
+        self._ready = loop.create_future()
+        loop.add_reader(self._channel, self._read)
+        try:
+            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
+        except TimeoutError:
+            self._end()
+            raise CannotListen(f"the web process was not ready after {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            self._end()
+            raise
+        self._began_s = time.monotonic()
+
+    def _launch(self, broker: socket.socket) -> socket.socket:
+        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
+        if self._listener is None:
+            raise CannotListen("the web page's socket is closed")
+        ours, theirs = channel_pair()
+        ours.setblocking(False)
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.web", str(theirs.fileno()), str(os.getpid())]
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [*command, self._sandbox.to_text()],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            undo.callback(self._end)
+            host = self._settings.address.host
+            hosts = [f"[{host}]" if ":" in host else host, "localhost", *sorted(self._settings.hosts)]
+            told = {"hosts": hosts, "token_digest": self._token_digest, "secret": self._secret}
+            send_message(ours, told, (broker.fileno(), self._listener.fileno()))
+            undo.pop_all()
+        return ours
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    # --- what it says ---
+
+    def _read(self) -> None:
+        while self._channel is not None:
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return
+            except ChannelClosed:
+                self._gone()
+                return
+            close_all(fds)
+            self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if self._ready is None or self._ready.done():
+            return
+        match message:
+            case {"op": "ready"}:
+                self._ready.set_result(None)
+            case {"op": "broken", "reason": reason}:
+                self._ready.set_exception(CannotListen(f"the web process can't serve: {reason}"))
+
+    def _gone(self) -> None:
+        status = None if self._process is None else self._process.poll()
+        self._end()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(CannotListen("the web process died as it started; the log says why"))
+            return
+        how = "" if status is None else f" ({exit_text(status << 8 if status >= 0 else -status)})"
+        _log.error("the web process died%s: it will be started again; leases are none of its", how)
+        self._restarting = asyncio.get_running_loop().create_task(self._restart())
+
+    async def _restart(self) -> None:
+        if time.monotonic() - self._began_s > STEADY_S:
+            self._delay_s = RESTART_DELAY_S
+        while True:
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = min(2 * self._delay_s, MAX_RESTART_DELAY_S)
+            try:
+                await self._start()
+            except CannotListen as error:
+                _log.error("the web process can't be started: %s", error)
+                continue
+            _log.info("the web process is back")
+            return

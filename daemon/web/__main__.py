@@ -1,0 +1,97 @@
+"""`python -m gpulease.daemon.web CHANNEL_FD PARENT_PID SANDBOX`: started by the broker."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any, Final
+
+from gpulease.daemon.channel import ChannelClosed, receive_message, send_message
+from gpulease.daemon.processes import die_with_parent, set_name
+from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.trial import prepare
+from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
+from gpulease.daemon.web.feed import Feed
+from gpulease.daemon.web.guard import App
+from gpulease.daemon.web.link import BrokerLink, BrokerSilent
+from gpulease.daemon.web.serving import server_of
+from gpulease.daemon.web.view import Pseudonyms
+
+MAX_PRIVATE_BYTES: Final = 512 << 20
+"""Of this process's memory: an honest one uses some 60 MiB. Stops whoever finds a way to make it grow."""
+
+NICENESS: Final = 5
+"""Tenants' work goes before pictures of it."""
+
+
+def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
+    """Take what the broker gives, shut this process in, serve. Returns the exit status."""
+    die_with_parent(parent_pid)
+    set_name("gpul-web")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    # What it says of a peer's doing, which a peer may do for ever.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    channel = socket.socket(fileno=channel_fd)
+    try:
+        told, fds = receive_message(channel)
+        broker, *listeners = (socket.socket(fileno=fd) for fd in fds)
+        plan, _ = prepare(sandbox, Needs(private_bytes=MAX_PRIVATE_BYTES), lambda _: ())
+        page = load_page()
+        asyncio.run(_rehearse(told, page))
+        # Between the two loops: neither has a descriptor open.
+        plan.enter((channel_fd, *fds), parent_pid)
+        asyncio.run(_serve(told, page, channel, broker, listeners))
+    except ChannelClosed:
+        return 0
+    except (SandboxBroken, BrokerSilent, OSError) as error:
+        send_message(channel, {"op": "broken", "reason": str(error)})
+        return 1
+    return 0
+
+
+def _site(told: dict[str, Any], page: Page, feed: Feed) -> App:
+    site = Site(feed, Access(told["token_digest"]), Pseudonyms(told["secret"]), page)
+    return site.app(frozenset(told["hosts"]))
+
+
+async def _rehearse(told: dict[str, Any], page: Page) -> None:
+    app = _site(told, page, Feed())
+    server_of(app)
+    await rehearse(app, told["hosts"][0])
+
+
+async def _serve(
+    told: dict[str, Any], page: Page, channel: socket.socket, broker: socket.socket, listeners: list[socket.socket]
+) -> None:
+    """Raises BrokerSilent or ChannelClosed."""
+    loop = asyncio.get_running_loop()
+    feed = Feed()
+    _, link = await loop.create_connection(lambda: BrokerLink(feed.heard), sock=broker)
+    await link.greet()
+    server = server_of(_site(told, page, feed))
+    feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
+    begun = loop.create_task(server.begun.wait())
+    await _first_of(begun, feeding, serving, link.lost)
+    if begun.done():
+        send_message(channel, {"op": "ready"})
+    await _first_of(feeding, serving, link.lost)
+    if link.lost.done():
+        raise ChannelClosed("the broker is gone")
+    for task in (feeding, serving):
+        if task.done():
+            task.result()
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+if __name__ == "__main__":
+    fd, parent = map(int, sys.argv[1:3])
+    sys.exit(main(fd, parent, SandboxSettings.from_text(sys.argv[3])))

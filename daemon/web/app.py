@@ -1,0 +1,173 @@
+"""The web process's answers: the page, its state, its stream, health and metrics."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gpulease.daemon import web
+from gpulease.daemon.web.feed import Feed
+from gpulease.daemon.web.guard import App, Guard
+from gpulease.daemon.web.health import Health
+from gpulease.daemon.web.link import BrokerSilent
+from gpulease.daemon.web.metrics import Metrics
+from gpulease.daemon.web.view import Pseudonyms, Snapshot, view_of
+
+FILES: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+MAX_STREAMS: Final = 32
+"""Pages that are fed at a time; one more is told to try later. Each is told the whole state every second."""
+
+STREAM_S: Final = 600.0
+"""How long one stream lasts; its page asks for the next. So none is kept for ever for a reader who has gone."""
+
+QUIET_S: Final = 3.0
+"""Until a stream says that there is nothing new, so that its page knows that it lives."""
+
+RETRY_S: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may see names.
+
+    Attributes:
+        token_digest: The SHA-256 of the operator's token; b"" if there is none.
+    """
+
+    token_digest: bytes
+
+    def is_operator(self, request: Request) -> bool:
+        """Whether the request carries the token. Raises HTTPException, 401, if it carries another."""
+        header = request.headers.get("authorization")
+        if header is None:
+            return False
+        scheme, _, token = header.partition(" ")
+        found = hashlib.sha256(token.strip().encode("latin-1")).digest()
+        if self.token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self.token_digest):
+            return True
+        why = "This is not the operator's token." if self.token_digest else "This daemon has no http_token_file."
+        raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
+
+
+Page = Mapping[str, tuple[bytes, str]]
+"""By path: content and media type."""
+
+
+def load_page() -> Page:
+    """The page's files, which are out of reach once the process is shut in."""
+    folder = files(web).joinpath("page")
+    return {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+
+
+class Site:
+    """All that is answered, from one feed."""
+
+    def __init__(self, feed: Feed, access: Access, pseudonyms: Pseudonyms, page: Page) -> None:
+        self._feed = feed
+        self._access = access
+        self._pseudonyms = pseudonyms
+        self._health = Health(feed.ask)
+        self._metrics = Metrics(feed.ask, pseudonyms)
+        self._streams = 0
+        self._page = page
+
+    def app(self, hosts: frozenset[str]) -> App:
+        """The ASGI application, guarded."""
+        routes = [Route(path, self._file) for path in self._page]
+        routes += [
+            Route("/api/v1/state", self._state),
+            Route("/api/v1/events", self._events),
+            Route("/healthz", self._healthz),
+            Route("/readyz", self._readyz),
+            Route("/metrics", self._exposition),
+        ]
+        handlers: Mapping[Any, Any] = {BrokerSilent: _silent}
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
+
+    async def _file(self, request: Request) -> Response:
+        content, kind = self._page[request.scope["path"]]
+        return Response(content, media_type=kind)
+
+    async def _state(self, request: Request) -> Response:
+        is_named = self._access.is_operator(request)
+        return Response(self._encoded(await self._feed.latest(), is_named=is_named), media_type="application/json")
+
+    async def _events(self, request: Request) -> Response:
+        is_named = self._access.is_operator(request)
+        if self._streams >= MAX_STREAMS:
+            raise HTTPException(503, f"{MAX_STREAMS} pages are open, the most.", {"Retry-After": str(RETRY_S)})
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        return StreamingResponse(self._stream(is_named=is_named), media_type="text/event-stream")
+
+    async def _stream(self, *, is_named: bool) -> AsyncIterator[bytes]:
+        """Server-sent events (HTML, 9.2): `state` with all there is, whenever it was looked at; else comments."""
+        self._streams += 1
+        try:
+            until_s = time.monotonic() + STREAM_S
+            # The head goes out with the first bytes: not to wait for a broker that does not answer.
+            yield b": gpulease\n\n"
+            async for snapshot in self._feed.watch(QUIET_S):
+                if snapshot is None:
+                    yield b": nothing new\n\n"
+                else:
+                    yield b"event: state\ndata: " + self._encoded(snapshot, is_named=is_named) + b"\n\n"
+                if time.monotonic() > until_s:
+                    return
+        finally:
+            self._streams -= 1
+
+    def _encoded(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
+        view = view_of(snapshot, self._pseudonyms, time.monotonic(), is_named=is_named)
+        # In ASCII: no line break of any alphabet can end an event's line.
+        return json.dumps(view, separators=(",", ":")).encode("ascii")
+
+    async def _healthz(self, request: Request) -> Response:
+        await self._health.check_alive()
+        return PlainTextResponse("ok\n")
+
+    async def _readyz(self, request: Request) -> Response:
+        report = await self._health.report()
+        return JSONResponse(report, status_code=200 if report["ready"] else 503)
+
+    async def _exposition(self, request: Request) -> Response:
+        content_type, text = await self._metrics.exposition(is_named=self._access.is_operator(request))
+        return Response(text, headers={"content-type": content_type})
+
+
+async def _silent(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"{error}\n", status_code=503, headers={"Retry-After": str(RETRY_S)})
+
+
+async def rehearse(app: App, host: str) -> None:
+    """Ask for everything once, without a broker: what is imported late is imported before files are out of reach."""
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    for path in (*FILES, "/api/v1/state", "/api/v1/events", "/healthz", "/readyz", "/metrics", "/nothing"):
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+        scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {}}
+        async with asyncio.timeout(QUIET_S):
+            await app(scope, receive, send)

@@ -1,0 +1,94 @@
+"""What every request passes before it is looked at, and what every answer says to the browser.
+
+The attacks are those on servers that listen on loopback: a page of somebody else's, in a browser of this host, that
+asks by a name of its own which it has made resolve to 127.0.0.1 (DNS rebinding), or that embeds what is served here.
+Nothing here is told to a browser by a cookie, so no other page can act as an operator.
+"""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+POLICY: Final = (
+    "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none';"
+    " require-trusted-types-for 'script'"
+)
+"""Content Security Policy Level 3, and Trusted Types: what is not this server's own script does not run, and nothing
+that is text becomes markup."""
+
+HEADERS: Final = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    # Names and ids stay in no cache; and a newer daemon's page is not mixed with an older one's script.
+    (b"cache-control", b"no-store"),
+)
+
+READING: Final = ("GET", "HEAD")
+
+PAGE_PATHS: Final = ("/",)
+"""What a link on somebody else's page may lead to; all else is for this server's own page, and for programs."""
+
+
+class Guard:
+    """Turns away what no honest reader sends, and says the rest to the browser.
+
+    Args:
+        hosts: The names and addresses that it may be asked by, without ports.
+    """
+
+    def __init__(self, app: App, hosts: frozenset[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+
+        async def say(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, say)
+            return
+        status, text = refusal
+        head = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        if status == 405:
+            head.append((b"allow", ", ".join(READING).encode()))
+        await say({"type": "http.response.start", "status": status, "headers": head})
+        await say({"type": "http.response.body", "body": f"{text}\n".encode()})
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
+        hosts = headers.get(b"host", [])
+        if len(hosts) != 1:
+            return 400, "There must be one Host header."
+        if host_of(hosts[0]) not in self._hosts:
+            return 421, "This server is not asked by that name: see http_hosts in the daemon's settings."
+        if scope["method"] not in READING:
+            return 405, "Here is nothing but to be read."
+        if headers.get(b"content-length", [b"0"]) != [b"0"] or b"transfer-encoding" in headers:
+            return 413, "A request has no body here."
+        is_foreign = headers.get(b"sec-fetch-site", [b"none"])[0] in (b"cross-site", b"same-site")
+        if is_foreign and scope["path"] not in PAGE_PATHS:
+            return 403, "Another site's page has asked for this."
+        return None
+
+
+def host_of(header: bytes) -> str:
+    """The host of a Host header, without its port; "" for what is none (RFC 9110, 7.2)."""
+    text = header.decode("latin-1").lower()
+    host, _, port = text.rpartition(":") if not text.endswith("]") and ":" in text else (text, "", "")
+    return host if port == "" or port.isdecimal() else ""

@@ -1,0 +1,99 @@
+"""The part of the settings that is about the web page: where it is, under which names, and what opens it."""
+
+import hashlib
+import importlib.util
+import ipaddress
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.protocol.address import TcpAddress, parse_address
+
+NEEDED: Final = ("starlette", "uvicorn", "h11")
+"""What serves it, of the extra `serve`."""
+
+MIN_TOKEN_CHARS: Final = 32
+"""Of the operator's token: fewer could be guessed by whoever may ask as often as they like."""
+
+MAX_TOKEN_BYTES: Final = 4096
+"""Of its file: more is another file."""
+
+_HOST_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9.-]{1,253}(?<!-)", re.ASCII)
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
+"""What a Bearer token can hold (RFC 6750, 2.1)."""
+
+
+class BadToken(Exception):
+    """The operator's token can't be used; the message is a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """What is said of the web page.
+
+    Attributes:
+        address: Where it is served, on loopback.
+        hosts: Names besides its address that it is asked for by, such as those of a proxy before it.
+        token_file: What opens tenants' names and leases' ids; None to show them to nobody.
+    """
+
+    address: TcpAddress
+    hosts: frozenset[str] = frozenset()
+    token_file: Path | None = None
+
+    def token_digest(self) -> bytes:
+        """The SHA-256 of the operator's token, b"" if there is none. Raises BadToken."""
+        if self.token_file is None:
+            return b""
+        return hashlib.sha256(_read_token(self.token_file)).digest()
+
+
+def parse_http(value: Any) -> TcpAddress:
+    """The address of `http`. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError("it must be a string, such as 127.0.0.1:9400")
+    try:
+        address = parse_address(f"tcp:{value}")
+    except ValueError:
+        raise ValueError(f"{value!r} is not an address: write 127.0.0.1:PORT or [::1]:PORT") from None
+    try:
+        is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        # Not even localhost: where the page is must not depend on what a name is looked up to.
+        raise ValueError(f"{value!r} names no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
+    if not isinstance(address, TcpAddress) or not is_loopback:
+        raise ValueError(
+            f"{value} is not on loopback, and plain HTTP is served nowhere else: write 127.0.0.1:PORT, and put a proxy"
+            " before it that speaks TLS and says who may come"
+        )
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"{' and '.join(missing)} must be installed for it: pip install 'gpulease[serve]'")
+    return address
+
+
+def parse_hosts(names: list[str]) -> frozenset[str]:
+    """The names of `http_hosts`. Raises ValueError."""
+    for name in names:
+        if _HOST_NAME.fullmatch(name) is None:
+            raise ValueError(f"{name!r} is no host's name: write it as in the Host header, without a port")
+    return frozenset(name.lower() for name in names)
+
+
+def _read_token(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+                raise BadToken(f"{path} can be read by others than its owner: chmod 600 it")
+            text = file.read(MAX_TOKEN_BYTES + 1)
+    except OSError as error:
+        raise BadToken(f"{path}: {error.strerror}") from None
+    token = text.strip()
+    if len(text) > MAX_TOKEN_BYTES or len(token) < MIN_TOKEN_CHARS:
+        raise BadToken(f"{path} holds no token of {MIN_TOKEN_CHARS} characters or more: openssl rand -hex 32 makes one")
+    if _TOKEN.fullmatch(token.decode("ascii", "replace")) is None:
+        raise BadToken(f"{path} holds characters that no Bearer token can have (RFC 6750): openssl rand -hex 32")
+    return token

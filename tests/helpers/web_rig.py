@@ -1,0 +1,197 @@
+"""The web process in front of a broker that says what the test wants: any tenants, states and texts."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.web import WebDoor
+from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.web.settings import HttpSettings
+from gpulease.protocol.address import TcpAddress
+from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
+from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+from gpulease.protocol.messages import Body, Empty, HelloReply, Inventory, LeaseEvent, Metrics, Report
+from gpulease.protocol.opcodes import Opcode, Phase
+
+GIB = 1 << 30
+CARD = "GPU-00000000-0000-0000-0000-000000000001"
+
+
+def card(**changes: Any) -> dict[str, Any]:
+    """A card's map, of 80 GiB and empty but for what is said."""
+    return {
+        "uuid": CARD,
+        "index": 0,
+        "name": "NVIDIA H100 80GB HBM3",
+        "driver": "cuda",
+        "capacity_bytes": 79 * GIB,
+        "held_bytes": 0,
+        "available_bytes": 79 * GIB,
+        "fenced_bytes": 0,
+        "leases": 0,
+        "exclusive": False,
+        "warm_contexts": 0,
+        "warm_wanted": 0,
+        "warm_bytes": 0,
+        "drain_left_ms": None,
+        "sandbox": [],
+    } | changes
+
+
+def lease(number: int, tenant: str, **changes: Any) -> dict[str, Any]:
+    """A lease's map, active but for what is said."""
+    return {
+        "lease_id": f"{number:032x}",
+        "tenant": tenant,
+        "state": "active",
+        "cause": None,
+        "reason": "",
+        "fault": "",
+        "generation": 1,
+        "size_bytes": GIB,
+        "card_uuid": CARD,
+        "exclusivity": "session_exclusive",
+        "remaining_ms": 60_000,
+        "ttl_ms": 120_000,
+        "age_ms": 60_000,
+        "phase": "active",
+        "allocated_bytes": 0,
+        "launches": 0,
+        "syncs": 0,
+        "operations": 0,
+    } | changes
+
+
+@dataclass
+class Scene:
+    """What the broker says.
+
+    Attributes:
+        is_silent: Whether it answers nothing.
+        asked: What it was asked, in order.
+    """
+
+    cards: list[dict[str, Any]] = field(default_factory=lambda: [card()])
+    leases: list[dict[str, Any]] = field(default_factory=list)
+    health: dict[str, Any] = field(default_factory=lambda: {"ready": True, "checks": []})
+    metrics: str = ""
+    is_silent: bool = False
+    asked: list[Opcode] = field(default_factory=list)
+
+    def answer(self, request: Request) -> Body:
+        """To one request."""
+        self.asked.append(request.op)
+        match request.op:
+            case Opcode.HELLO:
+                return HelloReply(0, "gpuleased/0.1.0", MAX_PAYLOAD_BYTES, ())
+            case Opcode.GET_INVENTORY:
+                return Inventory((), self.cards)
+            case Opcode.LEASE_LIST_ACTIVE:
+                return Report(self.leases)
+            case Opcode.LEASE_QUERY:
+                return Report(lease(getattr(request.body, "lease_id", 0), "somebody"))
+            case Opcode.HEALTH:
+                return Report(self.health)
+            case Opcode.METRICS:
+                return Metrics("text/plain; version=0.0.4; charset=utf-8", self.metrics)
+            case _:
+                return Empty()
+
+
+class ScriptedBroker(asyncio.Protocol):
+    """The broker's end of one web process's connection."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
+        self._subscription = 0
+        self._sequence = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._connection.receive_data(data)
+        while (event := self._connection.next_event()) is not None:
+            if isinstance(event, EndOfStream):
+                return
+            assert isinstance(event, Request), event
+            if event.op is Opcode.LEASE_SUBSCRIBE:
+                self._subscription = event.request_id
+            if not self._scene.is_silent and self._transport is not None:
+                self._transport.write(self._connection.send_reply(event, self._scene.answer(event)))
+
+    def tell(self, lease_id: int, phase: Phase, cause: str, reason: str) -> None:
+        if self._transport is None or not self._subscription:
+            return
+        self._sequence += 1
+        event = LeaseEvent(lease_id, self._sequence, 0, int(phase), 0, 1, cause, reason)
+        self._transport.write(self._connection.send_event(self._subscription, event))
+
+
+class WebRig:
+    """A web process and its scripted broker, in a thread with a loop of its own.
+
+    Attributes:
+        url: The page's.
+        process_id: The web process's.
+    """
+
+    def __init__(self, scene: Scene, token_file: Path | None = None, hosts: frozenset[str] = frozenset()) -> None:
+        self.scene = scene
+        self.url = ""
+        self._settings = HttpSettings(TcpAddress("127.0.0.1", 0), hosts, token_file)
+        self._loop = asyncio.new_event_loop()
+        self._brokers: list[ScriptedBroker] = []
+        self._door = WebDoor(self._settings, SandboxSettings(), self._connect)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self.url = self._in_loop(self._door.listen())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._stop()
+
+    @property
+    def process_id(self) -> int:
+        process = self._door._process
+        assert process is not None
+        return process.pid
+
+    def tell(self, lease_id: int, phase: Phase, cause: str = "", reason: str = "") -> None:
+        """Something happens to a lease."""
+
+        async def tell() -> None:
+            self._brokers[-1].tell(lease_id, phase, cause, reason)
+
+        self._in_loop(tell())
+
+    def _connect(self, peer: Peer) -> ScriptedBroker:
+        assert peer.is_reader
+        self._brokers.append(ScriptedBroker(self.scene))
+        return self._brokers[-1]
+
+    def _in_loop(self, coroutine: Any) -> Any:
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(30)
+
+    def _stop(self) -> None:
+        with suppress(Exception):
+            self._in_loop(self._door.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
