@@ -90,6 +90,8 @@ class Scene:
         match request.op:
             case Opcode.HELLO:
                 return HelloReply(0, "gpuleased/0.1.0", MAX_PAYLOAD_BYTES, ())
+            case Opcode.PING:
+                return request.body
             case Opcode.GET_INVENTORY:
                 return Inventory((), self.cards)
             case Opcode.LEASE_LIST_ACTIVE:

@@ -1,0 +1,147 @@
+"""The web process in front of a scripted broker: what it answers to whom, and what it may do itself."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gpulease.daemon.processes import name_of
+from gpulease.daemon.web.app import MAX_STREAMS
+from gpulease.protocol.opcodes import Phase
+from helpers.waiting import wait_until
+from helpers.web_rig import Scene, WebRig, lease
+
+TOKEN = "0123456789abcdef0123456789ABCDEF"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene(leases=[lease(1, "ann"), lease(2, "<b>bob</b>")])
+
+
+@pytest.fixture
+def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    with WebRig(scene, path, frozenset({"gpu1.example"})) as rig:
+        yield rig
+
+
+def asked(rig: WebRig, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.get(rig.url + path, headers=headers, timeout=10, trust_env=False)
+
+
+def tenants(answer: httpx.Response) -> list[str]:
+    return [one["tenant"] for card in answer.json()["cards"] for one in card["slices"]]
+
+
+def test_who_sees_what(rig: WebRig) -> None:
+    assert tenants(asked(rig, "api/v1/state", BEARER)) == ["ann", "<b>bob</b>"]
+    hidden = asked(rig, "api/v1/state")
+    assert all(name.startswith("tenant ") for name in tenants(hidden))
+    assert "ann" not in hidden.text
+    for wrong in ("Bearer x", f"Basic {TOKEN}", TOKEN, "Bearer", f"Bearer {TOKEN}x"):
+        answer = asked(rig, "api/v1/state", {"Authorization": wrong})
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert asked(rig, "", {"Host": "gpu1.example"}).status_code == 200
+    assert asked(rig, "", {"Host": "evil.example"}).status_code == 421
+
+
+def test_the_page_loads_nothing_from_elsewhere(rig: WebRig) -> None:
+    for path, kind in (
+        ("", "text/html"),
+        ("page.css", "text/css"),
+        ("page.js", "text/javascript"),
+        ("icon.svg", "image"),
+    ):
+        answer = asked(rig, path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "style=" not in asked(rig, "").text, "the policy forbids it"
+    assert "innerHTML" not in asked(rig, "page.js").text
+    assert asked(rig, "nothing").status_code == 404
+
+
+def test_health_and_metrics(rig: WebRig, scene: Scene) -> None:
+    assert asked(rig, "healthz").text == "ok\n"
+    assert asked(rig, "readyz").json() == {"ready": True, "checks": []}
+    scene.health = {"ready": False, "checks": [{"check": "zygote", "ok": False, "detail": "it is being started"}]}
+    wait_until(lambda: asked(rig, "readyz").status_code == 503, "an answer is kept for half a second")
+    assert asked(rig, "readyz").json()["checks"][0]["check"] == "zygote"
+    scene.metrics = 'gpu_lease_acquired_total{tenant="ann"} 3\n'
+    answer = asked(rig, "metrics", BEARER)
+    assert answer.text == scene.metrics
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "ann" not in asked(rig, "metrics").text
+    assert asked(rig, "metrics").text.endswith('"} 3\n')
+
+
+def test_a_stream(rig: WebRig, scene: Scene) -> None:
+    def states(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=10, trust_env=False) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        told = states(answer.iter_lines())
+        assert len(next(told)["cards"][0]["slices"]) == 2
+        scene.leases = [lease(3, "eve")]
+        rig.tell(3, Phase.ACTIVE, "", "line\nbreak\u2028and more")
+        state = next(state for state in told if state["events"])
+        assert [one["tenant"] for one in state["cards"][0]["slices"]] == ["eve"]
+        assert state["events"][0]["reason"] == "line\nbreak\u2028and more"
+
+
+def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
+    with ExitStack() as stack:
+        for _ in range(MAX_STREAMS):
+            stream = httpx.stream("GET", rig.url + "api/v1/events", timeout=10, trust_env=False)
+            lines = stack.enter_context(stream).iter_lines()
+            stack.callback(lines.close)  # type: ignore[attr-defined]
+            assert next(lines).startswith(":")
+        one_more = asked(rig, "api/v1/events")
+        assert (one_more.status_code, one_more.headers["retry-after"]) == (503, "5")
+    wait_until(lambda: asked_stream(rig) == 200, "the places are given back")
+
+
+def asked_stream(rig: WebRig) -> int:
+    with httpx.stream("GET", rig.url + "api/v1/events", timeout=10, trust_env=False) as answer:
+        return answer.status_code
+
+
+def test_it_is_shut_in(rig: WebRig) -> None:
+    status = Path(f"/proc/{rig.process_id}/status").read_text()
+    found = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    assert found["Name"] == "gpul-web"
+    assert found["NoNewPrivs"] == "1"
+    assert int(found["CapEff"], 16) == 0
+    if os.geteuid() == 0:
+        assert found["Uid"].split() == [found["Uid"].split()[0]] * 4
+        assert int(found["Uid"].split()[0]) != 0
+    if os.uname().machine == "x86_64":
+        assert found["Seccomp"] == "2"
+
+
+def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> None:
+    before = asked(rig, "api/v1/state")
+    pid = rig.process_id
+    waiting = threading.Thread(target=lambda: found.append(asked(rig, "api/v1/state")))
+    found: list[httpx.Response] = []
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: name_of(pid) != "gpul-web", "it is gone")
+    # Who asks meanwhile waits: the socket is the broker's.
+    waiting.start()
+    waiting.join()
+    assert tenants(found[0]) == tenants(before)
+    assert rig.process_id != pid

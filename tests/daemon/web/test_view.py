@@ -1,0 +1,84 @@
+import json
+import re
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.web.view import Happening, Pseudonyms, Snapshot, view_of
+from helpers.web_rig import CARD, GIB, card, lease
+
+SECRET = b"s" * 32
+NAMES = Pseudonyms(SECRET)
+LEASES = (
+    lease(0xABC, "ann", reason="<b>because</b>", launches=7),
+    lease(2, "bob", state="fenced", cause="revoked", remaining_ms=0),
+    lease(3, "ann", state="pending", remaining_ms=0),
+)
+
+
+def snapshot(*leases: dict[str, Any], **changes: Any) -> Snapshot:
+    happenings = (
+        Happening(1, 90.0, f"{0xABC:032x}", "active", "", "", "ann", CARD),
+        Happening(2, 95.5, f"{9:032x}", "ended", "expired", "its time is over", "", ""),
+    )
+    found = card(**changes)
+    return Snapshot(
+        100.0, "gpuleased/1", [found], leases or LEASES, {f"{0xABC:032x}": 3.04}, {CARD: (None, 2.26)}, happenings
+    )
+
+
+def test_without_the_token_nobody_is_named() -> None:
+    view = view_of(snapshot(), NAMES, 100.0, is_named=False)
+    said = set(re.findall(r'"([^"]*)"', json.dumps(view)))
+    assert not said & {"ann", "bob", "lease_id", "reason", "<b>because</b>", "its time is over", f"{0xABC:032x}"}
+    ann, bob, other = view["cards"][0]["slices"]
+    assert ann["tenant"] == other["tenant"] == NAMES.of_tenant("ann") != bob["tenant"]
+    assert view["events"][1]["tenant"] == ann["tenant"]
+    assert view["events"][1]["key"] == ann["key"]
+
+
+def test_with_the_token_all_are() -> None:
+    view = view_of(snapshot(), NAMES, 100.0, is_named=True)
+    first = view["cards"][0]["slices"][0]
+    assert (first["tenant"], first["lease_id"], first["reason"]) == ("ann", f"{0xABC:032x}", "<b>because</b>")
+    assert first["launches_per_s"] == 3.04
+    assert view["events"][0] | {"key": ""} == {
+        "number": 2,
+        "age_s": 4.5,
+        "key": "",
+        "phase": "ended",
+        "cause": "expired",
+        "tenant": "",
+        "card_uuid": "",
+        "lease_id": f"{9:032x}",
+        "reason": "its time is over",
+    }
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_both_see(is_named: bool) -> None:
+    view = view_of(snapshot(drain_left_ms=5000), NAMES, 101.5, is_named=is_named)
+    assert (view["version"], view["named"], view["age_s"]) == ("gpuleased/1", is_named, 1.5)
+    assert view["drain_left_s"] == 3.5
+    shown = view["cards"][0]
+    assert (shown["uuid"], shown["capacity_bytes"], shown["launches_per_s"]) == (CARD, 79 * GIB, [None, 2.3])
+    ann, bob, other = shown["slices"]
+    # What passed since the look is taken off what was left then.
+    assert (ann["remaining_s"], ann["ttl_s"], ann["age_s"]) == (58.5, 120.0, 61.5)
+    assert (bob["state"], bob["cause"], bob["remaining_s"]) == ("fenced", "revoked", None)
+    assert (other["state"], other["remaining_s"]) == ("pending", None)
+
+
+def test_no_time_runs_below_zero() -> None:
+    view = view_of(snapshot(lease(1, "ann", remaining_ms=400), drain_left_ms=0), NAMES, 101.0, is_named=False)
+    assert view["cards"][0]["slices"][0]["remaining_s"] == 0
+    assert view["drain_left_s"] == 0
+    assert view_of(snapshot(), NAMES, 99.0, is_named=False)["age_s"] == 0
+
+
+def test_pseudonyms_are_the_secrets() -> None:
+    others = Pseudonyms(b"t" * 32)
+    assert NAMES.of_tenant("ann") == Pseudonyms(SECRET).of_tenant("ann") != others.of_tenant("ann")
+    assert NAMES.of_lease("1") != others.of_lease("1")
+    assert NAMES.of_tenant("1").removeprefix("tenant ") not in NAMES.of_lease("1")
+    assert NAMES.of_tenant("\ud800")
