@@ -36,7 +36,7 @@ STEADY_S: Final = 60.0
 SECRET_BYTES: Final = 32
 """Of what pseudonyms are made with: as long as the hash."""
 
-READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_relayed=True, is_reader=True)
+READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
 """Who the web process is: one who sees all and may do nothing."""
 
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]

@@ -20,8 +20,10 @@ const events = new Map(); // by number
 const colours = new Map(); // by tenant
 let state = null;
 let arrivedMs = 0; // when `state` came
+let openedMs = 0; // when the stream began
 let heardMs = 0; // when the stream last said anything
 let isConnected = false;
+let isFed = false; // whether this stream has brought a state
 let why = "";
 let connection = null;
 
@@ -317,12 +319,12 @@ function countDown(row, sinceS) {
 }
 
 function tellStatus(nowMs) {
-  const isOld = state === null || nowMs - arrivedMs > STALE_MS;
+  const isOld = !isFed || nowMs - arrivedMs > STALE_MS;
   const isLost = !isConnected || (isOld && state !== null);
   document.body.classList.toggle("live", isConnected && !isOld);
   document.body.classList.toggle("lost", isLost && (state !== null || why !== ""));
   if (isConnected && !isOld) say(by("status"), "Live");
-  else if (isConnected) say(by("status"), state === null ? "Connecting" : "The daemon does not answer.");
+  else if (isConnected) say(by("status"), nowMs - openedMs < STALE_MS ? "Connecting" : "The daemon does not answer.");
   else if (why || state !== null) say(by("status"), `No connection to the daemon${why ? ` (${why})` : ""}, trying again.`);
   const seconds = Math.floor((nowMs - arrivedMs) / 1000);
   say(by("since"), isLost && state !== null ? `What is shown is ${age(seconds)} old.` : "");
@@ -341,7 +343,7 @@ async function keepConnected() {
     } catch (error) {
       why = error.name === "AbortError" ? "" : error.told ?? "";
     }
-    isConnected = false;
+    isConnected = isFed = false;
     tick();
     await pause(pauseMs * (0.75 + Math.random() / 2));
     pauseMs = Math.min(2 * pauseMs, LONGEST_PAUSE_MS);
@@ -360,6 +362,7 @@ async function follow(onState) {
   }
   if (!answer.ok) throw Object.assign(new Error(), { told: `status ${answer.status}` });
   isConnected = true;
+  openedMs = performance.now();
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
@@ -373,6 +376,7 @@ async function follow(onState) {
       text = text.slice(end + 2);
       const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
       if (!lines.includes("event: state")) continue;
+      isFed = true;
       draw(JSON.parse(data.join("\n")));
       onState();
     }

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.config import ConfigError, load_config
-from gpulease.daemon.web import settings
 from gpulease.daemon.web.settings import BadToken, HttpSettings, parse_hosts, parse_http
 from gpulease.protocol.address import TcpAddress
 
@@ -47,7 +46,7 @@ def test_what_is_no_address(value: Any) -> None:
 
 def test_what_it_takes_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     with pytest.raises(ConfigError, match=r"setting http: uvicorn must be installed.*gpulease\[serve\]"):
         load_config(None, {"http": "127.0.0.1:0"})
 

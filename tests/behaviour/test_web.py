@@ -1,0 +1,217 @@
+"""The web page of a real daemon, in a real browser; its health and metrics; and what it refuses to be."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gpulease.client import GpuBuilder, GpuSession
+from gpulease.client.blocking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, Empty
+from helpers.browser import Browser, lacks_browser
+from helpers.daemon import Daemon, python_environment
+from helpers.kernels import check_main_job
+from helpers.waiting import wait_until
+from helpers.web_rig import GIB, Scene, WebRig, card, lease
+
+TOKEN = "0123456789abcdef0123456789ABCDEF"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+with_browser = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def token_file(folder: Path) -> Path:
+    path = folder / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+def settings(folder: Path, port: int = 0) -> str:
+    return (
+        f'http = "127.0.0.1:{port}"\nhttp_token_file = "{token_file(folder)}"\n'
+        f'[tenant_of_uid]\n{os.geteuid()} = "ann"\n'
+        "[limits.grace_ms]\nexpired = 0\n"
+    )
+
+
+def url_of(daemon: Daemon) -> str:
+    def found() -> re.Match[str] | None:
+        return re.search(r"is to be seen at (http\S+)", daemon.log())
+
+    return str(wait_until(found, "it says where", seen=daemon.log)[1])  # type: ignore[index]
+
+
+def fetched(daemon: Daemon, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.get(url_of(daemon) + path, headers=headers, timeout=10, trust_env=False)
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+def slices(browser: Browser) -> list[str]:
+    script = "return [...document.querySelectorAll('.bar > button')].map(one => one.getAttribute('aria-label'))"
+    return [str(text) for text in browser.run(script)]
+
+
+@with_browser
+def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Browser, tmp_path: Path) -> None:
+    port = free_port()
+    daemon = start_daemon(config=settings(tmp_path, port), tcp=True)
+    browser.open(url_of(daemon))
+    browser.wait_for("#status", "Live")
+    assert browser.text("#totals") == "no leases"
+    assert browser.text(".none") == "No leases."
+    with daemon.builder(2 * GIB, seconds=60).acquire() as ours:
+        short = GpuBuilder(daemon.tcp_address).min_vram(GIB).lease_secs(1.5).acquire()
+        wait_until(lambda: len(slices(browser)) == 2, "both slices are drawn", seen=lambda: browser.text("body"))
+        assert browser.text("#totals") == "2 leases of 2 tenants"
+        first, second = slices(browser)
+        assert re.fullmatch(r"tenant [0-9a-f]{8}, 2 GiB, active", first)
+        assert re.fullmatch(r"tenant [0-9a-f]{8}, 1 GiB, active(, warned)?", second)
+        left = browser.texts("td .seconds")[0]
+        assert re.fullmatch(r"0:5\d|1:00", left)
+        wait_until(lambda: browser.texts("td .seconds")[0] != left, "the time runs down")
+        wait_until(lambda: len(slices(browser)) == 1, "the short one is over", seen=lambda: browser.text("body"))
+        browser.wait_for("#events", "expired")
+        assert not short.is_alive
+        del short
+        assert "ann" not in browser.run("return document.body.innerText")
+        assert f"{ours.lease_id:032x}" not in browser.run("return document.documentElement.outerHTML")
+        show_names(browser)
+        browser.wait_for("tbody", "ann")
+        assert f"{ours.lease_id:032x}" in browser.text("tbody")
+        daemon.revoke(ours.lease_id, HOSTILE)
+        browser.wait_for("#events", "onerror")
+    wait_until(lambda: not slices(browser), "none is left", seen=lambda: browser.text("body"))
+    assert HOSTILE in browser.text("#events"), "as text"
+    assert browser.run("return document.querySelectorAll('img, body script').length") == 0
+    assert browser.run("return document.title") == "gpuleased"
+    ask(Opcode.DRAIN, Drain(60_000), daemon.address)
+    browser.wait_for("#drain", "This host is being drained")
+    (refused,) = browser.complaints()
+    assert "401" in refused, "the wrong token's"
+    daemon.process.terminate()
+    assert daemon.wait_for_exit() == 0
+    browser.wait_for("#status", "No connection to the daemon")
+    browser.wait_for("#since", "What is shown is")
+    assert start_daemon(config=settings(tmp_path, port)).address != daemon.address
+    browser.wait_for("#status", "Live")
+    assert browser.run("return document.getElementById('drain').hidden"), "this one is not drained"
+
+
+def show_names(browser: Browser) -> None:
+    """By the keyboard alone, a token that is wrong first."""
+    browser.run("document.getElementById('names').focus()")
+    for token, after in (("0" * 32, "This is not the operator's token."), (TOKEN, "")):
+        if not browser.run("return document.getElementById('token-dialog').open"):
+            browser.press("\ue007")
+        wait_until(lambda: browser.run("return document.activeElement.id") == "token", "the token is asked for")
+        browser.press(token + "\ue007")
+        if after:
+            browser.wait_for("#token-error", after)
+
+
+@with_browser
+def test_any_names_two_hundred_leases_and_silence(browser: Browser, tmp_path: Path) -> None:
+    names = [HOSTILE, "\u202eevil", "a" * 64, "&lt;b&gt;", "{{x}}", "`${x}`", "__proto__", "constructor", "", "\0"]
+    leases = [lease(number, names[number % len(names)], size_bytes=GIB // 4, age_ms=0) for number in range(1, 201)]
+    leases[7] = lease(8, "ann", state="fenced", cause="revoked", size_bytes=GIB, remaining_ms=0)
+    scene = Scene([card(held_bytes=60 * GIB, fenced_bytes=GIB, warm_bytes=GIB, warm_contexts=2)], leases)
+    scene.cards[0]["name"] = HOSTILE
+    with WebRig(scene, token_file(tmp_path)) as rig:
+        browser.open(rig.url)
+        browser.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
+        browser.open(rig.url)
+        wait_until(lambda: len(slices(browser)) == 200, "all are drawn", seen=lambda: browser.text("#status"))
+        assert browser.text(".card h2 .name") == HOSTILE
+        shown = browser.run("return [...document.querySelectorAll('tbody .tenant')].map(one => one.textContent)")
+        assert set(shown) == {*names, "ann"}
+        assert browser.run("return document.title") == "gpuleased"
+        assert browser.run("return document.querySelectorAll('img, body script').length") == 0
+        assert browser.run("return document.querySelectorAll('.bar > .fenced, .bar > .warm').length") == 2
+        wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert browser.run(wide), "nothing hangs over the edge"
+        # One stop for the Tab key in all of a card's slices; the arrows go from one to the next.
+        assert browser.run("return document.querySelectorAll('.bar > button[tabindex=\"0\"]').length") == 1
+        browser.run("document.querySelector('.bar > button[tabindex=\"0\"]').focus()")
+        browser.press("\ue014\ue014")
+        where = "return [...document.activeElement.parentElement.children].indexOf(document.activeElement)"
+        assert browser.run(where) == 2
+        browser.press("\ue010\ue007")
+        assert browser.run("return document.activeElement.tagName") == "TR"
+        scene.is_silent = True
+        browser.wait_for("#status", "The daemon does not answer.")
+        assert browser.complaints() == []
+
+
+def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = start_daemon(config=settings(tmp_path))
+    with daemon.builder().acquire() as held, GpuSession(held) as session:
+        check_main_job(session)
+        assert fetched(daemon, "healthz").text == "ok\n"
+        ready = fetched(daemon, "readyz")
+        assert (ready.status_code, ready.json()["ready"]) == (200, True)
+        named = fetched(daemon, "metrics", BEARER)
+        assert 'tenant="ann"' in named.text
+        assert named.headers["content-type"].startswith("text/plain; version=")
+        hidden = fetched(daemon, "metrics").text
+        assert 'tenant="ann"' not in hidden
+        assert re.search(r'^gpu_lease_acquired_total\{.*tenant="tenant [0-9a-f]{8}"\} 1\.0$', hidden, re.MULTILINE)
+        (web,) = [info for info in daemon.processes() if info.name == "gpul-web"]
+        daemon.allowed_trouble.append("the web process died")
+        os.kill(web.pid, signal.SIGKILL)
+        check_main_job(session)
+        wait_until(lambda: "the web process is back" in daemon.log(), "it is started anew", seen=daemon.log)
+        assert fetched(daemon, "api/v1/state", BEARER).json()["cards"][0]["slices"][0]["tenant"] == "ann"
+        ask(Opcode.DRAIN, Drain(60_000), daemon.address)
+        wait_until(lambda: fetched(daemon, "readyz").status_code == 503, "it says that it is drained")
+        (failing,) = [one["check"] for one in fetched(daemon, "readyz").json()["checks"] if not one["ok"]]
+        assert failing == "not_draining"
+        assert fetched(daemon, "healthz").status_code == 200
+        ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+
+
+@pytest.mark.parametrize(
+    ("place", "status", "said"),
+    [
+        ("0.0.0.0:9400", 78, "plain HTTP is served nowhere else"),
+        ("taken", 69, "Address already in use"),
+        ("no token", 78, "http_token_file: .*: No such file"),
+    ],
+)
+def test_what_it_does_not_start_with(tmp_path: Path, place: str, status: int, said: str) -> None:
+    arguments = ["--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--vram", "1GiB"]
+    config = tmp_path / "c.toml"
+    config.write_text(f'http_token_file = "{tmp_path}/nothing"\n' if place == "no token" else "")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}" if place == "taken" else place
+        where = "127.0.0.1:0" if place == "no token" else where
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "gpulease.daemon", *arguments, "--http", where, "--config", str(config)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=python_environment(),
+        )
+    assert done.returncode == status, done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("gpuleased: ")]
+    assert re.search(said, sentence)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,97 @@
+"""One who may look and do nothing else: whatever it asks, with an operator's rights, changes nothing."""
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import pytest
+
+from fuzz.control import REQUESTS, Build
+from fuzz.draws import Draws
+from fuzz.tenants import Peer, Scene
+from fuzz.virtual import READY_S, VirtualLoop, virtual_time
+from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.requests import LOOKS, Desk
+from gpulease.daemon.broker.web import READER
+from gpulease.daemon.core import LeaseState
+from gpulease.protocol import Opcode, Status
+from gpulease.protocol.connection import Request
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
+from gpulease.protocol.states import Trigger, request_trigger
+
+
+class Reader:
+    """Where its answers go."""
+
+    peer = READER
+    is_open = True
+
+    def __init__(self) -> None:
+        self.answers: list[Body | Failure] = []
+
+    def answer(self, request: Request, result: Body | Failure) -> None:
+        self.answers.append(result)
+
+    def tell(self, subscription: int, event: LeaseEvent) -> bool:
+        return True
+
+
+Play = Callable[[Scene, Desk, Reader], None]
+
+
+def in_a_broker(play: Play) -> None:
+    """With a lease of Ann's."""
+
+    async def run() -> None:
+        scene, reader = Scene(Draws(b"")), Reader()
+        try:
+            ann = Peer(scene, "ann")
+            ann.ask(Opcode.HELLO, Hello(0, "ann", ()))
+            ann.ask(Opcode.LEASE_ALLOC, LeaseAlloc(GPU_RESOURCE_TYPE, 100, 8000, 0, None, ()))
+            await asyncio.sleep(READY_S * 3)
+            play(scene, Desk(scene.runtime, reader, "cpu"), reader)
+            await asyncio.sleep(0.1)
+            (lease,) = scene.table.snapshots()
+            assert (lease.tenant, lease.state, lease.generation) == ("ann", LeaseState.ACTIVE, 1)
+        finally:
+            await scene.runtime.stop()
+            for fd in scene.places.values():
+                os.close(fd)
+
+    loop = VirtualLoop()
+    try:
+        with virtual_time(loop):
+            loop.run_until_complete(run())
+            assert not loop.wrong, loop.wrong[0]
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(("op", "build"), REQUESTS, ids=[op.name for op, _ in REQUESTS])
+def test_what_it_asks(op: Opcode, build: Build) -> None:
+    def play(scene: Scene, desk: Desk, reader: Reader) -> None:
+        desk.take(Request(op, 1, 0, False, build(scene, Draws(b""))))
+        is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
+        assert is_denied == ([False] if op in LOOKS else [True]) or op is Opcode.METRICS, reader.answers
+        assert True not in is_denied or op not in LOOKS
+        desk.leave()
+
+    in_a_broker(play)
+
+
+def test_it_enters_no_session() -> None:
+    def play(scene: Scene, desk: Desk, reader: Reader) -> None:
+        (lease_id,) = scene.known.owner
+        with pytest.raises(Refusal) as caught:
+            desk.check_attach(Request(Opcode.ATTACH, 1, lease_id, False, Attach(())))
+        assert caught.value.failure.status is Status.DENIED
+
+    in_a_broker(play)
+
+
+def test_no_operation_is_forgotten() -> None:
+    asked = {op for op, _ in REQUESTS}
+    control = {op for op in Opcode if request_trigger(op) in (Trigger.CONTROL_REQUEST, Trigger.PING)}
+    assert asked >= control - LOOKS
