@@ -60,7 +60,8 @@ class WebDoor:
         self._listener: socket.socket | None = None
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready: asyncio.Future[None] | None = None
+        self._awaited: asyncio.Future[None] | None = None
+        self._awaited_word = ""
         self._restarting: asyncio.Task[None] | None = None
         self._delay_s = RESTART_DELAY_S
         self._began_s = 0.0
@@ -93,30 +94,34 @@ class WebDoor:
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._channel = self._launch(theirs)
-        except (OSError, ChannelClosed) as error:
-            ours.close()
-            raise CannotListen(f"the web process can't be started: {error}") from None
-        try:
-            ours.setblocking(False)
-            await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
-        except BaseException:
-            ours.close()
-            self._end()
-            raise
-        self._ready = loop.create_future()
-        loop.add_reader(self._channel, self._read)
-        try:
-            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
-        except TimeoutError:
-            self._end()
-            raise CannotListen(f"the web process was not ready after {START_TIMEOUT_S:g} s") from None
-        except BaseException:
-            self._end()
-            raise
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as unconnected:
+            undo.callback(self._end)
+            unconnected.callback(ours.close)
+            try:
+                with theirs:
+                    self._channel = self._launch(theirs)
+            except (OSError, ChannelClosed) as error:
+                raise CannotListen(f"the web process can't be started: {error}") from None
+            loop.add_reader(self._channel, self._read)
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._expect("prepared")
+                    # Not before: whoever is connected has little time to introduce itself.
+                    ready = self._expect("ready")
+                    ours.setblocking(False)
+                    await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
+                    unconnected.pop_all()
+                    await ready
+            except TimeoutError:
+                raise CannotListen(f"the web process was not ready after {START_TIMEOUT_S:g} s") from None
+            undo.pop_all()
         self._began_s = time.monotonic()
+
+    def _expect(self, word: str) -> asyncio.Future[None]:
+        """Done once the process says so."""
+        self._awaited = asyncio.get_running_loop().create_future()
+        self._awaited_word = word
+        return self._awaited
 
     def _launch(self, broker: socket.socket) -> socket.socket:
         """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
@@ -166,19 +171,19 @@ class WebDoor:
             self._take(message)
 
     def _take(self, message: dict[str, Any]) -> None:
-        if self._ready is None or self._ready.done():
+        if self._awaited is None or self._awaited.done():
             return
         match message:
-            case {"op": "ready"}:
-                self._ready.set_result(None)
             case {"op": "broken", "reason": reason}:
-                self._ready.set_exception(CannotListen(f"the web process can't serve: {reason}"))
+                self._awaited.set_exception(CannotListen(f"the web process can't serve: {reason}"))
+            case {"op": word} if word == self._awaited_word:
+                self._awaited.set_result(None)
 
     def _gone(self) -> None:
         status = None if self._process is None else self._process.poll()
         self._end()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(CannotListen("the web process died as it started; the log says why"))
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_exception(CannotListen("the web process died as it started; the log says why"))
             return
         how = "" if status is None else f" ({exit_text(status << 8 if status >= 0 else -status)})"
         _log.error("the web process died%s: it will be started again; leases are none of its", how)

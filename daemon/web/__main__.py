@@ -15,6 +15,7 @@ from gpulease.daemon.sandbox.needs import Needs
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
+from gpulease.daemon.web.complaints import spare_the_log
 from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import App
 from gpulease.daemon.web.link import BrokerLink, BrokerSilent
@@ -35,8 +36,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    # What it says of a peer's doing, which a peer may do for ever.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    spare_the_log()
     channel = socket.socket(fileno=channel_fd)
     try:
         told, fds = receive_message(channel)
@@ -46,6 +46,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         asyncio.run(_rehearse(told, page))
         # Between the two loops: neither has a descriptor open.
         plan.enter((channel_fd, *fds), parent_pid)
+        send_message(channel, {"op": "prepared"})
         asyncio.run(_serve(told, page, channel, broker, listeners))
     except ChannelClosed:
         return 0

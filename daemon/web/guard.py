@@ -62,11 +62,13 @@ class Guard:
             await self._app(scope, receive, say)
             return
         status, text = refusal
-        head = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        body = f"{text}\n".encode()
+        head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
+        head.append((b"connection", b"close"))
         if status == 405:
             head.append((b"allow", ", ".join(READING).encode()))
         await say({"type": "http.response.start", "status": status, "headers": head})
-        await say({"type": "http.response.body", "body": f"{text}\n".encode()})
+        await say({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers: dict[bytes, list[bytes]] = {}

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from gpulease.daemon.version import AGENT
 from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Reply, Role, StreamBroken, Told
+from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseEvent
@@ -45,7 +46,11 @@ class BrokerLink(asyncio.Protocol):
         """The body of the answer. Raises BrokerSilent."""
         if self._transport is None:
             raise BrokerSilent("the daemon is gone")
-        number, frame = self._connection.send_request(op, body)
+        try:
+            number, frame = self._connection.send_request(op, body)
+        except LocalProtocolError as error:
+            # One that does not answer for an hour has as many questions as a connection may have.
+            raise BrokerSilent(str(error)) from None
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._transport.write(frame)

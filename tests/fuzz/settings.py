@@ -10,6 +10,7 @@ The invariant. Whatever a settings file or a word of the command line says:
 
 import os
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 from gpulease.daemon.broker.recording import config_digest
@@ -54,7 +55,7 @@ def check_words(text: str) -> None:
         assert str(error)
     else:
         assert parse_address(str(address)) == address
-    for key in ("listen", "vram", "audit", "driver", "socket_mode"):
+    for key in ("listen", "vram", "audit", "driver", "socket_mode", "http"):
         config = loaded(None, {key: [text] if key in ("listen", "vram") else text})
         if config is not None:
             assert config_digest(config)
@@ -93,6 +94,8 @@ def check_bounds(config: Config) -> None:
     assert MIN_AUDIT_FILE_BYTES <= config.audit_file_bytes <= MAX_AUDIT_FILE_BYTES
     assert config.audit_keep_files == 0 or config.audit_keep_files > 1
     assert config.audit is not None or not (config.audit_required or config.audit_head)
+    assert config.http is None or ip_address(config.http.host).is_loopback
+    assert config.http is not None or not (config.http_hosts or config.http_token_file)
     assert not set(config.tenant_of_uid.values()) & set(RESERVED_TENANTS)
     assert all(grace >= 0 for grace in limits.grace_ms.values())
     assert limits.max_leases >= 1
@@ -124,6 +127,9 @@ KEYS = (
     "tenants",
     "vram_bytes",
     "nonsense",
+    "http",
+    "http_hosts",
+    "http_token_file",
 )
 INNER = (
     "max_ttl_s",
@@ -166,6 +172,9 @@ VALUES = (
     '"/var/log/gpulease"',
     '"unix:/run/x.sock"',
     '"tcp:127.0.0.1:0"',
+    '"127.0.0.1:9400"',
+    '"0.0.0.0:9400"',
+    '"[::1]:0"',
     '"alloc"',
     '"attach"',
     '"ann"',

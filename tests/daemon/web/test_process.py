@@ -3,9 +3,10 @@
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,40 @@ def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
 def asked_stream(rig: WebRig) -> int:
     with httpx.stream("GET", rig.url + "api/v1/events", timeout=10, trust_env=False) as answer:
         return answer.status_code
+
+
+NASTY = (
+    b"\0" * 4096,
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /%00%ff%2e%2e/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET //../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http://[:::]/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /api/v1/state HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n",
+    b"GET /api/v1/state HTTP/1.1\r\nHost: localhost\r\nSec-Fetch-Site: \xff\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n",
+    # Whole, and then no HTTP, in one packet: the server has answered before it comes to the request.
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500,
+    b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n\0\0\0",
+    b"CONNECT evil.example:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 4000 + b"\r\n",
+)
+
+
+def test_what_is_no_request(capfd: pytest.CaptureFixture[str], scene: Scene) -> None:
+    with WebRig(scene) as rig:  # within what is captured
+        where, pid = httpx.URL(rig.url), rig.process_id
+        for data in NASTY:
+            with socket.create_connection((where.host, where.port or 0), timeout=10) as sock, suppress(ConnectionError):
+                sock.sendall(data)
+                assert sock.recv(1 << 16).startswith(b"HTTP/1.1 ")
+        assert asked(rig, "healthz").text == "ok\n"
+        assert rig.process_id == pid
+    said = capfd.readouterr()
+    assert said.out + said.err == "", "a peer fills no log"
 
 
 def test_it_is_shut_in(rig: WebRig) -> None:
