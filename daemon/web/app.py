@@ -31,8 +31,14 @@ FILES: Final = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 
-MAX_STREAMS: Final = 32
+MAX_STREAMS: Final = 24
 """Pages that are fed at a time; one more is told to try later. Each is told the whole state every second."""
+
+OPERATORS_STREAMS: Final = 8
+"""Beyond these, for pages with the operator's token: other local users can't keep operators from looking."""
+
+SAME_S: Final = 0.1
+"""For how long a state that was put into JSON is given to others who ask: it says its age, which is off by that."""
 
 STREAM_S: Final = 600.0
 """How long one stream lasts; its page asks for the next. So none is kept for ever for a reader who has gone."""
@@ -86,6 +92,7 @@ class Site:
         self._health = Health(feed.ask)
         self._metrics = Metrics(feed.ask, pseudonyms)
         self._streams = 0
+        self._encodings: dict[bool, tuple[Snapshot, float, bytes]] = {}
         self._page = page
 
     def app(self, hosts: frozenset[str]) -> App:
@@ -111,8 +118,8 @@ class Site:
 
     async def _events(self, request: Request) -> Response:
         is_named = self._access.is_operator(request)
-        if self._streams >= MAX_STREAMS:
-            raise HTTPException(503, f"{MAX_STREAMS} pages are open, the most.", {"Retry-After": str(RETRY_S)})
+        if self._streams >= MAX_STREAMS + OPERATORS_STREAMS * is_named:
+            raise HTTPException(503, f"{self._streams} pages are open, the most.", {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(self._stream(is_named=is_named), media_type="text/event-stream")
@@ -135,9 +142,16 @@ class Site:
             self._streams -= 1
 
     def _encoded(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
-        view = view_of(snapshot, self._pseudonyms, time.monotonic(), is_named=is_named)
+        now_s = time.monotonic()
+        if is_named in self._encodings:
+            of, at_s, encoded = self._encodings[is_named]
+            if of is snapshot and now_s - at_s < SAME_S:
+                return encoded
+        view = view_of(snapshot, self._pseudonyms, now_s, is_named=is_named)
         # In ASCII: no line break of any alphabet can end an event's line.
-        return json.dumps(view, separators=(",", ":")).encode("ascii")
+        encoded = json.dumps(view, separators=(",", ":")).encode("ascii")
+        self._encodings[is_named] = snapshot, now_s, encoded
+        return encoded
 
     async def _healthz(self, request: Request) -> Response:
         await self._health.check_alive()

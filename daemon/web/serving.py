@@ -10,7 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
-"""Connections at a time; one more is closed. Stops a local user from taking the process's descriptors."""
+"""Connections at a time. For one more the one gives way that has asked nothing for the longest: a local user who opens
+as many as there may be keeps nobody out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Of a request's line and headers. Stops a peer that never ends them."""
@@ -32,6 +33,7 @@ BUFFER_BYTES: Final = 256 << 10
 class BoundedHttp(H11Protocol):
     """One connection."""
 
+    _idle_since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
@@ -39,10 +41,17 @@ class BoundedHttp(H11Protocol):
         """Somebody came."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._idle_since_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-            return
+            idle = [one for one in self.connections if isinstance(one, BoundedHttp) and not one.is_answering]
+            # This one is idle, too.
+            min(idle, key=lambda one: one._idle_since_s).transport.abort()
         self._watch()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether it has asked something that was not answered in full."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Some of a request came."""
@@ -52,6 +61,7 @@ class BoundedHttp(H11Protocol):
     def on_response_complete(self) -> None:
         """A request was answered."""
         super().on_response_complete()
+        self._idle_since_s = self.loop.time()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -71,8 +81,7 @@ class BoundedHttp(H11Protocol):
         super().connection_lost(error)
 
     def _watch(self) -> None:
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering or self.transport.is_closing():
+        if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)

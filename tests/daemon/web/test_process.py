@@ -113,11 +113,12 @@ def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
             assert next(lines).startswith(":")
         one_more = asked(rig, "api/v1/events")
         assert (one_more.status_code, one_more.headers["retry-after"]) == (503, "5")
+        assert asked_stream(rig, BEARER) == 200, "operators have places of their own"
     wait_until(lambda: asked_stream(rig) == 200, "the places are given back")
 
 
-def asked_stream(rig: WebRig) -> int:
-    with httpx.stream("GET", rig.url + "api/v1/events", timeout=10, trust_env=False) as answer:
+def asked_stream(rig: WebRig, headers: dict[str, str] | None = None) -> int:
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=10, trust_env=False) as answer:
         return answer.status_code
 
 

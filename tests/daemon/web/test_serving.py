@@ -125,15 +125,21 @@ def test_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(serving, "MAX_CONNECTIONS", 3)
 
     async def scene(connect: Connect) -> None:
+        asking, writer = await connect()
+        writer.write(ASK.replace(b"/ ", b"/large ", 1))
+        await asking.readuntil(b"\r\n\r\n")
         kept = []
-        for _ in range(3):
+        for _ in range(2):
             reader, writer = await connect()
             writer.write(ASK)
-            assert b"200" in await reader.readline()
+            await reader.readuntil(b"xx")
             kept.append(reader)
-        one_more, _ = await connect()
-        assert await is_cut(one_more)
-        assert not any(reader.at_eof() for reader in kept)
+        one_more, writer = await connect()
+        writer.write(ASK)
+        assert b"200" in await one_more.readline()
+        assert await is_cut(kept[0]), "who has been idle for the longest gives way"
+        assert not kept[1].at_eof()
+        assert len(await asking.readexactly(LARGE)) == LARGE, "who is being answered does not"
 
     play(scene)
 
