@@ -155,6 +155,7 @@ def test_any_names_two_hundred_leases_and_silence(browser: Browser, tmp_path: Pa
         browser.press("\ue014\ue014")
         where = "return [...document.activeElement.parentElement.children].indexOf(document.activeElement)"
         assert browser.run(where) == 2
+        assert browser.run("return document.querySelectorAll('tr.marked').length") == 1
         browser.press("\ue010\ue007")
         assert browser.run("return document.activeElement.tagName") == "TR"
         scene.is_silent = True
