@@ -18,18 +18,21 @@ Ask = Callable[[Opcode, Any], Awaitable[Any]]
 class Kept:
     """An answer that is kept for a while, and asked for once by all who want it meanwhile; so is that there is none."""
 
-    def __init__(self, ask: Callable[[], Awaitable[Any]], fresh_s: float) -> None:
+    def __init__(
+        self, ask: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ask = ask
+        self._clock = clock
         self._fresh_s = fresh_s
         self._answer: Any = None
         self._silence: BrokerSilent | None = None
-        self._until_s = 0.0
+        self._until_s = clock()
         self._turn = asyncio.Lock()
 
     async def get(self) -> Any:
         """The answer. Raises BrokerSilent."""
         async with self._turn:
-            if time.monotonic() >= self._until_s:
+            if self._clock() >= self._until_s:
                 await self._renew()
         if self._silence is not None:
             raise BrokerSilent(str(self._silence))
@@ -40,7 +43,7 @@ class Kept:
             self._answer, self._silence = await self._ask(), None
         except BrokerSilent as error:
             self._silence = error
-        self._until_s = time.monotonic() + self._fresh_s
+        self._until_s = self._clock() + self._fresh_s
 
 
 class Health:

@@ -25,6 +25,8 @@ from helpers.web_rig import GIB, Scene, WebRig, card, lease
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+RECONNECT_S = 30.0
+"""For a page that tries every five seconds, on a busy host."""
 
 with_browser = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
 
@@ -79,15 +81,15 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
     browser.wait_for("#status", "Live")
     assert browser.text("#totals") == "no leases"
     assert browser.text(".none") == "No leases."
-    with daemon.builder(2 * GIB, seconds=60).acquire() as ours:
-        short = GpuBuilder(daemon.tcp_address).min_vram(GIB).lease_secs(1.5).acquire()
+    with daemon.builder(2 * GIB, seconds=120).acquire() as ours:
+        short = GpuBuilder(daemon.tcp_address).min_vram(GIB).lease_secs(3).acquire()
         wait_until(lambda: len(slices(browser)) == 2, "both slices are drawn", seen=lambda: browser.text("body"))
         assert browser.text("#totals") == "2 leases of 2 tenants"
         first, second = slices(browser)
         assert re.fullmatch(r"tenant [0-9a-f]{8}, 2 GiB, active", first)
         assert re.fullmatch(r"tenant [0-9a-f]{8}, 1 GiB, active(, warned)?", second)
         left = browser.texts("td .seconds")[0]
-        assert re.fullmatch(r"0:5\d|1:00", left)
+        assert re.fullmatch(r"[12]:\d\d", left)
         wait_until(lambda: browser.texts("td .seconds")[0] != left, "the time runs down")
         wait_until(lambda: len(slices(browser)) == 1, "the short one is over", seen=lambda: browser.text("body"))
         browser.wait_for("#events", "expired")
@@ -113,7 +115,7 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
     browser.wait_for("#status", "No connection to the daemon")
     browser.wait_for("#since", "What is shown is")
     assert start_daemon(config=settings(tmp_path, port)).address != daemon.address
-    browser.wait_for("#status", "Live")
+    browser.wait_for("#status", "Live", RECONNECT_S)
     assert browser.run("return document.getElementById('drain').hidden"), "this one is not drained"
 
 
@@ -188,6 +190,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
         assert failing == "not_draining"
         assert fetched(daemon, "healthz").status_code == 200
         ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
+    daemon.kill()  # it leaves no web process behind
 
 
 @pytest.mark.parametrize(

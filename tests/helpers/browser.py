@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import httpx
 
 from helpers.processes import descendants, is_running
-from helpers.waiting import wait_until
+from helpers.waiting import PATIENCE_S, wait_until
 
 START_LIMIT_S: Final = 30.0
 
@@ -84,9 +84,10 @@ class Browser:
         script = "return [...document.querySelectorAll(arguments[0])].map(one => one.innerText)"
         return [str(text) for text in self.run(script, selector)]
 
-    def wait_for(self, selector: str, text: str) -> None:
+    def wait_for(self, selector: str, text: str, within_s: float = PATIENCE_S) -> None:
         """Return once that text is to be read there."""
-        wait_until(lambda: text in self.text(selector), f"{text!r} in {selector}", seen=lambda: self.text("body"))
+        what = f"{text!r} in {selector}"
+        wait_until(lambda: text in self.text(selector), what, within_s, seen=lambda: self.text("body"))
 
     def press(self, keys: str) -> None:
         """Press keys, wherever the focus is."""

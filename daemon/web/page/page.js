@@ -6,7 +6,7 @@
 const STALE_MS = 4000; // The daemon looks every second: without a state for so long, what is shown may be wrong.
 const SILENT_MS = 10000; // A stream says something every three seconds; one that does not is given up.
 const FIRST_PAUSE_MS = 500;
-const LONGEST_PAUSE_MS = 10000;
+const LONGEST_PAUSE_MS = 5000;
 const TICK_MS = 250;
 const COLOURS = 8;
 const DENSE = 60; // Slices on one card from which on there is no room between them.

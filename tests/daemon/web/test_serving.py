@@ -113,6 +113,7 @@ def test_who_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
                 while data := await reader.read(1 << 16):
                     read += len(data)
         assert read < LARGE
+        monkeypatch.undo()
         other, writer = await connect()
         writer.write(ASK.replace(b"/ ", b"/large ", 1))
         await other.readuntil(b"\r\n\r\n")
