@@ -43,8 +43,6 @@ and go by the thousand from making the broker answer for each."""
 LOOK_UP_PAUSE_S: Final = 0.05
 """Between two such questions."""
 
-Ask = Callable[[Opcode, Any], Any]
-
 
 class Feed:
     """The latest look, the events, and who waits for the next."""
