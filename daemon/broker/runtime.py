@@ -134,6 +134,11 @@ class Runtime:
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.took_over()
+        if self.table.drain_ns is not None:
+            _log.warning(
+                "this node is being drained, as it was when the daemon ended: gpulease drain --cancel ends that"
+            )
+            self.post(DrainTimerFired())
         if self.workers.serving():
             self._watchman.start()
             self._weigher.start()

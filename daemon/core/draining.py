@@ -5,7 +5,8 @@ Rules:
 1. From the request on no lease is granted: acquires are refused, those in line and those whose worker still starts too.
    The pool's contexts are let go.
 2. Every active lease is told until when it can last. Renewing it is allowed, up to that deadline and no further.
-3. At the deadline every lease that is left ends, DRAINED. The node stays drained until an operator says otherwise.
+3. At the deadline every lease that is left ends, DRAINED. The node stays drained until an operator says otherwise,
+   also for a table that is made from what this one left.
 4. Asked again, the new deadline counts, be it sooner or later. Cancelled, all goes on: no lease has lost time it had.
 """
 

@@ -79,11 +79,13 @@ class Past:
         revoked: Marks of the ids of leases that ended by revocation (`revoked.mark_of`), ascending, all there
             ever were.
         fenced_warm: Contexts made ahead whose bytes are fenced; those of cards that are not here are passed over.
+        drain_ns: When a drain of the node ends what is left; None if it is not drained.
     """
 
     tombstones: tuple[LeaseSnapshot, ...] = ()
     revoked: Collection[int] = ()
     fenced_warm: tuple[KeptWarm, ...] = ()
+    drain_ns: int | None = None
 
 
 def keep(lease: Lease) -> KeptLease | None:

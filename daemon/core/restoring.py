@@ -4,7 +4,9 @@
 2. One whose worker is gone, or that was DRAINING, is ended as if that had happened now; a cause that it has stays.
 3. A FENCED slice is fenced. Of a card that is not here nothing is held: its fences wait for it where they are kept.
 4. A worker that nobody knows is killed; what it holds is held until it is proved back.
-5. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
+5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
+   the shell sends when all is entered.
+6. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
 """
 
 from gpulease.daemon.core import events
@@ -29,8 +31,9 @@ class Restoring:
         self._pool = pool
 
     def recall(self, past: Past) -> None:
-        """Know again what ended, and hold what is fenced."""
+        """Know again what ended, hold what is fenced, and let nobody in if the node is drained."""
         self._book.revoked = RevokedIds(past.revoked)
+        self._book.drain_ns = past.drain_ns
         for tombstone in past.tombstones:
             self._book.remember(tombstone)
         for kept in past.fenced_warm:

@@ -1,4 +1,4 @@
-"""What survives the broker: leases, fences, revoked ids and spent tokens, in one SQLite file.
+"""What survives the broker: leases, fences, revoked ids, spent tokens and a drain, in one SQLite file.
 
 A journal is told every event before its effects are carried out (`saw`), and no outcome is told to anybody before all
 that led to it is on the disk (`answer`). `Journal` is that of a daemon that keeps none.

@@ -17,6 +17,7 @@ class Contents:
     """The rows, read.
 
     Attributes:
+        drain_ns: When a drain ends what is left; None if the node is not drained.
         next_tombstone: The place of the tombstone that comes next.
     """
 
@@ -26,6 +27,7 @@ class Contents:
     revoked: "array[int]" = field(default_factory=lambda: array("Q"))
     spent: list[Spent] = field(default_factory=list)
     cards: dict[str, KeptCard] = field(default_factory=dict)
+    drain_ns: int | None = None
     next_tombstone: int = 0
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
@@ -46,16 +48,18 @@ class Contents:
             case RowKind.CARD:
                 card = rows.read_card(value)
                 self.cards[card.uuid] = card
+            case RowKind.DRAIN:
+                self.drain_ns = int(value)
 
     def past(self) -> Past:
         """What needs no doing."""
-        return Past(tuple(self.tombstones), self.revoked, tuple(self.warm))
+        return Past(tuple(self.tombstones), self.revoked, tuple(self.warm), self.drain_ns)
 
     def cross_boot(self) -> list[Change]:
         """The host was restarted: what that ended, in these contents and as changes to the rows.
 
         Nothing of another boot runs, and its times mean nothing now; what is fenced stays so until an operator says
-        otherwise. Tokens of another boot verify with no key.
+        otherwise, and so does a drain: nothing is left for it to end. Tokens of another boot verify with no key.
         """
         changes: list[Change] = []
         for lease in self.leases:
@@ -70,6 +74,9 @@ class Contents:
                 self.next_tombstone += 1
         changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
         changes += [Change(RowKind.SPENT, rows.spent_key(lease_id, nonce), None) for lease_id, nonce, _ in self.spent]
+        if self.drain_ns is not None:
+            self.drain_ns = 0
+            changes.append(Change(RowKind.DRAIN, rows.DRAIN_KEY, self.drain_ns))
         self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
         self.cards.clear()
         self.spent.clear()

@@ -6,6 +6,7 @@ from typing import Final
 
 from gpulease.daemon.core import (
     Cause,
+    DrainSet,
     Effect,
     Event,
     FenceCleared,
@@ -22,7 +23,7 @@ from gpulease.daemon.core import (
     WarmEnded,
 )
 from gpulease.daemon.core.revoked import mark_of
-from gpulease.daemon.journal.rows import Change, RowKind, lease_key, number_key, warm_key
+from gpulease.daemon.journal.rows import DRAIN_KEY, Change, RowKind, lease_key, number_key, warm_key
 
 KEPT_TOMBSTONES: Final = 8192
 """The last leases that ended: their tenants are told why after a restart too. Bounds the file, and how long it is read
@@ -71,6 +72,8 @@ class Follower:
                     out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
                 case WarmEnded(warm_id=warm_id, is_fenced=True):
                     out.append(Change(RowKind.WARM, warm_key(warm_id), table.keep_warm(warm_id)))
+                case DrainSet(deadline_ns=deadline_ns):
+                    out.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
         return out
 
     def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:

@@ -12,6 +12,8 @@ from gpulease.daemon.core import Cause, KeptCard, KeptLease, KeptWarm, LeaseSnap
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 LEASE_ID_BYTES: Final = 16
+DRAIN_KEY: Final = b""
+"""Of the one row there is of its kind."""
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
 
@@ -27,6 +29,7 @@ class RowKind(IntEnum):
     REVOKED = 4
     SPENT = 5
     CARD = 6
+    DRAIN = 7
 
 
 @dataclass(frozen=True, slots=True)

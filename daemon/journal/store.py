@@ -27,8 +27,10 @@ from gpulease.daemon.journal.rows import Change, digest_of
 APPLICATION_ID: Final = 0x67704C4A
 """What file(1) knows the file by ("gpLJ")."""
 
-VERSION: Final = 1
-"""Of the rows and tables; a higher number is another format."""
+VERSION: Final = 2
+"""Of the rows and tables; a higher number is another format. Rows of the first one are rows of this one, too."""
+
+_FIRST_VERSION: Final = 1
 
 BUSY_TIMEOUT_S: Final = 1.0
 """For whoever looks into the file with a tool of their own."""
@@ -117,6 +119,8 @@ class Store:
     def begin(self, changes: Iterable[Change]) -> None:
         """Commit what the opening changes, which also shows that the disk can be written. Raises JournalBroken."""
         try:
+            if self._connection is not None:
+                self._connection.execute(f"PRAGMA user_version={VERSION}")
             self.apply(changes)
         except (sqlite3.Error, OSError, ValueError) as error:
             self.close()
@@ -225,7 +229,7 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
         raise ValueError("it is not a journal of gpulease, or not all of it is there")
     if version > VERSION:
         raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
-    if version != VERSION or tables != list(_SCHEMA):
+    if version < _FIRST_VERSION or tables != list(_SCHEMA):
         raise ValueError("its tables are not those of a journal")
     rows = list(connection.execute("SELECT one, boot, commits, total, digest FROM state"))
     if len(rows) != 1 or [type(value) for value in rows[0]] != [int, str, int, bytes, bytes]:

@@ -19,6 +19,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Drain, DrainStatus, Empty, LeaseRef, LeaseSubscribe, LeaseUnsubscribe, Ping
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour
+from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import wait_until
 
@@ -200,6 +201,51 @@ def test_of_a_lease_that_is_over(daemon: Daemon) -> None:
         refused = peer.refused(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(12345))
         assert refused.status is NotFound.default_status
         assert peer.refused(Opcode.LEASE_UNSUBSCRIBE, LeaseUnsubscribe(2)).status is Status.NOT_FOUND
+
+
+def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting(config="warm_contexts = 1")
+    lease = lasting.now.builder().acquire()
+
+    def left_ms() -> int | None:
+        left: int | None = lasting.now.inventory().details[0]["drain_left_ms"]
+        return left
+
+    ask(Opcode.DRAIN, Drain(60_000), lasting.address)
+    before_ms = left_ms()
+    lasting.restart()
+    after_ms = left_ms()
+    assert before_ms is not None
+    assert after_ms is not None
+    assert 0 < after_ms < before_ms
+    with pytest.raises(Drained):
+        lasting.now.builder().acquire()
+    lease.renew(600)
+    assert lease.remaining_s <= 60, "no longer than the drain"
+    assert "gpulease drain --cancel" in lasting.now.log()
+
+    ask(Opcode.DRAIN, Drain(0), lasting.address)
+    with pytest.raises(Drained):
+        lease.renew(60)
+    lasting.restart()
+    assert left_ms() == 0
+    with pytest.raises(Drained):
+        lasting.now.builder().acquire()
+    ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
+    lasting.restart()
+    assert left_ms() is None
+    lasting.now.builder().acquire().free()
+
+
+def test_what_is_left_at_its_deadline_is_ended_by_the_next_daemon(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting()
+    lease = lasting.now.builder().acquire()
+    ask(Opcode.DRAIN, Drain(300), lasting.address)
+    lasting.kill()
+    time.sleep(0.3)
+    lasting.start()
+    wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "torndown", "it is ended")
+    assert lasting.now.query(lease.lease_id)["cause"] == "drained"
 
 
 def test_what_an_operator_types(

@@ -295,7 +295,10 @@ class Shell:
             self.exclusivity[number] = Exclusivity.SHARED
             self.send(WorkerFound(number, uuid, held_bytes))
         self.disk.is_being_read = False
+        if self.table.drain_ns is not None:
+            self.fire(DrainTimerFired())
         if not is_tail_lost:
+            assert self.table.drain_ns == before.drain_ns, "a restart changed a drain"
             self.check_answers(before, {*(kept.lease_id for kept in contents.leases), *self.disk.buried()})
         self.send(PoolTimerFired())
 

@@ -7,10 +7,13 @@ import pytest
 
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
+    ArmDrainTimer,
     ArmTimer,
     Cause,
     CoreLimits,
     DenialReason,
+    DrainCancelled,
+    DrainTimerFired,
     Effect,
     FenceCleared,
     FenceClearRequested,
@@ -39,7 +42,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.protocol.opcodes import Exclusivity, RevokeOutcome, Waiting
 
-from .scenario import OVERHEAD, S, Scenario, armed, card, denied, kinds, one, placed
+from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, kinds, one, placed
 
 DEADLINE = 1005 * S
 WARM = FIRST_WARM_ID
@@ -138,6 +141,23 @@ def test_a_fenced_warm_context_holds_its_bytes_and_its_number() -> None:
     effects = s.do(FenceClearRequested(9, None))
     assert one(effects, FenceCleared).warm_ids == (WARM + 4,)
     assert one(effects, WarmUp).warm_id == WARM + 5
+
+
+@pytest.mark.parametrize(("left_s", "is_over"), [(2, False), (-2, True)])
+def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> None:
+    ends_ns = 1000 * S + left_s * S
+    s = Restored(kept(), past=Past(drain_ns=ends_ns), warm=1)
+    assert s.table.drain_ns == ends_ns
+    effects = s.do(DrainTimerFired())
+    assert (
+        effects == [RefuseWork(1, Cause.DRAINED), ArmTimer(1, 3, TimerKind.GRACE, s.now_ns + 20 * MS)]
+        if is_over
+        else ([ArmDrainTimer(ends_ns)])
+    )
+    assert denied(s.acquire(2)).reason is DenialReason.DRAINED
+    assert WarmUp not in kinds(s.do(PoolTimerFired()))
+    s.do(DrainCancelled(9))
+    assert placed(s.acquire(3)) == [(3, "GPU-a")]
 
 
 def test_no_context_is_made_before_all_is_entered() -> None:

@@ -14,6 +14,7 @@ from gpulease.daemon.journal import JournalBroken, open_journal
 from gpulease.daemon.journal.broken import EX_CONFIG, EX_DATAERR, EX_IOERR, EX_UNAVAILABLE
 from gpulease.daemon.journal.contents import Contents
 from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
+from gpulease.daemon.journal.store import VERSION
 
 from .scenes import BOOT, kept, left_behind, opened, put, tombstone
 
@@ -59,6 +60,24 @@ def test_all_is_there_after_a_kill(left: tuple[Path, Contents], state: Path) -> 
     assert found.leases[2] == kept(4, LeaseState.FENCED)
     assert (found.tombstones, list(found.revoked)) == ([tombstone(3)], [3])
     assert (found.spent, found.next_tombstone) == ([(5, b"nonce", 1234)], 1)
+    assert found.drain_ns == 4321
+
+
+def test_one_of_the_first_format_is_read_and_is_of_this_one_then(left: tuple[Path, Contents], stopped: Path) -> None:
+    def version(new: int = 0) -> int:
+        connection = sqlite3.connect(stopped / JOURNAL_NAME)
+        if new:
+            connection.execute(f"PRAGMA user_version={new}")
+        ((found,),) = connection.execute("PRAGMA user_version")
+        connection.close()
+        return int(found)
+
+    assert version(new=1) == 1
+    store, contents = opened(stopped)
+    assert contents == left[1]
+    store.begin([])
+    store.close()
+    assert version() == VERSION
 
 
 def test_only_its_user_can_read_it(state: Path) -> None:
@@ -128,7 +147,7 @@ def not_a_database(state: Path) -> None:
 
 def a_newer_one(state: Path) -> None:
     connection = sqlite3.connect(state / JOURNAL_NAME)
-    connection.execute("PRAGMA user_version=2")
+    connection.execute(f"PRAGMA user_version={VERSION + 1}")
     connection.close()
 
 
@@ -251,5 +270,6 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         fenced = kept(4, LeaseState.FENCED, created_ns=0, deadline_ns=0, ended_ns=0, worker_pid=0)
         assert journal.kept == (fenced,)
         assert (list(journal.past.revoked), journal.spent, journal.cards) == ([3], (), {})
+        assert journal.past.drain_ns == 0, "it is drained, and nothing is left for that to end"
         journal._writer.stop()
         os.close(journal._lock_fd)
