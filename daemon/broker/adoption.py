@@ -16,7 +16,7 @@ from typing import Final
 from gpulease.daemon.broker.denials import cause_of
 from gpulease.daemon.broker.finding import FoundWorker
 from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.core import Event, KeptLease, LeaseRestored, LeaseState, WorkerFound
+from gpulease.daemon.core import Cause, Event, KeptLease, LeaseRestored, LeaseState, WorkerFound
 from gpulease.daemon.processes import has_ended, name_of
 from gpulease.daemon.worker.page import PageState
 
@@ -82,7 +82,7 @@ def reconcile(
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
             continue
         others.remove(best)
-        on_page = _as_on_page(lease, best.page, latest_ns)
+        on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
         adoptions.append(Adoption(LeaseRestored(on_page, has_worker=best.is_alive), best.worker))
     taken = {adoption.event.kept.lease_id for adoption in adoptions if isinstance(adoption.event, LeaseRestored)}
     for one in others:
@@ -94,7 +94,7 @@ def reconcile(
     return adoptions
 
 
-def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int) -> KeptLease:
+def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
     """The worker is bound by its page, written before the journal is: a renewal, or an end, may be there alone."""
     if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
         lease = replace(
@@ -103,8 +103,9 @@ def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int) -> KeptLease:
             generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
         )
     if page.word is not None and lease.state is LeaseState.ACTIVE:
-        reason = "it was ended just before the daemon was"
-        lease = replace(lease, state=LeaseState.DRAINING, cause=cause_of(page.word), reason=reason)
+        cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word)
+        reason = overran or "it was ended just before the daemon was"
+        lease = replace(lease, state=LeaseState.DRAINING, cause=cause, reason=reason)
     return lease
 
 

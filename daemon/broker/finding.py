@@ -71,6 +71,7 @@ class FoundWorker:
         fds: Its pidfd, its page and the broker's end of its channel; None if it has ended.
         reason: How it ended; None while it has not.
         last_page: What its page said then; None while it has not.
+        overran: What is to be said of a kernel for which its zygote ended its lease, "" if it did not.
     """
 
     serial: int
@@ -79,6 +80,7 @@ class FoundWorker:
     fds: tuple[int, int, int] | None
     reason: str | None = None
     last_page: PageState | None = None
+    overran: str = ""
 
     def page(self) -> PageState:
         """What a broker last wrote on its page."""
@@ -189,14 +191,17 @@ def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
 
 def _take(channel: socket.socket, zygote: FoundZygote) -> dict[str, Any]:
     message, fds = _hear(channel)
+    # A zygote of an earlier version does not say it.
+    overran = str(message.get("overran", ""))
     match message:
         case {"op": "worker", "serial": int(serial), "pid": int(pid), "spec": dict(spec)} if len(fds) == 3:
             pidfd, page, end = fds
-            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, (pidfd, page, end)))
+            worker = FoundWorker(serial, WorkerSpec.from_message(spec), pid, (pidfd, page, end), overran=overran)
+            zygote.workers.append(worker)
         case {"op": "ended", "serial": int(serial), "pid": int(pid), "spec": dict(spec), "reason": str(reason)}:
             word, deadline_ns, generation = message["page"]
             last = PageState(None if word is None else Status(word), deadline_ns, generation)
-            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, None, reason, last))
+            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, None, reason, last, overran))
         case {"op": "told"}:
             pass
         case _:

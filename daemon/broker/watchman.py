@@ -15,6 +15,7 @@ from typing import Final
 from gpulease.daemon.broker.worker import Worker
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.core import Cause, Event, SessionCondemned
+from gpulease.daemon.worker.overrun import overran
 from gpulease.daemon.worker.page import Counter
 from gpulease.protocol.opcodes import Opcode
 
@@ -42,7 +43,6 @@ KNOWN_WAITS: Final = frozenset(
 deadline bounds it, and compilers have a bound of their own."""
 
 _ROUNDS_PER_BOUND: Final = 8
-_NS_PER_MS: Final = 1_000_000
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -96,11 +96,9 @@ class Watchman:
         return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
 
     def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
-        looked_ns, bound_ms = worker.page.counter(Counter.LOOKED_NS), worker.spec.max_kernel_ms
-        since_ns = worker.page.counter(Counter.KERNEL_SINCE_NS)
-        # Not until now: a worker that compiles has not looked, and the kernel may have ended meanwhile.
-        if bound_ms and since_ns and looked_ns - since_ns >= bound_ms * _NS_PER_MS:
-            return Cause.KERNEL_TIMEOUT, f"a kernel ran for more than {bound_ms / 1000:g} s"
+        looked_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
+        if reason := overran(looked_ns, since_ns, worker.spec.max_kernel_ms):
+            return Cause.KERNEL_TIMEOUT, reason
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         if compiling_since_ns and now_ns - compiling_since_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // _NS_PER_S} s"

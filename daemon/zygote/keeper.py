@@ -2,7 +2,8 @@
 
 That is, for each: what the broker knew of it, its process, its control page, and the broker's end of its channel. So a
 worker does not notice that the broker died: its channel is whole, and what it says meanwhile waits in it for the next
-broker. While there is none, this is who ends leases: by the deadline on the page, or the word there.
+broker. While there is none, this is who ends leases: by the deadline on the page, the word there, or a kernel that has
+run for longer than it may.
 """
 
 import contextlib
@@ -14,12 +15,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.worker.overrun import overran_on
 from gpulease.daemon.worker.page import PageState, flip_word, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 
+NS_PER_MS: Final = 1_000_000
+
 GRACE_NS: Final = 20_000_000
 """From the end of a lease to the end of its worker while there is no broker: what a broker gives by default."""
+
+MAX_LOOK_NS: Final = 1_000_000_000
+"""Between two looks at the kernels of a lease that bounds them, while there is no broker."""
+
+MIN_LOOK_NS: Final = 10_000_000
+"""The same, however short the bound is: a look is a few system calls."""
+
+LOOKS_PER_BOUND: Final = 8
+"""How late such a kernel is found at most, as a part of the time it may run."""
 
 ALONE_S: Final = 60.0
 """How long a zygote waits for a broker once it has no worker. Stops one that nobody will come back for from staying."""
@@ -40,6 +53,7 @@ class Kept:
         deadline_ns: When its lease ends, as the page said when the broker was lost.
         kill_due_ns: When it is killed, None while nothing has ended it.
         is_killed: That was done.
+        overran: What is to be said of a kernel for which its lease was ended, "" if it was not.
     """
 
     serial: int
@@ -54,6 +68,7 @@ class Kept:
     deadline_ns: int = 0
     kill_due_ns: int | None = None
     is_killed: bool = False
+    overran: str = ""
 
     def close(self) -> None:
         """Let go of the descriptors."""
@@ -147,18 +162,28 @@ class Keeper:
     def _enforce(self, kept: Kept, now_ns: int) -> Iterator[int]:
         if kept.is_killed:
             return
-        if kept.kill_due_ns is None and now_ns >= kept.deadline_ns:
+        if kept.kill_due_ns is None and (word := _word_for(kept, now_ns)) is not None:
             kept.kill_due_ns = now_ns + GRACE_NS
-            flip_word(kept.page_fd, Status.LEASE_EXPIRED)
+            flip_word(kept.page_fd, word)
             _wake(kept.channel_fd)
         if kept.kill_due_ns is None:
             yield kept.deadline_ns
+            if bound_ns := kept.spec.max_kernel_ms * NS_PER_MS:
+                yield now_ns + max(MIN_LOOK_NS, min(bound_ns // LOOKS_PER_BOUND, MAX_LOOK_NS))
         elif now_ns < kept.kill_due_ns:
             yield kept.kill_due_ns
         else:
             kept.is_killed = True
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
+
+
+def _word_for(kept: Kept, now_ns: int) -> Status | None:
+    """What ends a lease now, None if nothing does."""
+    if now_ns >= kept.deadline_ns:
+        return Status.LEASE_EXPIRED
+    kept.overran = overran_on(kept.page_fd, kept.spec.max_kernel_ms)
+    return Status.SESSION_FAILED if kept.overran else None
 
 
 def _wake(channel_fd: int) -> None:

@@ -51,9 +51,10 @@ def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
         os.close(own_pidfd)
     for kept in keeper.living():
         worker = {"op": "worker", "serial": kept.serial, "pid": kept.pid, "spec": kept.spec.to_message()}
-        send_message(channel, worker, (kept.pidfd, kept.page_fd, kept.channel_fd))
+        send_message(channel, worker | {"overran": kept.overran}, (kept.pidfd, kept.page_fd, kept.channel_fd))
     for kept in keeper.ended():
         ended = {"op": "ended", "serial": kept.serial, "pid": kept.pid, "reason": kept.reason}
-        send_message(channel, ended | {"spec": kept.spec.to_message(), "page": kept.last_page})
+        said = {"spec": kept.spec.to_message(), "page": kept.last_page, "overran": kept.overran}
+        send_message(channel, ended | said)
     send_message(channel, {"op": "told"})
     channel.settimeout(None)

@@ -147,6 +147,25 @@ def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: L
     lasting.check_idle()
 
 
+def test_so_does_one_that_runs_for_longer_than_its_lease_lets_kernels_run(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder(seconds=60).max_kernel_secs(0.5).acquire()
+    other = lasting.now.builder(seconds=60).max_kernel_secs(30).acquire()
+    with working(other) as work, GpuSession(lease) as session:
+        kept = start_endless(session)
+        worker = lasting.worker_pid(lease.lease_id)
+        lasting.kill()
+        wait_until(lambda: not is_running(worker), "its worker is gone")
+        work.check_goes_on()
+        lasting.start()
+        report = lasting.now.query(lease.lease_id)
+        assert (report["cause"], report["reason"]) == ("kernel_timeout", "a kernel ran for more than 0.5 s")
+        with pytest.raises(GpuSessionFailed, match="a kernel ran for more than"):
+            session.sync()
+        del kept
+    other.free()
+    lasting.check_idle()
+
+
 def test_an_adopted_lease_can_be_revoked_and_stays_so(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     session = GpuSession(lease)

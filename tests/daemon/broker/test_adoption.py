@@ -42,9 +42,11 @@ KEPT = KeptLease(
 )
 
 
-def left(lease_id: int, page: PageState = LIVING, *, reason: str | None = None, size: int = 100) -> Left:
+def left(
+    lease_id: int, page: PageState = LIVING, *, reason: str | None = None, size: int = 100, overran: str = ""
+) -> Left:
     spec = WorkerSpec(lease_id, CARD, size, is_shared=True)
-    return Left(FoundWorker(next(SERIALS), spec, 77, None, reason), page)
+    return Left(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
 
 
 def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestored | WorkerFound, int]]:
@@ -96,6 +98,15 @@ def test_a_kept_lease_with_its_own_worker(
         assert (event.kept.state, event.kept.cause) == expected
     else:
         assert event.kept == (expected or kept)
+
+
+@pytest.mark.parametrize("reason", [None, ENDED])
+def test_one_whose_kernel_ran_for_too_long_while_nobody_was_there(reason: str | None) -> None:
+    said = "a kernel ran for more than 2 s"
+    worker = left(5, PageState(Status.SESSION_FAILED, 1000, 3), reason=reason, overran=said)
+    ((event, _),) = decide([KEPT], [worker])
+    assert isinstance(event, LeaseRestored)
+    assert (event.kept.state, event.kept.cause, event.kept.reason) == (LeaseState.DRAINING, Cause.KERNEL_TIMEOUT, said)
 
 
 def test_a_kept_lease_without_a_worker() -> None:
