@@ -18,9 +18,9 @@ from typing import Any, Final
 from gpulease.daemon.broker.listening import BACKLOG, CannotListen
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
-from gpulease.daemon.processes import name_of
+from gpulease.daemon.journal import Journal, KeptRelay
+from gpulease.daemon.processes import started_ticks
 from gpulease.daemon.relay.complaints import Complaints
-from gpulease.daemon.relay.confinement import RELAY_NAME
 from gpulease.daemon.relay.identity import IdentityFiles
 from gpulease.daemon.relay.naming import NoTenant, tenant_named
 from gpulease.daemon.tls_settings import TlsSettings
@@ -46,8 +46,9 @@ from. The second makes the first true of small pieces too (glibc manual, "Memory
 class _Relay:
     """One relay: whose connection it is, and the serial number of the certificate, in hexadecimal."""
 
-    peer: Peer
+    tenant: str
     serial: str
+    started_ticks: int
 
 
 _UNKNOWN: Final = Peer("", is_operator=False, is_known=False, is_relayed=True)
@@ -61,8 +62,12 @@ _log = logging.getLogger("gpulease.relay")
 class RemoteDoor:
     """The gate, its listening sockets, and the relays that live."""
 
-    def __init__(self, settings: TlsSettings, tenants: Mapping[str, str], make_connection: MakeConnection) -> None:
+    def __init__(
+        self, settings: TlsSettings, tenants: Mapping[str, str], make_connection: MakeConnection, journal: Journal
+    ) -> None:
         self._settings = settings
+        self._journal = journal
+        self._left_by_earlier = journal.relays
         self._tenants = tenants
         self._make_connection = make_connection
         self._listeners: list[socket.socket] = []
@@ -79,6 +84,7 @@ class RemoteDoor:
     async def start(self) -> None:
         """Start the gate and wait until it has read its files. Raises CannotListen."""
         loop = asyncio.get_running_loop()
+        self._take_over()
         try:
             self._channel = self._launch()
         except OSError as error:
@@ -161,15 +167,28 @@ class RemoteDoor:
                 _log.error("relay %d won't end if its certificate is revoked: %s", pid, error.strerror)
                 return
             try:
-                # It is this process that waits for it (see `_adopt`), unless the earlier gate had, and died before it
-                # said so: then the number may be anybody's.
-                if name_of(pid) == RELAY_NAME:
+                # If somebody has waited for it already, the number may be anybody's.
+                if started_ticks(pid) == relay.started_ticks:
                     send_message(self._channel, {"op": "left_over", "serial": relay.serial}, (pidfd,))
                 return
             except BlockingIOError:
                 await asyncio.sleep(GATE_READS_S)
             finally:
                 os.close(pidfd)
+
+    def _take_over(self) -> None:
+        """Relays that an earlier daemon left count as their tenants', and end with their certificates as others do."""
+        left, self._left_by_earlier = self._left_by_earlier, ()
+        for kept in left:
+            if kept.started_ticks == started_ticks(kept.pid):
+                self._enter(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
+                _adopt(kept.pid, self._left)
+            else:
+                self._journal.forget_relay(kept.pid)
+
+    def _enter(self, pid: int, relay: _Relay) -> None:
+        self._relays[pid] = relay
+        self._by_tenant[relay.tenant] += 1
 
     def _end(self) -> None:
         if self._channel is not None:
@@ -210,8 +229,10 @@ class RemoteDoor:
 
     def _arrived(self, pid: int, message: dict[str, Any], sock: socket.socket) -> None:
         peer, refusal = self._look_at(message)
-        self._relays[pid] = _Relay(peer, message["serial"])
-        self._by_tenant[peer.tenant] += 1
+        relay = _Relay(peer.tenant, message["serial"], started_ticks(pid))
+        self._enter(pid, relay)
+        if refusal is None:
+            self._journal.remember_relay(KeptRelay(pid, relay.started_ticks, relay.tenant, relay.serial))
         _log.debug("relay %d: %s from %s, certificate %s", pid, peer, message["peer"], message["serial"])
         if refusal is not None:
             self._complaints.add(f"{peer.tenant or 'nobody'} from {message['peer']}", refusal.message)
@@ -246,7 +267,8 @@ class RemoteDoor:
         relay = self._relays.pop(pid, None)
         if relay is None:
             return
-        tenant = relay.peer.tenant
+        self._journal.forget_relay(pid)
+        tenant = relay.tenant
         self._by_tenant[tenant] -= 1
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
@@ -289,7 +311,10 @@ def _bound(family: int, where: tuple[Any, ...]) -> socket.socket:
 
 
 def _adopt(pid: int, left: Callable[[int], None]) -> None:
-    """A dead gate's relay is this process's child (see processes.adopt_orphans): wait for it when it has ended."""
+    """Wait for a relay without a gate when it has ended.
+
+    A dead gate's is this process's child (see processes.adopt_orphans); one that an earlier daemon left is not.
+    """
     loop = asyncio.get_running_loop()
     try:
         pidfd = os.pidfd_open(pid)

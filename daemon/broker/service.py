@@ -82,7 +82,7 @@ class Service:
         self._listeners = Listeners(self._new_connection, config.socket_mode)
         self._remote: RemoteDoor | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
-            self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection)
+            self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
         http = config.of_http
         self._web = None if http is None else WebDoor(http, config.of_sandbox, self._new_reader)
 

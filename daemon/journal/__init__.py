@@ -6,5 +6,6 @@ that led to it is on the disk (`answer`). `Journal` is that of a daemon that kee
 
 from gpulease.daemon.journal.broken import JournalBroken
 from gpulease.daemon.journal.journal import FileJournal, Journal, open_journal
+from gpulease.daemon.journal.rows import KeptRelay
 
-__all__ = ["FileJournal", "Journal", "JournalBroken", "open_journal"]
+__all__ = ["FileJournal", "Journal", "JournalBroken", "KeptRelay", "open_journal"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from gpulease.daemon.core import Cause, KeptCard, KeptLease, LeaseSnapshot, LeaseState, Past
 from gpulease.daemon.core.keeping import KeptWarm
 from gpulease.daemon.journal import rows
-from gpulease.daemon.journal.rows import LEASE_ID_BYTES, Change, RowKind
+from gpulease.daemon.journal.rows import LEASE_ID_BYTES, Change, KeptRelay, RowKind
 
 Spent = tuple[int, bytes, int]
 """A token that was used: its lease, its nonce, and until when no token of that nonce can be valid (monotonic ms)."""
@@ -28,6 +28,7 @@ class Contents:
     spent: list[Spent] = field(default_factory=list)
     cards: dict[str, KeptCard] = field(default_factory=dict)
     drain_ns: int | None = None
+    relays: dict[int, KeptRelay] = field(default_factory=dict)
     next_tombstone: int = 0
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
@@ -50,6 +51,9 @@ class Contents:
                 self.cards[card.uuid] = card
             case RowKind.DRAIN:
                 self.drain_ns = int(value)
+            case RowKind.RELAY:
+                relay = rows.read_relay(value)
+                self.relays[relay.pid] = relay
 
     def past(self) -> Past:
         """What needs no doing."""
@@ -73,12 +77,14 @@ class Contents:
                 changes.append(Change(RowKind.TOMBSTONE, rows.number_key(self.next_tombstone), self.tombstones[-1]))
                 self.next_tombstone += 1
         changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
+        changes += [Change(RowKind.RELAY, rows.number_key(pid), None) for pid in self.relays]
         changes += [Change(RowKind.SPENT, rows.spent_key(lease_id, nonce), None) for lease_id, nonce, _ in self.spent]
         if self.drain_ns is not None:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, rows.DRAIN_KEY, self.drain_ns))
         self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
         self.cards.clear()
+        self.relays.clear()
         self.spent.clear()
         return changes
 

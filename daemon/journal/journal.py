@@ -39,7 +39,7 @@ from gpulease.daemon.core.denials import done_but_not_kept, not_kept
 from gpulease.daemon.journal.contents import Contents, Spent
 from gpulease.daemon.journal.folder import prepare
 from gpulease.daemon.journal.following import Follower
-from gpulease.daemon.journal.rows import Change, RowKind, spent_key
+from gpulease.daemon.journal.rows import Change, KeptRelay, RowKind, number_key, spent_key
 from gpulease.daemon.journal.store import Store
 from gpulease.daemon.journal.writer import Writer
 
@@ -61,12 +61,14 @@ class Journal:
         past: What else it left, for the lease table.
         spent: Tokens that were used: lease, nonce, and until when no token of that nonce can be valid (monotonic ms).
         cards: What was measured of the cards in this boot of the host, by uuid.
+        relays: Relays of remote tenants that may still live.
     """
 
     kept: tuple[KeptLease, ...] = ()
     past: Past = Past()
     spent: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
+    relays: tuple[KeptRelay, ...] = ()
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Which table is kept, which process a lease's worker is, and where events go."""
@@ -92,6 +94,12 @@ class Journal:
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
         """What was measured of the cards, for the next daemon of this boot."""
+
+    def remember_relay(self, relay: KeptRelay) -> None:
+        """A remote tenant has come, whose certificate the next daemon may find revoked."""
+
+    def forget_relay(self, pid: int) -> None:
+        """It has gone."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
         """Do something when all that was seen before is on the disk; never, if it can't be brought there."""
@@ -123,6 +131,7 @@ class FileJournal(Journal):
         self.past = contents.past()
         self.spent = tuple(contents.spent)
         self.cards = dict(contents.cards)
+        self.relays = tuple(contents.relays.values())
         self._writer = writer
         self._lock_fd = lock_fd
         self._follower = Follower(contents.leases, contents.next_tombstone)
@@ -171,6 +180,16 @@ class FileJournal(Journal):
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
         """As above."""
         self._writer.put([Change(RowKind.CARD, card.uuid.encode(), card) for card in cards])
+
+    def remember_relay(self, relay: KeptRelay) -> None:
+        """As above. Not while nothing can be written: those who come and go then would make the queue grow."""
+        if not self.problem():
+            self._writer.put([Change(RowKind.RELAY, number_key(relay.pid), relay)])
+
+    def forget_relay(self, pid: int) -> None:
+        """As above. A row that stays is of a process that is not there, which the next daemon sees."""
+        if not self.problem():
+            self._writer.put([Change(RowKind.RELAY, number_key(pid), None)])
 
     def once_kept(self, do: Callable[[], None]) -> None:
         """As above."""

@@ -17,7 +17,24 @@ DRAIN_KEY: Final = b""
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
 
-Kept = KeptLease | KeptWarm | KeptCard | LeaseSnapshot | int
+
+@dataclass(frozen=True, slots=True)
+class KeptRelay:
+    """A remote tenant's relay, which lives on for as long as its session's worker does.
+
+    Attributes:
+        started_ticks: When the process was started: see `processes.started_ticks`.
+        tenant: Whose it is.
+        serial: Of the certificate that was shown, in hexadecimal.
+    """
+
+    pid: int
+    started_ticks: int
+    tenant: str
+    serial: str
+
+
+Kept = KeptLease | KeptWarm | KeptCard | KeptRelay | LeaseSnapshot | int
 
 
 class RowKind(IntEnum):
@@ -30,6 +47,7 @@ class RowKind(IntEnum):
     SPENT = 5
     CARD = 6
     DRAIN = 7
+    RELAY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ def warm_key(warm_id: int) -> bytes:
 
 
 def number_key(number: int) -> bytes:
-    """Of a tombstone's row, by its place among them, and of a revoked id's, by its mark."""
+    """Of a tombstone's row, by its place among them, of a revoked id's, by its mark, and of a relay's, by its pid."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
@@ -99,7 +117,12 @@ def read_card(value: bytes) -> KeptCard:
     return _read(KeptCard, value)
 
 
-Shape = TypeVar("Shape", KeptLease, KeptWarm, KeptCard, LeaseSnapshot)
+def read_relay(value: bytes) -> KeptRelay:
+    """As above."""
+    return _read(KeptRelay, value)
+
+
+Shape = TypeVar("Shape", KeptLease, KeptWarm, KeptCard, KeptRelay, LeaseSnapshot)
 
 _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
     "exclusivity": Exclusivity,

@@ -86,6 +86,28 @@ def test_nor_does_a_remote_one(start_lasting: StartLasting, tmp_path: Path) -> N
     lasting.check_idle()
 
 
+def test_a_remote_one_ends_once_its_certificate_is_revoked(start_lasting: StartLasting, tmp_path: Path) -> None:
+    pki = Pki.make(tmp_path)
+    lasting = start_lasting(tls=True, config=pki.settings())
+
+    def relays() -> int:
+        return sum(info.name == "gpul-relay" for info in lasting.processes())
+
+    anns, bobs = (pki.builder(lasting.now.tls_address, who).acquire() for who in (pki.ann, pki.bob))
+    with GpuSession(anns), GpuSession(bobs) as bob:
+        lasting.kill()
+        pki.authority.revoke(pki.ann.certificate)
+        lasting.start()
+        wait_until(lambda: relays() == 1, "hers is gone, that was revoked while no daemon was there")
+        bob.sync()
+        pki.authority.revoke(pki.bob.certificate)
+        wait_until(lambda: not relays(), "his is gone, too")
+    assert "an earlier gate's relay ends" in lasting.now.log()
+    for lease in (anns, bobs):
+        lasting.now.revoke(lease.lease_id)
+    lasting.check_idle()
+
+
 def test_what_may_be_asked_again_waits_for_the_daemon(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     with back_in(lasting, 0.3):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpulease.daemon.processes import exit_text, has_ended, name_of, set_name
+from gpulease.daemon.processes import exit_text, has_ended, name_of, set_name, started_ticks
 from helpers.daemon import python_environment
 from helpers.processes import is_running
 from helpers.waiting import wait_until
@@ -124,3 +124,12 @@ def test_whether_a_process_has_ended_and_what_it_is_called() -> None:
         os.close(pidfd)
         process.communicate()
     assert name_of(process.pid) == ""
+
+
+def test_when_a_process_was_started_tells_it_from_others() -> None:
+    own = started_ticks(os.getpid())
+    assert own > 0
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        assert started_ticks(later.pid) > own
+        later.communicate(b"\n")
+    assert started_ticks(later.pid) == 0

@@ -7,11 +7,12 @@ from pathlib import Path
 from gpulease.daemon.core import Cause, KeptLease, LeaseSnapshot, LeaseState
 from gpulease.daemon.journal.contents import Contents
 from gpulease.daemon.journal.folder import prepare
-from gpulease.daemon.journal.rows import DRAIN_KEY, Change, RowKind, lease_key, number_key, spent_key
+from gpulease.daemon.journal.rows import DRAIN_KEY, Change, KeptRelay, RowKind, lease_key, number_key, spent_key
 from gpulease.daemon.journal.store import Store
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 BOOT = "a1" * 16
+RELAY = KeptRelay(70, 12, "ann", "1A2B")
 
 
 def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
@@ -52,12 +53,12 @@ def put(lease: KeptLease) -> Change:
 
 
 def some_changes() -> list[list[Change]]:
-    """Of several commits: leases, tombstones, revoked ids, a spent token, a drain; one lease is gone again."""
+    """Of several commits: leases, tombstones, revoked ids, a spent token, a drain, a relay; one lease is gone again."""
     commits = [[put(kept(number))] for number in range(1, 9)]
     commits.append([Change(RowKind.LEASE, lease_key(3), None), Change(RowKind.TOMBSTONE, number_key(0), tombstone(3))])
     commits.append([Change(RowKind.REVOKED, number_key(3), 1), put(kept(4, LeaseState.FENCED))])
     commits.append([Change(RowKind.SPENT, spent_key(5, b"nonce"), 1234)])
-    commits.append([Change(RowKind.DRAIN, DRAIN_KEY, 4321)])
+    commits.append([Change(RowKind.DRAIN, DRAIN_KEY, 4321), Change(RowKind.RELAY, number_key(70), RELAY)])
     return commits
 
 

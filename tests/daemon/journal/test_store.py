@@ -16,7 +16,7 @@ from gpulease.daemon.journal.contents import Contents
 from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
 from gpulease.daemon.journal.store import VERSION
 
-from .scenes import BOOT, kept, left_behind, opened, put, tombstone
+from .scenes import BOOT, RELAY, kept, left_behind, opened, put, tombstone
 
 WAL_NAME = f"{JOURNAL_NAME}-wal"
 FLIPS = 80
@@ -60,7 +60,7 @@ def test_all_is_there_after_a_kill(left: tuple[Path, Contents], state: Path) -> 
     assert found.leases[2] == kept(4, LeaseState.FENCED)
     assert (found.tombstones, list(found.revoked)) == ([tombstone(3)], [3])
     assert (found.spent, found.next_tombstone) == ([(5, b"nonce", 1234)], 1)
-    assert found.drain_ns == 4321
+    assert (found.drain_ns, found.relays) == (4321, {70: RELAY})
 
 
 def test_one_of_the_first_format_is_read_and_is_of_this_one_then(left: tuple[Path, Contents], stopped: Path) -> None:
@@ -270,6 +270,7 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         fenced = kept(4, LeaseState.FENCED, created_ns=0, deadline_ns=0, ended_ns=0, worker_pid=0)
         assert journal.kept == (fenced,)
         assert (list(journal.past.revoked), journal.spent, journal.cards) == ([3], (), {})
+        assert journal.relays == ()
         assert journal.past.drain_ns == 0, "it is drained, and nothing is left for that to end"
         journal._writer.stop()
         os.close(journal._lock_fd)
