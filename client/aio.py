@@ -75,6 +75,10 @@ class AsyncGpuLease(LeaseView):
         """A token by which somebody else can use this lease; see GpuLease.issue."""
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
+    async def revoke_token(self, token: bytes | str | Grant) -> None:
+        """End one token that was issued for this lease; see GpuLease.revoke_token."""
+        await self._run(self._state.revoke_token(token_of(token)))
+
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "AsyncKeepAlive":
         """Renew it in a task until the returned object is stopped or its `async with` block is left."""
         return AsyncKeepAlive(self, on_loss, RenewalSchedule())

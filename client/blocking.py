@@ -87,6 +87,14 @@ class GpuLease(LeaseView):
         wanted = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
         return drive(self._state.issue(wanted))
 
+    def revoke_token(self, token: bytes | str | Grant) -> None:
+        """End one token that was issued for this lease, and what was narrowed from it; others go on.
+
+        What was opened with it is refused, `Denied`, from its next operation on. That it has ended is no error. Raises
+        Denied for what is no token of this node's, Busy if 250 of the lease were revoked in the last 300 s.
+        """
+        drive(self._state.revoke_token(token_of(token)))
+
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
         """Renew it in the background until the returned object is stopped or its `with` block is left."""
         return keep_alive(self, on_loss)

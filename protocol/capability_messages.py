@@ -47,6 +47,15 @@ class CapabilityHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class CapabilityRevoke:
+    """End one token, and what was narrowed from it: `token`, or if that is empty the one of that lease and nonce."""
+
+    lease_id: int = wire(U128)
+    nonce: int = wire(U128)
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
 class Audience:
     """The name that this node has for the peer: who is to get a token tells it to whoever asks for one."""
 

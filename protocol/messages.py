@@ -15,6 +15,7 @@ from gpulease.protocol.capability_messages import CapabilityGrant as CapabilityG
 from gpulease.protocol.capability_messages import CapabilityHeld as CapabilityHeld
 from gpulease.protocol.capability_messages import CapabilityIssue as CapabilityIssue
 from gpulease.protocol.capability_messages import CapabilityPresent as CapabilityPresent
+from gpulease.protocol.capability_messages import CapabilityRevoke as CapabilityRevoke
 from gpulease.protocol.graph_messages import GraphCreate as GraphCreate
 from gpulease.protocol.graph_messages import GraphLaunch as GraphLaunch
 from gpulease.protocol.graph_messages import GraphNode as GraphNode
@@ -333,6 +334,7 @@ Body = (
     | CapabilityGrant
     | CapabilityPresent
     | CapabilityHeld
+    | CapabilityRevoke
     | Audience
     | Report
     | MemAlloc
@@ -372,6 +374,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.CAPABILITY_ISSUE: (CapabilityIssue, CapabilityGrant),
     Opcode.CAPABILITY_PRESENT: (CapabilityPresent, CapabilityHeld),
     Opcode.CAPABILITY_AUDIENCE: (Empty, Audience),
+    Opcode.CAPABILITY_REVOKE: (CapabilityRevoke, Empty),
     Opcode.MEM_ALLOC: (MemAlloc, Handle),
     Opcode.MEM_FREE: (Handle, Empty),
     Opcode.MEM_WRITE: (MemWrite, Empty),

@@ -1,17 +1,20 @@
 """Looking after a node: `gpulease info`, `leases`, `revoke`, `fence`."""
 
 import json
+import re
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from gpulease.client.blocking import ask
 from gpulease.client.cli.drain import lease_number
 from gpulease.client.cli.tables import seconds_text, size_text, table
+from gpulease.client.errors import InvalidRequest
 from gpulease.protocol import Opcode, RevokeOutcome
-from gpulease.protocol.messages import Empty, FenceClear, LeaseRevoke
+from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
 
+_NONCE: Final = re.compile("[0-9a-f]{32}")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
@@ -88,8 +91,15 @@ def _row(lease: dict[str, Any]) -> list[str]:
 @click.command()
 @click.argument("lease_id")
 @click.option("--reason", default="revoked by the operator", help="What its tenant is told.")
-def revoke(lease_id: str, reason: str) -> None:
+@click.option(
+    "--token", "nonce", help="End that one token alone: its nonce, as the audit log's `issue` record tells it."
+)
+def revoke(lease_id: str, reason: str, nonce: str | None) -> None:
     """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
+    if nonce is not None:
+        ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_number(lease_id), _nonce_number(nonce), b""))
+        click.echo(f"Token {nonce} of lease {lease_id} is over, if there was one.")
+        return
     outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_number(lease_id), reason)).outcome
     match outcome:
         case RevokeOutcome.TORN_DOWN:
@@ -100,6 +110,13 @@ def revoke(lease_id: str, reason: str) -> None:
         case _:
             click.echo(f"There is no lease {lease_id}.", err=True)
             sys.exit(1)
+
+
+def _nonce_number(text: str) -> int:
+    """A token's nonce as it is typed. Raises InvalidRequest."""
+    if not _NONCE.fullmatch(text):
+        raise InvalidRequest(f"{text!r} is no token's nonce", "Copy one from `gpulease audit show --kind issue FOLDER`")
+    return int(text, 16)
 
 
 @click.group()

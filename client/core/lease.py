@@ -36,6 +36,7 @@ from gpulease.protocol.messages import (
     CapabilityHeld,
     CapabilityIssue,
     CapabilityPresent,
+    CapabilityRevoke,
     LeaseAlloc,
     LeaseGrant,
     LeaseRef,
@@ -61,7 +62,7 @@ to be used on what was found out here, where DISCONNECTED means that nothing is 
 LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
 """The same as the answer to a request about the lease. A session says SESSION_FAILED of a single operation too."""
 
-REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE})
+REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
 """What may be asked again without knowing whether it was done: it then was done once, as far as anybody can see."""
 
 RECONNECT_LIMIT_S: Final = 30.0
@@ -172,6 +173,10 @@ class LeaseState:
             granted.ttl_ms / 1000,
             granted.expires_at_unix_s,
         )
+
+    def revoke_token(self, token: bytes) -> Procedure[None]:
+        """End one token of it."""
+        yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
     def query(self) -> Procedure[dict[str, Any]]:
         """What the daemon knows of it, whether it lives or not."""

@@ -53,6 +53,9 @@ class Recorder:
         `audience` is the tenant that may use it, if it is one that is known here.
         """
 
+    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
+        """`by` ended the token of that nonce, about a lease of `tenant`, or about the node if `lease_id` is 0."""
+
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """A request that never got to the lease table; `lease_id` is 0 if it named none."""
 
@@ -143,8 +146,14 @@ class LogRecorder(Recorder):
             "permissions": list(names_of(grant.permissions)),
             "audience": audience,
             "expires_us": grant.expires_ms * US_PER_MS,
+            "nonce": grant.nonce.hex(),
         }
         self._record((Kind.ISSUE, lease | told))
+
+    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
+        """As above."""
+        lease = {"lease": lease_text(lease_id)} if lease_id else {}
+        self._record((Kind.WITHDRAW, lease | {"tenant": tenant, "by": by, "nonce": nonce.hex()}))
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """As above."""

@@ -41,6 +41,7 @@ class Kind(StrEnum):
     DENY = "deny"
     ATTACH = "attach"
     ISSUE = "issue"
+    WITHDRAW = "withdraw"
     FAULT = "fault"
     OVER = "over"
     END = "end"

@@ -121,6 +121,7 @@ class Desk:
                 request, self._tokens.issue(body, runtime.recorder)
             ),
             Opcode.CAPABILITY_PRESENT: lambda request, body: answerer.answer(request, self._tokens.present(body)),
+            Opcode.CAPABILITY_REVOKE: self._capability_revoke,
             Opcode.CAPABILITY_AUDIENCE: lambda request, body: answerer.answer(request, self._tokens.audience()),
         }
 
@@ -301,6 +302,19 @@ class Desk:
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, self._peer.tenant)
         self._runtime.post(RevokeRequested(number, body.lease_id, body.reason))
+
+    def _capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
+        lease_id, nonce = self._tokens.to_revoke(body)
+        lease, page = self._runtime.table.get(lease_id), self._runtime.workers.page(lease_id)
+
+        def on_done(is_kept: bool) -> None:
+            why = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
+            failure = Failure(Status.BUSY, why, hint="Ask again, or renew the lease, which ends all of its tokens.")
+            self._answerer.answer(request, messages.Empty() if is_kept else failure)
+
+        self._tokens.revoke(lease_id, nonce, page, self._runtime.journal, on_done)
+        tenant = self._peer.tenant if lease is None else lease.tenant
+        self._runtime.recorder.token_revoked(tenant, self._peer.tenant, lease_id, nonce)
 
     def _fence_clear(self, request: Request, body: messages.FenceClear) -> None:
         self._need_operator("FENCE_CLEAR")

@@ -72,7 +72,9 @@ class Service:
         self.leaves_sessions = config.state is not None
         self._cards = cards
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
-        tokens = TokenOffice(table, config.require_token, config.token_key_file, config.state, journal.spent)
+        tokens = TokenOffice(
+            table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
+        )
         self.runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
         self._config = config
         self._options = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)

@@ -18,7 +18,8 @@ from gpulease.daemon.capabilities.nonces import NonceStore
 from gpulease.daemon.core import Denial, LeaseSnapshot, LeaseTable
 from gpulease.daemon.core.denials import not_found
 from gpulease.daemon.journal import Journal
-from gpulease.daemon.worker.guests import Guest
+from gpulease.daemon.worker.guests import Guest, mark_of
+from gpulease.daemon.worker.page import BrokerPage
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import (
     ALL_PERMISSIONS,
@@ -60,6 +61,7 @@ class TokenOffice:
         key_file: Where the keys are, if the operator says so.
         state: The folder of what survives the daemon, where they are else.
         spent: Tokens that were used before the daemon was started: lease, nonce, and until when that is remembered.
+        revoked: The same of those that were revoked.
 
     Raises:
         TokensUnavailable: `demands` or a key file were asked for, and there can be none; or the keys can't be read.
@@ -72,14 +74,16 @@ class TokenOffice:
         key_file: Path | None,
         state: Path | None = None,
         spent: Iterable[tuple[int, bytes, int]] = (),
+        revoked: Iterable[tuple[int, bytes, int]] = (),
     ) -> None:
         self.demands = demands
         self._table = table
         self._key_file = key_file or (None if state is None else state / KEY_FILE_NAME)
         self._names: OrderedDict[bytes, str] = OrderedDict()
-        self._nonces = NonceStore()
-        for lease_id, nonce, expires_ms in spent:
-            self._nonces.use(lease_id, nonce, expires_ms)
+        self._nonces, self._revoked = NonceStore(), NonceStore()
+        for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
+            for lease_id, nonce, expires_ms in tokens:
+                store.use(lease_id, nonce, expires_ms)
         self._authority: CapabilityAuthority | None = None
         is_kept = self._key_file is not None and self._key_file.exists()
         if demands or key_file is not None or is_kept:
@@ -130,7 +134,9 @@ class TokenOffice:
             ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
         except KeyFileBroken as error:
             raise TokensUnavailable(str(error)) from None
-        self._authority = CapabilityAuthority(ring, self._facts, save=self._save, nonces=self._nonces)
+        self._authority = CapabilityAuthority(
+            ring, self._facts, save=self._save, nonces=self._nonces, revoked=self._revoked
+        )
         return self._authority
 
     def _save(self, ring: KeyRing) -> None:
@@ -197,6 +203,31 @@ class TokenDesk:
         """CAPABILITY_AUDIENCE. Raises Refusal."""
         return messages.Audience(self._office.audience_of(self._peer.tenant))
 
+    def to_revoke(self, body: messages.CapabilityRevoke) -> tuple[int, bytes]:
+        """The lease and nonce that CAPABILITY_REVOKE is about, if the peer may end that token. Raises Refusal."""
+        if not body.token and not body.nonce:
+            raise Refusal(Failure(Status.INVALID_REQUEST, "neither a token nor a nonce says which token is to end"))
+        lease_id, nonce = body.lease_id, body.nonce.to_bytes(NONCE_BYTES, "big")
+        if body.token:
+            authority = self._office.authority()
+            lease_id, nonce = _checked(lambda: authority.name(body.token))
+        lease = self._office.lease(lease_id)
+        is_own = lease is not None and lease.tenant == self._peer.tenant
+        if not is_own and not (self._peer.is_operator and (lease is not None or lease_id == NODE_LEASE)):
+            raise Refusal(failure_of(self._office.denial(lease_id, self._peer)))
+        return lease_id, nonce
+
+    def revoke(
+        self, lease_id: int, nonce: bytes, page: BrokerPage | None, journal: Journal, on_done: Callable[[bool], None]
+    ) -> None:
+        """End what `to_revoke` named; told is whether a restart will know that too. Raises Refusal."""
+        until_ms = self._office.authority().revoke(lease_id, nonce)
+        now_ms = time.monotonic_ns() // NS_PER_MS
+        if until_ms is None or (page is not None and not page.revoke_token(mark_of(nonce), until_ms, now_ms)):
+            why = "too many tokens of this lease were revoked in the last minutes"
+            raise Refusal(Failure(Status.BUSY, why, hint="Renew the lease: that ends all of its tokens."))
+        journal.revoke_token(lease_id, nonce, until_ms, on_done)
+
     # --- what is permitted ---
 
     def acting_tenant(self, lease_id: int, permission: Permission) -> str:
@@ -245,7 +276,7 @@ class TokenDesk:
         if claims.lease_id != lease_id:
             raise Refusal(failure_of(not_found(lease_id)))
         self._to_use = claims
-        return Guest(claims.permissions, claims.expires_ns, claims.generation)
+        return Guest(claims.permissions, claims.expires_ns, claims.generation, mark_of(claims.nonce))
 
     def spend(self, journal: Journal, on_done: Callable[[bool], None]) -> None:
         """Use up the token that `guest` looked at, if there was one; told is whether a restart will know that too.

@@ -51,6 +51,7 @@ class CapabilityAuthority:
         unix_s: The wall clock, for holders that narrow a token without asking anybody.
         save: Called when the ring has changed, before the new key signs anything.
         nonces: Those that were used.
+        revoked: Those of tokens that were revoked.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CapabilityAuthority:
         draw: Draw = secrets.token_bytes,
         save: Callable[[KeyRing], None] = lambda ring: None,
         nonces: NonceStore | None = None,
+        revoked: NonceStore | None = None,
     ) -> None:
         self._ring = ring
         self._find_lease = find_lease
@@ -71,6 +73,7 @@ class CapabilityAuthority:
         self._draw = draw
         self._save = save
         self._nonces = NonceStore() if nonces is None else nonces
+        self._revoked = NonceStore() if revoked is None else revoked
 
     def audience_of(self, tenant: str) -> bytes:
         """The name of a tenant on this node."""
@@ -86,7 +89,7 @@ class CapabilityAuthority:
         lease = self._lease(request.lease_id)
         ends_ns = min(now_ns + int(request.ttl_s * NS_PER_S), lease.deadline_ns)
         nonce = request.nonce_bytes or self._draw(NONCE_BYTES)
-        if self._nonces.is_used(request.lease_id, nonce):
+        if self._nonces.is_used(request.lease_id, nonce) or self._revoked.is_used(request.lease_id, nonce):
             raise _replayed()
         claims = Claims(
             request.lease_id,
@@ -107,7 +110,7 @@ class CapabilityAuthority:
         """What a token says, if it is `audience`'s to use, now, and permits one of the permissions in `permission`.
 
         Raises CapabilityDenied with the check that failed; the first of MALFORMED, UNKNOWN_KEY, AUDIENCE, EXPIRED,
-        LEASE, GENERATION, PERMISSION, REPLAYED. Nothing is changed: see `use`.
+        LEASE, GENERATION, REVOKED, PERMISSION, REPLAYED. Nothing is changed: see `use`.
         """
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
@@ -123,6 +126,8 @@ class CapabilityAuthority:
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(Check.EXPIRED, "the token has expired", "Get a new one.")
         self._check_lease(claims)
+        if self._revoked.is_used(claims.lease_id, claims.nonce):
+            raise CapabilityDenied(Check.REVOKED, "the token was revoked", "Ask who gave it for another.")
         permitted = claims.permissions & permission
         if not permitted or not tokens.agrees(opened, now_ms, next(iter(permitted))):
             raise CapabilityDenied(
@@ -152,12 +157,26 @@ class CapabilityAuthority:
         self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
-        """Whether what was validated earlier holds still: not expired, the lease alive and not renewed."""
+        """Whether what was validated earlier holds still: not expired nor revoked, the lease alive and not renewed."""
         try:
             self._check_lease(claims)
         except CapabilityDenied:
             return False
-        return self._clock_ns() < claims.expires_ns
+        return self._clock_ns() < claims.expires_ns and not self._revoked.is_used(claims.lease_id, claims.nonce)
+
+    def name(self, token: bytes) -> tuple[int, bytes]:
+        """A token's lease and nonce, be it good for anything or not. Raises CapabilityDenied if it is not ours."""
+        claims = tokens.open_token(token, self._ring, self._clock_ns()).claims
+        return claims.lease_id, claims.nonce
+
+    def revoke(self, lease_id: int, nonce: bytes) -> int | None:
+        """Refuse every token of a lease with that nonce. Until when, in monotonic ms; None if there is no room."""
+        now_ms = self._clock_ns() // NS_PER_MS
+        if not self._revoked.has_room(lease_id, now_ms) and not self._revoked.is_used(lease_id, nonce):
+            return None
+        latest_ms = now_ms + MAX_TOKEN_TTL_S * 1000
+        self._revoked.use(lease_id, nonce, latest_ms)
+        return latest_ms
 
     def rotate(self) -> None:
         """Sign with a new key from now on; tokens of the old one are good until they expire."""

@@ -31,6 +31,7 @@ class Check(Enum):
     AUDIENCE = "foreign audience"
     LEASE = "no such lease"
     GENERATION = "stale generation"
+    REVOKED = "revoked"
     PERMISSION = "permission missing"
     REPLAYED = "replayed nonce"
     REQUEST = "request"

@@ -9,7 +9,8 @@ from gpulease.daemon.journal import rows
 from gpulease.daemon.journal.rows import LEASE_ID_BYTES, Change, KeptRelay, RowKind
 
 Spent = tuple[int, bytes, int]
-"""A token that was used: its lease, its nonce, and until when no token of that nonce can be valid (monotonic ms)."""
+"""A token that was used, or revoked: its lease, its nonce, and until when no token of that nonce can be valid
+(monotonic ms)."""
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Contents:
     tombstones: list[LeaseSnapshot] = field(default_factory=list)
     revoked: "array[int]" = field(default_factory=lambda: array("Q"))
     spent: list[Spent] = field(default_factory=list)
+    revoked_tokens: list[Spent] = field(default_factory=list)
     cards: dict[str, KeptCard] = field(default_factory=dict)
     drain_ns: int | None = None
     relays: dict[int, KeptRelay] = field(default_factory=dict)
@@ -44,8 +46,9 @@ class Contents:
                 self.tombstones.append(rows.read_tombstone(value))
                 self.next_tombstone = int.from_bytes(key, "big") + 1
             case RowKind.SPENT:
-                lease_id = int.from_bytes(key[:LEASE_ID_BYTES], "big")
-                self.spent.append((lease_id, key[LEASE_ID_BYTES:], int(value)))
+                self.spent.append(_spent(key, value))
+            case RowKind.REVOKED_TOKEN:
+                self.revoked_tokens.append(_spent(key, value))
             case RowKind.CARD:
                 card = rows.read_card(value)
                 self.cards[card.uuid] = card
@@ -78,15 +81,20 @@ class Contents:
                 self.next_tombstone += 1
         changes += [Change(RowKind.CARD, uuid.encode(), None) for uuid in self.cards]
         changes += [Change(RowKind.RELAY, rows.number_key(pid), None) for pid in self.relays]
-        changes += [Change(RowKind.SPENT, rows.spent_key(lease_id, nonce), None) for lease_id, nonce, _ in self.spent]
+        for kind, tokens in ((RowKind.SPENT, self.spent), (RowKind.REVOKED_TOKEN, self.revoked_tokens)):
+            changes += [Change(kind, rows.spent_key(lease_id, nonce), None) for lease_id, nonce, _ in tokens]
+            tokens.clear()
         if self.drain_ns is not None:
             self.drain_ns = 0
             changes.append(Change(RowKind.DRAIN, rows.DRAIN_KEY, self.drain_ns))
         self.leases = [c.content for c in changes if isinstance(c.content, KeptLease)]
         self.cards.clear()
         self.relays.clear()
-        self.spent.clear()
         return changes
+
+
+def _spent(key: bytes, value: bytes) -> Spent:
+    return int.from_bytes(key[:LEASE_ID_BYTES], "big"), key[LEASE_ID_BYTES:], int(value)
 
 
 def _ended_with_host(lease: KeptLease) -> LeaseSnapshot:

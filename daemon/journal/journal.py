@@ -60,6 +60,7 @@ class Journal:
         kept: The leases that an earlier daemon left, for `LeaseRestored`.
         past: What else it left, for the lease table.
         spent: Tokens that were used: lease, nonce, and until when no token of that nonce can be valid (monotonic ms).
+        revoked_tokens: The same of those that were revoked.
         cards: What was measured of the cards in this boot of the host, by uuid.
         relays: Relays of remote tenants that may still live.
     """
@@ -67,6 +68,7 @@ class Journal:
     kept: tuple[KeptLease, ...] = ()
     past: Past = Past()
     spent: tuple[Spent, ...] = ()
+    revoked_tokens: tuple[Spent, ...] = ()
     cards: Mapping[str, KeptCard] = {}
     relays: tuple[KeptRelay, ...] = ()
 
@@ -90,6 +92,10 @@ class Journal:
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """Write down that a token was used, then say whether that is on the disk."""
+        on_done(True)
+
+    def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
+        """The same of one that was revoked."""
         on_done(True)
 
     def remember_cards(self, cards: Sequence[KeptCard]) -> None:
@@ -130,13 +136,15 @@ class FileJournal(Journal):
         self.kept = tuple(contents.leases)
         self.past = contents.past()
         self.spent = tuple(contents.spent)
+        self.revoked_tokens = tuple(contents.revoked_tokens)
         self.cards = dict(contents.cards)
         self.relays = tuple(contents.relays.values())
         self._writer = writer
         self._lock_fd = lock_fd
         self._follower = Follower(contents.leases, contents.next_tombstone)
-        self._spent_ends = [(expires_ms, lease_id, nonce) for lease_id, nonce, expires_ms in contents.spent]
-        heapq.heapify(self._spent_ends)
+        kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
+        self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
+        heapq.heapify(self._token_ends)
         self._held: deque[_Held] = deque()
         self._fault = ""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -167,13 +175,20 @@ class FileJournal(Journal):
 
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """As above."""
-        changes = [Change(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms)]
+        self._keep_token(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms, on_done)
+
+    def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
+        """As above."""
+        self._keep_token(RowKind.REVOKED_TOKEN, spent_key(lease_id, nonce), expires_ms, on_done)
+
+    def _keep_token(self, kind: RowKind, key: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
+        changes = [Change(kind, key, expires_ms)]
         # Each that comes takes along two that are over, so that the file does not grow.
         now_ms = time.monotonic_ns() // NS_PER_MS
-        while self._spent_ends and self._spent_ends[0][0] < now_ms and len(changes) < 3:
-            _, over_id, over_nonce = heapq.heappop(self._spent_ends)
-            changes.insert(0, Change(RowKind.SPENT, spent_key(over_id, over_nonce), None))
-        heapq.heappush(self._spent_ends, (expires_ms, lease_id, nonce))
+        while self._token_ends and self._token_ends[0][0] < now_ms and len(changes) < 3:
+            _, over_kind, over_key = heapq.heappop(self._token_ends)
+            changes.insert(0, Change(over_kind, over_key, None))
+        heapq.heappush(self._token_ends, (expires_ms, kind, key))
         self._writer.put(changes)
         self._hold(lambda problem: on_done(not problem))
 

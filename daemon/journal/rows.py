@@ -48,6 +48,7 @@ class RowKind(IntEnum):
     CARD = 6
     DRAIN = 7
     RELAY = 8
+    REVOKED_TOKEN = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def number_key(number: int) -> bytes:
 
 
 def spent_key(lease_id: int, nonce: bytes) -> bytes:
-    """Of a used token's row."""
+    """Of the row of a token that was used, or revoked."""
     return lease_key(lease_id) + nonce
 
 

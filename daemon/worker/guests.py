@@ -5,7 +5,8 @@ the lease's generation that are looked at anyway.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final
 
 from gpulease.daemon.worker.replies import failed
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, missing_permission, names_of
@@ -14,7 +15,14 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import Flag, Opcode, Status
 
+_MARK_BYTES: Final = 8
+
 _NAMES = {int(op): op.name for op in Opcode}
+
+
+def mark_of(nonce: bytes) -> int:
+    """One word for a token's nonce, never 0: two of a lease are the same by its own tenant's long work alone."""
+    return int.from_bytes(blake2b(nonce, digest_size=_MARK_BYTES).digest(), "big") or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +33,13 @@ class Guest:
         permissions: What it permits.
         expires_ns: When it ends, on the monotonic clock.
         generation: The lease's; it ends with that.
+        mark: What the token is known by on the page once it is revoked; see `mark_of`.
     """
 
     permissions: Permission
     expires_ns: int
     generation: int
+    mark: int
 
     def holds(self, now_ns: int, generation: int) -> bool:
         """Whether it is good for anything, while the lease is of that generation."""
@@ -60,12 +70,12 @@ class Guest:
 
     def to_message(self) -> list[int]:
         """As it travels to the worker."""
-        return [int(self.permissions), self.expires_ns, self.generation]
+        return [int(self.permissions), self.expires_ns, self.generation, self.mark]
 
     @classmethod
     def from_message(cls, message: Any) -> "Guest | None":
         """As it arrived; None for no token. Raises ValueError."""
         if message is None:
             return None
-        permissions, expires_ns, generation = map(int, message)
-        return cls(Permission(permissions), expires_ns, generation)
+        permissions, expires_ns, generation, mark = map(int, message)
+        return cls(Permission(permissions), expires_ns, generation, mark)

@@ -7,11 +7,11 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
       0  revocation word              0  launches
       8  deadline, monotonic ns       8  syncs
      16  generation                  16  failed operations
-                                     24  bytes allocated
-                                     32  operations
-                                     40  when the worker's loop, or a wait of its, last went round, monotonic ns
-                                     48  the operation it is in, 0 for none
-                                     56  since when the kernel that runs is known to run, monotonic ns; 0 for none
+     24  marks there are             24  bytes allocated
+     32  250 marks of revoked        32  operations
+         tokens, then when each      40  when the worker's loop, or a wait of its, last went round, monotonic ns
+         can be forgotten, in        48  the operation it is in, 0 for none
+         monotonic ms                56  since when the kernel that runs is known to run, monotonic ns; 0 for none
                                      64  since when an image is compiled, monotonic ns; 0 for none
                                      72  syncs that were answered with a failure
                                      80  copies
@@ -35,6 +35,13 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 _WORD: Final = 0
 _DEADLINE: Final = 1
 _GENERATION: Final = 2
+_MARKS: Final = 3
+
+MAX_REVOKED_TOKENS: Final = 250
+"""Tokens of one lease that are known as revoked at a time: what a page of 4096 bytes has room for."""
+
+_FIRST_MARK: Final = 4
+_FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
 _STATE: Final = struct.Struct("=QQQ")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -58,6 +65,10 @@ class Counter(IntEnum):
 
 class Lapsing(Protocol):
     """What a connection's right to the lease may depend on besides the lease."""
+
+    @property
+    def mark(self) -> int:
+        """What it is known by once it is revoked."""
 
     def holds(self, now_ns: int, generation: int) -> bool:
         """Whether it still does, while the lease is of that generation."""
@@ -120,6 +131,22 @@ class BrokerPage:
         """Flip the revocation word: every operation is answered with `status` from the worker's next look on."""
         self._words[_WORD] = -status
 
+    def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
+        """Have what depends on a token refused, for as long as it could be valid; False if there is no room."""
+        words = self._words
+        # Bounded, because a worker that was taken over may have written here.
+        count = min(words[_MARKS], MAX_REVOKED_TOKENS)
+        known = range(count)
+        place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
+        if place is None:
+            place = next((at for at in known if words[_FIRST_END + at] < now_ms), count)
+        if place == MAX_REVOKED_TOKENS:
+            return False
+        words[_FIRST_END + place] = until_ms
+        words[_FIRST_MARK + place] = mark
+        words[_MARKS] = max(count, place + 1)
+        return True
+
     def counter(self, counter: Counter) -> int:
         """What the worker says: for reports, and for finding workers and kernels that do not end."""
         return self._words[PAGE_BYTES // 8 + counter]
@@ -160,13 +187,19 @@ class WorkerPage:
         now_ns = time.monotonic_ns()
         if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
-        if self.guest is not None and not self.guest.holds(now_ns, self._state[_GENERATION]):
+        if self.guest is not None and not self._lets(self.guest, now_ns):
             return Status.DENIED
         return None
 
     def is_held_by(self, guest: "Lapsing") -> bool:
         """Whether a token is good for anything now."""
-        return guest.holds(time.monotonic_ns(), self._state[_GENERATION])
+        return self._lets(guest, time.monotonic_ns())
+
+    def _lets(self, guest: "Lapsing", now_ns: int) -> bool:
+        if not guest.holds(now_ns, self._state[_GENERATION]):
+            return False
+        count = self._state[_MARKS]
+        return not count or guest.mark not in self._state[_FIRST_MARK : _FIRST_MARK + count].tolist()
 
     def close(self) -> None:
         """Give the pages back."""

@@ -15,7 +15,7 @@ _REFUSAL_TEXT: Final = {
     Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
     Status.DRAINED: ("the node was drained", "Acquire a new lease on another node."),
     Status.DENIED: (
-        "the token this connection attached with is over: it expired, or the lease was renewed since",
+        "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
         "Get a new token and attach again.",
     ),
     Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),

@@ -9,7 +9,7 @@ from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.version import VERSION
 from gpulease.daemon.zygote.keeper import Keeper
 
-HANDOVER: Final = 1
+HANDOVER: Final = 2
 """The form of what is told, and of what brokers and workers say to each other. One that differs can't be adopted."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"

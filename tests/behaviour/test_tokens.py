@@ -7,15 +7,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from gpulease.client import (
     Denied,
-    GpuExclusivityClass,
-    GpuLease,
     GpuSession,
     KernelArgs,
     LeaseFreed,
@@ -48,50 +45,16 @@ from gpulease.protocol.primitives import Tlv
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, check_main_job
 from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.shared_lease import TEXT, Shared, sharing
 from helpers.waiting import wait_until
 
-TEXT = b"shared between tenants.."
 SOON_S = 2.0
-
-
-@dataclass
-class Shared:
-    """A lease with something in its memory, its owner's session, and who is to use it too."""
-
-    daemon: Daemon
-    lease: GpuLease
-    session: GpuSession
-    handle: int
-    audience: bytes
-
-    def token(self, permissions: Permission = Permission.MEM_READ, ttl_s: float = 60) -> bytes:
-        return self.lease.issue(permissions, self.audience, ttl_s).token
-
-    def guest(self) -> RawPeer:
-        return RawPeer(self.daemon.tcp_address).hello()
-
-    def attach(self, peer: RawPeer, token: bytes) -> object:
-        peer.session_id = self.lease.lease_id
-        return peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, token),)), self.lease.lease_id)
-
-    def refused(self, token: bytes) -> Failure:
-        with self.guest() as peer:
-            failure = self.attach(peer, token)
-            assert isinstance(failure, Failure)
-            assert peer.ask(Opcode.GET_INVENTORY, Empty()), "it is a control connection still"
-            return failure
-
-    def read(self, peer: RawPeer) -> object:
-        return peer.ask(Opcode.MEM_READ, MemRead(self.handle, 0, len(TEXT)), self.lease.lease_id)
 
 
 @pytest.fixture
 def shared(daemon: Daemon) -> Iterator[Shared]:
-    wish = daemon.builder().exclusivity(GpuExclusivityClass.SHARED)
-    with wish.acquire() as lease, GpuSession(lease) as session:
-        buffer = session.mem_alloc(len(TEXT))
-        session.mem_write(buffer, 0, TEXT)
-        yield Shared(daemon, lease, session, buffer.handle, my_audience(daemon.tcp_address))
+    with sharing(daemon) as shared:
+        yield shared
 
 
 def test_without_a_token_others_find_no_such_lease(shared: Shared) -> None:

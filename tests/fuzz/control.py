@@ -6,7 +6,8 @@ The invariant. Whatever several tenants, an operator and strangers over TCP ask,
   those who went;
 - the lease table's own rules hold after every step (`LeaseTable.validate`), and no effect of it fails;
 - a tenant is told of, and can renew, free, revoke, or attach to, only leases of its own and those that a token lets it,
-  one that was issued to it, for that, for this generation, and has not expired; a token opens one session, once;
+  one that was issued to it, for that, for this generation, and has not expired nor been revoked; a token opens one
+  session, once;
 - what is only for operators is done for operators only.
 """
 
@@ -62,6 +63,13 @@ def issue(scene: Scene, draws: Draws) -> m.CapabilityIssue:
     return m.CapabilityIssue(lease(scene, draws), permissions, audience, ttl_ms, nonce)
 
 
+def revoke_token(scene: Scene, draws: Draws) -> m.CapabilityRevoke:
+    """By the token, or by its nonce as it was asked for, if it was."""
+    if draws.chance(4):
+        return m.CapabilityRevoke(lease(scene, draws), draws.pick((1, 2, 3, 0)), b"")
+    return m.CapabilityRevoke(0, 0, token(scene, draws))
+
+
 def token(scene: Scene, draws: Draws) -> bytes:
     """One that was issued, to anybody; damaged now and then."""
     way, issues = draws.byte(), scene.known.issues
@@ -91,6 +99,7 @@ REQUESTS: tuple[tuple[Opcode, Build], ...] = (
     (Opcode.DRAIN_CANCEL, lambda scene, draws: m.Empty()),
     (Opcode.METRICS, lambda scene, draws: m.Empty()),
     (Opcode.HEALTH, lambda scene, draws: m.Empty()),
+    (Opcode.CAPABILITY_REVOKE, revoke_token),
 )
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpulease.daemon.broker.admission import Doorkeeper
@@ -122,7 +122,8 @@ class Scene:
         fitting = [
             issue for issue in known.issues if issue.lease_id == lease_id and issue.audience == self.audience_of(name)
         ]
-        assert any(not guest.permissions & ~issue.permissions for issue in fitting)
+        good = [issue for issue in fitting if issue.expires_ns > CLOCK.now_ns]
+        assert any(not guest.permissions & ~issue.permissions for issue in good)
         assert guest.expires_ns > CLOCK.now_ns
         assert guest.generation == known.generation[lease_id]
         key = (lease_id, name)
@@ -284,6 +285,17 @@ def presented(peer: Peer, asked: Asked, body: m.CapabilityPresent, held: m.Capab
     )
 
 
+def token_revoked(peer: Peer, asked: Asked, body: m.CapabilityRevoke, result: m.Empty) -> None:
+    known = peer.scene.known
+    named = [issue for issue in known.issues if issue.token == body.token]
+    for lease_id in {issue.lease_id for issue in named} or {body.lease_id}:
+        assert peer.name == OPERATOR or known.owner.get(lease_id) == peer.name
+    known.issues = [
+        replace(issue, expires_ns=min(issue.expires_ns, CLOCK.now_ns)) if issue in named else issue
+        for issue in known.issues
+    ]
+
+
 ANSWERS: dict[Opcode, Callable[[Peer, Asked, Any, Any], None]] = {
     Opcode.LEASE_ALLOC: granted,
     Opcode.LEASE_RENEW: renewed,
@@ -297,4 +309,5 @@ ANSWERS: dict[Opcode, Callable[[Peer, Asked, Any, Any], None]] = {
     Opcode.METRICS: for_operators,
     Opcode.CAPABILITY_ISSUE: issued,
     Opcode.CAPABILITY_PRESENT: presented,
+    Opcode.CAPABILITY_REVOKE: token_revoked,
 }

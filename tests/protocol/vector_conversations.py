@@ -261,7 +261,9 @@ def questions() -> Script:
 
 
 def shared_by_token() -> Script:
-    script = Script("A tenant makes a token for another, who reads its lease's memory and is refused a write.")
+    script = Script(
+        "A tenant makes a token for another, who reads its lease's memory and is refused a write; then it is revoked."
+    )
     script.hello("control")
     script.grant()
     script.hello("session")
@@ -277,6 +279,9 @@ def shared_by_token() -> Script:
     script.call("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), m.Data(bytes(4)), LEASE)
     asked = script.ask("session", Opcode.MEM_WRITE, m.MemWrite(POINTER, 0, bytes(4)), session_id=LEASE)
     script.refuse("session", asked, Failure(Status.DENIED, "the token does not permit MEM_WRITE"))
+    script.call("control", Opcode.CAPABILITY_REVOKE, m.CapabilityRevoke(LEASE, 0, token), m.Empty())
+    asked = script.ask("session", Opcode.MEM_READ, m.MemRead(POINTER, 0, 4), session_id=LEASE)
+    script.refuse("session", asked, Failure(Status.DENIED, "the token this connection attached with is over"))
     return script
 
 

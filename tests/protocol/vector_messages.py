@@ -142,6 +142,11 @@ CONTROL: Cases = {
         m.CapabilityHeld(LEASE, 0x18, 1, 59_000, EXPIRES),
         m.CapabilityHeld(U128, U32, U64, U32, U64),
     ),
+    "CapabilityRevoke": (
+        m.CapabilityRevoke(0, 1, b""),
+        m.CapabilityRevoke(LEASE, 0, b"\x08\x01"),
+        m.CapabilityRevoke(U128, U128, b"\x12" * limits.MAX_TOKEN_BYTES),
+    ),
     "Audience": (m.Audience(b""), m.Audience(AUDIENCE), m.Audience(b"\xff" * limits.AUDIENCE_BYTES)),
     "Report": (m.Report(None), m.Report(LEASE_MAP), m.Report([LEASE_MAP] * 20)),
 }

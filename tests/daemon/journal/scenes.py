@@ -57,7 +57,7 @@ def some_changes() -> list[list[Change]]:
     commits = [[put(kept(number))] for number in range(1, 9)]
     commits.append([Change(RowKind.LEASE, lease_key(3), None), Change(RowKind.TOMBSTONE, number_key(0), tombstone(3))])
     commits.append([Change(RowKind.REVOKED, number_key(3), 1), put(kept(4, LeaseState.FENCED))])
-    commits.append([Change(RowKind.SPENT, spent_key(5, b"nonce"), 1234)])
+    commits.append([Change(kind, spent_key(5, b"nonce"), 1234) for kind in (RowKind.SPENT, RowKind.REVOKED_TOKEN)])
     commits.append([Change(RowKind.DRAIN, DRAIN_KEY, 4321), Change(RowKind.RELAY, number_key(70), RELAY)])
     return commits
 

@@ -59,7 +59,7 @@ def test_all_is_there_after_a_kill(left: tuple[Path, Contents], state: Path) -> 
     assert [lease.lease_id for lease in found.leases] == [1, 2, 4, 5, 6, 7, 8]
     assert found.leases[2] == kept(4, LeaseState.FENCED)
     assert (found.tombstones, list(found.revoked)) == ([tombstone(3)], [3])
-    assert (found.spent, found.next_tombstone) == ([(5, b"nonce", 1234)], 1)
+    assert (found.spent, found.revoked_tokens, found.next_tombstone) == (*[[(5, b"nonce", 1234)]] * 2, 1)
     assert (found.drain_ns, found.relays) == (4321, {70: RELAY})
 
 
@@ -270,7 +270,7 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         fenced = kept(4, LeaseState.FENCED, created_ns=0, deadline_ns=0, ended_ns=0, worker_pid=0)
         assert journal.kept == (fenced,)
         assert (list(journal.past.revoked), journal.spent, journal.cards) == ([3], (), {})
-        assert journal.relays == ()
+        assert (journal.relays, journal.revoked_tokens) == ((), ())
         assert journal.past.drain_ns == 0, "it is drained, and nothing is left for that to end"
         journal._writer.stop()
         os.close(journal._lock_fd)

@@ -1,0 +1,55 @@
+"""A lease that its owner, this process's user over the Unix socket, shares with another tenant, over TCP."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gpulease.client import GpuExclusivityClass, GpuLease, GpuSession, Permission, my_audience
+from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.messages import Attach, Empty, MemRead
+from gpulease.protocol.primitives import Tlv
+from helpers.daemon import Daemon
+from helpers.raw_peer import RawPeer
+
+TEXT = b"shared between tenants.."
+
+
+@dataclass
+class Shared:
+    """A lease with something in its memory, its owner's session, and who is to use it too."""
+
+    daemon: Daemon
+    lease: GpuLease
+    session: GpuSession
+    handle: int
+    audience: bytes
+
+    def token(self, permissions: Permission = Permission.MEM_READ, ttl_s: float = 60) -> bytes:
+        return self.lease.issue(permissions, self.audience, ttl_s).token
+
+    def guest(self) -> RawPeer:
+        return RawPeer(self.daemon.tcp_address).hello()
+
+    def attach(self, peer: RawPeer, token: bytes) -> object:
+        peer.session_id = self.lease.lease_id
+        return peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, token),)), self.lease.lease_id)
+
+    def refused(self, token: bytes) -> Failure:
+        with self.guest() as peer:
+            failure = self.attach(peer, token)
+            assert isinstance(failure, Failure)
+            assert peer.ask(Opcode.GET_INVENTORY, Empty()), "it is a control connection still"
+            return failure
+
+    def read(self, peer: RawPeer) -> object:
+        return peer.ask(Opcode.MEM_READ, MemRead(self.handle, 0, len(TEXT)), self.lease.lease_id)
+
+
+@contextmanager
+def sharing(daemon: Daemon) -> Iterator[Shared]:
+    wish = daemon.builder().exclusivity(GpuExclusivityClass.SHARED)
+    with wish.acquire() as lease, GpuSession(lease) as session:
+        buffer = session.mem_alloc(len(TEXT))
+        session.mem_write(buffer, 0, TEXT)
+        yield Shared(daemon, lease, session, buffer.handle, my_audience(daemon.tcp_address))
