@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.agreement import check_bounds, check_tenants
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
@@ -350,6 +351,12 @@ def _check(config: Config) -> None:
     if config.http is None and (config.http_hosts or config.http_token_file is not None):
         raise ConfigError("http_hosts and http_token_file need http, the address of the web page")
     _check_audit(config)
+    tenants = config.limits.tenants
+    try:
+        check_tenants(tenants, config.tenant_of_uid, config.tenant_of_certificate, config.tls)
+        check_bounds(tenants, config.limits)
+    except ValueError as error:
+        raise ConfigError(f"setting {error}") from None
 
 
 def _check_audit(config: Config) -> None:

@@ -3,7 +3,10 @@
 import re
 from typing import Final
 
-RESERVED_TENANTS: Final = ("tcp", "default", "gpuleased")
+OVER_TCP: Final = "tcp"
+"""All peers over plain TCP."""
+
+RESERVED_TENANTS: Final = (OVER_TCP, "default", "gpuleased")
 """Names with a meaning of their own: all peers over TCP, every tenant that has no rules of its own, and the daemon
 itself in the audit log."""
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
-from gpulease.daemon.tenant_names import RESERVED_TENANTS, check_tenant
+from gpulease.daemon.tenant_names import OVER_TCP, check_tenant
 
 DEFAULT: Final = "default"
 """The table for all tenants that have none of their own; the others take from it what they do not say."""
@@ -57,7 +57,7 @@ def _parse(tenant: str, table: Mapping[str, Any], known: Mapping[str, Setting]) 
 
 def _check_name(tenant: str) -> None:
     """A table of nobody's would be limits that are never applied. Raises ValueError."""
-    if tenant not in RESERVED_TENANTS and _LOCAL.fullmatch(tenant) is None:
+    if tenant not in (DEFAULT, OVER_TCP) and _LOCAL.fullmatch(tenant) is None:
         check_tenant(tenant)
 
 

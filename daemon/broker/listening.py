@@ -56,6 +56,7 @@ class Listeners:
         self._servers, self._paths, self._locks = [], [], []
 
     async def _listen_unix(self, address: UnixAddress) -> UnixAddress:
+        _check_place(Path(address.path), address)
         self._lock(address)
         sock = self._bind_unix(address)
         self._paths.append(address.path)
@@ -78,8 +79,6 @@ class Listeners:
         return sock
 
     def _lock(self, address: UnixAddress) -> None:
-        # The folder may be gone: /run is empty after a reboot.
-        Path(address.path).parent.mkdir(exist_ok=True)
         lock = os.open(f"{address.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,3 +100,26 @@ class Listeners:
         server = await loop.create_server(self._factory, host=sorted(hosts), port=address.port, backlog=BACKLOG)
         self._servers.append(server)
         return TcpAddress(address.host, int(server.sockets[0].getsockname()[1]))
+
+
+def _check_place(path: Path, address: UnixAddress) -> None:
+    """That a socket can be made there; its folder is, if only that is missing. Raises CannotListen with what to do."""
+    folder, why = path.parent, ""
+    try:
+        # It may be gone: /run is empty after a reboot.
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        why = f"there is no folder {folder.parent}; make it first"
+    except FileExistsError:
+        why = f"{folder} is no folder; name another path"
+    except PermissionError:
+        why = f"the daemon's user may not make the folder {folder}; make it for that user, or --listen elsewhere"
+    else:
+        if path.is_dir():
+            why = "it is a folder; name a socket to be made in it"
+        elif path.exists() and not path.is_socket():
+            why = "there is a file that is no socket; move it, or name another path"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            why = f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
+    if why:
+        raise CannotListen(f"can't listen on {address}: {why}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
+from gpulease.daemon.agreement import check_devices
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
@@ -22,7 +23,7 @@ from gpulease.daemon.broker.web import WebDoor
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
-from gpulease.daemon.config import Config, OnStop
+from gpulease.daemon.config import Config, ConfigError, OnStop
 from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
@@ -165,8 +166,8 @@ class Service:
 async def running_service(config: Config) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left.
 
-    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt or JournalBroken,
-    each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt, JournalBroken, or
+    ConfigError for what shows on this host only, each with a sentence for the operator.
     """
     adopt_orphans()
     raise_descriptor_limit()
@@ -178,6 +179,7 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
         facts = await asyncio.to_thread(source.discover, state.journal.cards)
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
+        _check_devices(config, facts)
         await workers.start(state.take_zygotes())
         _tell_what_is_off(workers)
         cards = await _measured(source, facts, workers, state.journal)
@@ -187,6 +189,14 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
         ):
             yield service
         state.is_left = service.leaves_sessions
+
+
+def _check_devices(config: Config, facts: Sequence[CardFacts]) -> None:
+    cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0, one.is_partition) for one in facts]
+    try:
+        check_devices(config.limits.tenants, cards)
+    except ValueError as error:
+        raise ConfigError(f"setting {error}") from None
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,7 @@ one, and neither leaves one that is ahead.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -26,6 +27,10 @@ HEAD_NAME: Final = "journal.head"
 
 HEAD_BYTES: Final = 64
 """Less than a sector, and always the same: a crash leaves the old head or the new one."""
+
+_MAKE_IT: Final = "Make it, or name another: the daemon makes the last folder of a path alone."
+_MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""What a later start meets again, where nobody corrects the setting or the folder."""
 
 _HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
 
@@ -124,6 +129,9 @@ def _head_bytes(commits: int) -> bytes:
 
 
 def _unusable(folder: Path, error: OSError) -> JournalBroken:
-    return JournalBroken(
-        f"the state folder {folder} can't be used: {error.strerror}", "Look after the disk, or name another.", EX_IOERR
-    )
+    if error.errno == errno.ENOENT:
+        return JournalBroken(f"there is no folder {folder.parent} for the state folder {folder}", _MAKE_IT, EX_CONFIG)
+    said = f"the state folder {folder} can't be used: {error.strerror}"
+    if error.errno in _MISTAKES:
+        return JournalBroken(said, "Name another, or let the daemon's user in.", EX_CONFIG)
+    return JournalBroken(said, "Look after the disk, or name another.", EX_IOERR)

@@ -57,14 +57,50 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path.write_text("precious")
     status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
     assert status == EXIT_UNAVAILABLE
-    check_sentence(said, "can't listen on")
+    check_sentence(said, "can't listen on .* a file that is no socket; move it")
     assert path.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
+
+
+def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
+    (tmp_path / "d.sock").mkdir()
+    status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
+    assert status == EXIT_UNAVAILABLE
+    check_sentence(said, "it is a folder; name a socket to be made in it")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("no/ne", "there is no folder .*/no for the state folder"), ("file/state", "can't be used: Not a directory")],
+)
+def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: str) -> None:
+    (tmp_path / "file").write_text("x")
+    settings = tmp_path / "config.toml"
+    settings.write_text(f'state = "{tmp_path}/{place}"\n')
+    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == EXIT_CONFIG
+    check_sentence(output, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[tenants.default]\ndevices = [99]", "devices of 'default' has '99'; the cards of this host are 0 .GPU-.*, 1"),
+        ('[tenants."uid:7"]\ndevices = [0, "GPU-12"]', "devices of 'uid:7' has 'GPU-12'"),
+    ],
+)
+def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str) -> None:
+    settings = tmp_path / "config.toml"
+    settings.write_text(f'vram = ["1GiB", "1GiB"]\n{text}\n')
+    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == EXIT_CONFIG
+    check_sentence(output, said)
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
     assert status == EXIT_UNAVAILABLE
-    check_sentence(said, "No such file or directory")
+    check_sentence(said, "there is no folder .*/no; make it first")
 
 
 def test_a_port_in_use() -> None:

@@ -231,9 +231,9 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
 
 
 def test_a_folder_whose_parent_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JournalBroken, match="can't be used") as broken:
+    with pytest.raises(JournalBroken, match=r"there is no folder .*/no for the state folder") as broken:
         open_journal(tmp_path / "no" / "state", BOOT)
-    assert broken.value.status == EX_IOERR
+    assert broken.value.status == EX_CONFIG
 
 
 def test_what_was_interrupted_while_it_was_made_is_made_again(tmp_path: Path) -> None:

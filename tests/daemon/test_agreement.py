@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.agreement import check_devices
+from gpulease.daemon.config import ConfigError, load_config
+from gpulease.daemon.core import Card
+from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+
+TLS = '[tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
+ANN = "[tenants.ann]\nmax_leases = 1\n"
+NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ANN, "setting tenants: nobody is 'ann'; name a user or a certificate so"),
+        (f'{ANN}[tenant_of_uid]\n1000 = "anne"\n', "nobody is 'ann'"),
+        (f"{ANN}{TLS}{NAMED}", "nobody is 'ann'"),
+        ('[tenants."uid:7"]\nmax_leases = 1\n[tenant_of_uid]\n7 = "ann"\n', "'uid:7' is nobody, because .* 'ann'"),
+        ("[tenants.gpuleased]\nmax_leases = 1\n", "'gpuleased' is no name for a tenant"),
+        (NAMED, "setting tenant_of_certificate needs a .tls. table"),
+        (f'{TLS}operators = ["root"]\n{NAMED}', "setting tls: operators has 'root', and no certificate"),
+        ("[limits]\nmax_ttl_s = 60\n[tenants.default]\nmax_ttl_s = 61\n", "max_ttl_s of 'default' is 61, and .* 60"),
+    ],
+)
+def test_what_would_be_said_of_nobody(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(path, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{ANN}[tenant_of_uid]\n1000 = "ann"\n',
+        f"{ANN}{TLS}",
+        f'{ANN}{TLS}{NAMED}"URI:ann" = "ann"\n',
+        f'{ANN}{TLS}{NAMED}[tenant_of_uid]\n1000 = "ann"\n',
+        f'{TLS}operators = ["build"]\n{NAMED}',
+        '[tenants."uid:7"]\nmax_ttl_s = 9\n[tenants.tcp]\nmax_leases = 1\n[tenants.default]\nmax_leases = 2\n',
+    ],
+)
+def test_what_is_said_of_somebody(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    assert load_config(path, {})
+
+
+def test_cards_are_named_as_tenants_name_them() -> None:
+    cards = [Card("GPU-ab12", 0, "A", 100, 10), Card("MIG-cd34", 1, "B", 100, 10)]
+    check_devices(TenantRules(TenantLimits(devices=("0", "gpu-AB12", "ab12", "MIG-cd34"))), cards)
+    with pytest.raises(
+        ValueError, match=r"devices of 'ann' has 'GPU-zz'; the cards of this host are 0 \(GPU-ab12\), 1"
+    ):
+        check_devices(TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-zz"))}), cards)
