@@ -91,7 +91,7 @@ class GpuLease(LeaseView):
         """End one token that was issued for this lease, and what was narrowed from it; others go on.
 
         What was opened with it is refused, `Denied`, from its next operation on. That it has ended is no error. Raises
-        Denied for what is no token of this node's, Busy if 250 of the lease were revoked in the last 300 s.
+        Denied for what is no token of this node's, Busy if 200 of the lease were revoked in the last 300 s.
         """
         drive(self._state.revoke_token(token_of(token)))
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from gpulease.daemon.audit.records import clean_text
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.drains import drain_left_ms, status_of
 from gpulease.daemon.broker.node_desk import NodeDesk
@@ -301,7 +302,7 @@ class Desk:
 
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, self._peer.tenant)
-        self._runtime.post(RevokeRequested(number, body.lease_id, body.reason))
+        self._runtime.post(RevokeRequested(number, body.lease_id, clean_text(body.reason)))
 
     def _capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
         lease_id, nonce = self._tokens.to_revoke(body)

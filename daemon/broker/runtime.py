@@ -32,6 +32,7 @@ from gpulease.daemon.core import (
     ArmTimer,
     ArmWaitTimer,
     Card,
+    Cause,
     Denied,
     DrainTimerFired,
     Effect,
@@ -222,7 +223,8 @@ class Runtime:
             case SetDeadline(lease_id, generation, deadline_ns):
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):
-                self.workers.refuse(lease_id, word_for(cause))
+                lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
+                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason)
             case KillWorker(lease_id):
                 self.workers.kill(lease_id)
             case ProveReclaimed(lease_id, card_uuid):

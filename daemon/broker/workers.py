@@ -244,11 +244,11 @@ class Workers:
         if (worker := self._workers.get(lease_id)) is not None:
             worker.page.set_deadline(deadline_ns, generation)
 
-    def refuse(self, lease_id: int, status: Status) -> None:
-        """Have the worker answer everything with `status`, and say so to whoever is connected."""
+    def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
+        """Have the worker answer everything with `status` and that reason, and say so to whoever is connected."""
         if (worker := self._workers.get(lease_id)) is None:
             return
-        worker.page.refuse(status)
+        worker.page.refuse(status, reason)
         # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             send_message(worker.channel, {"op": "end"})

@@ -8,12 +8,12 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
       8  deadline, monotonic ns       8  syncs
      16  generation                  16  failed operations
      24  marks there are             24  bytes allocated
-     32  250 marks of revoked        32  operations
+     32  200 marks of revoked        32  operations
          tokens, then when each      40  when the worker's loop, or a wait of its, last went round, monotonic ns
          can be forgotten, in        48  the operation it is in, 0 for none
-         monotonic ms                56  since when the kernel that runs is known to run, monotonic ns; 0 for none
-                                     64  since when an image is compiled, monotonic ns; 0 for none
-                                     72  syncs that were answered with a failure
+         monotonic ms,               56  since when the kernel that runs is known to run, monotonic ns; 0 for none
+   3232  how long is why it ended    64  since when an image is compiled, monotonic ns; 0 for none
+   3240  and why: 512 bytes of UTF-8 72  syncs that were answered with a failure
                                      80  copies
                                      88  bytes copied
 
@@ -37,11 +37,16 @@ _DEADLINE: Final = 1
 _GENERATION: Final = 2
 _MARKS: Final = 3
 
-MAX_REVOKED_TOKENS: Final = 250
+MAX_REVOKED_TOKENS: Final = 200
 """Tokens of one lease that are known as revoked at a time: what a page of 4096 bytes has room for."""
+
+MAX_REASON_BYTES: Final = 512
+"""Of why an operator ended the lease."""
 
 _FIRST_MARK: Final = 4
 _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
+_REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
+_REASON_AT: Final = 8 * (_REASON_LENGTH + 1)
 _STATE: Final = struct.Struct("=QQQ")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -127,8 +132,14 @@ class BrokerPage:
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
 
-    def refuse(self, status: Status) -> None:
-        """Flip the revocation word: every operation is answered with `status` from the worker's next look on."""
+    def refuse(self, status: Status, reason: str = "") -> None:
+        """Flip the revocation word: every operation is answered with `status` from the worker's next look on.
+
+        `reason` is told with it, cut at 512 bytes.
+        """
+        text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
+        self._map[_REASON_AT : _REASON_AT + len(text)] = text
+        self._words[_REASON_LENGTH] = len(text)
         self._words[_WORD] = -status
 
     def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
@@ -190,6 +201,13 @@ class WorkerPage:
         if self.guest is not None and not self._lets(self.guest, now_ns):
             return Status.DENIED
         return None
+
+    def reason(self, status: Status) -> str:
+        """What the broker has to say about the lease's end by that word, "" if nothing."""
+        if self._state[_WORD] != -status:
+            return ""
+        length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
+        return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
     def is_held_by(self, guest: "Lapsing") -> bool:
         """Whether a token is good for anything now."""

@@ -36,10 +36,10 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
 }
 
 
-def refusal_of(status: Status) -> Failure:
-    """Why every operation is refused from now on, by the control page's word."""
+def refusal_of(status: Status, reason: str = "") -> Failure:
+    """Why every operation is refused from now on, by the control page's word and what the page says besides."""
     message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
-    return Failure(status, message, hint=hint)
+    return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
 
 def failure_of(error: Exception, op: int) -> Failure:

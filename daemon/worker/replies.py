@@ -78,11 +78,11 @@ def empty(frame: Frame) -> bytes:
     return b"".join((known[1], frame.request_id.to_bytes(8, "big"), known[2]))
 
 
-def refused(frame: Frame, status: Status) -> bytes:
-    """The lease is over."""
-    payload = _REFUSALS.get(status)
+def refused(frame: Frame, status: Status, reason: str) -> bytes:
+    """The lease is over; `reason` is what is said of that, if anything."""
+    payload = None if reason else _REFUSALS.get(status)
     if payload is None:
-        return failed(frame, refusal_of(status))
+        return failed(frame, refusal_of(status, reason))
     return build_frame(
         frame.op, payload, request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY, status=status
     )

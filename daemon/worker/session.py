@@ -194,7 +194,7 @@ class Session:
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()
-        return None if status is None else refusal_of(status)
+        return None if status is None else refusal_of(status, self._page.reason(status))
 
     # --- one request ---
 
@@ -202,7 +202,7 @@ class Session:
         status = self._page.refusal()
         if status is not None:
             self._counters[_FAILED_OPS] += 1
-            return refused(frame, status)
+            return refused(frame, status, self._page.reason(status))
         failure = self._take_kept()
         if failure is None:
             try:

@@ -1,5 +1,6 @@
 """LEASE_REVOKE: the tenant's next operation says Revoked, whatever it is doing; the operator learns the outcome."""
 
+import re
 import threading
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from gpulease.client import GpuLeaseError, GpuSession, KernelArgs, Revoked
 from gpulease.protocol import RevokeOutcome
 from helpers.daemon import Daemon
-from helpers.kernels import Neighbour, check_main_job, start_endless
+from helpers.kernels import TRANSFORM, Neighbour, check_main_job, start_endless
 from helpers.waiting import wait_until
 
 AT_ONCE_S = 2.0
@@ -30,6 +31,30 @@ def test_outcome_of_a_live_lease(daemon: Daemon) -> None:
     with pytest.raises(Revoked) as caught:
         session.sync()
     assert caught.value.host_code == -6
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["ring", "socket"])
+def test_the_session_says_why(daemon: Daemon, shared_memory: bool) -> None:
+    waiting, busy = (daemon.builder().acquire() for _ in range(2))
+    with (
+        GpuSession(waiting, shared_memory=shared_memory) as waits,
+        GpuSession(busy, shared_memory=shared_memory) as works,
+    ):
+        kept = start_endless(waits)
+        said = "the card is needed \x1b[31m" + "ö" * 400
+        told = "the card is needed \N{REPLACEMENT CHARACTER}[31mööö"
+        timer = threading.Timer(0.1, daemon.revoke, [waiting.lease_id, said])
+        timer.start()
+        with pytest.raises(Revoked, match=f"the lease was revoked: {re.escape(told)}") as caught:
+            waits.sync()
+        assert len(str(caught.value)) < 700
+        timer.join()
+        module = works.module_load(TRANSFORM)
+        daemon.revoke(busy.lease_id, "for two reasons")
+        for _ in range(2):
+            with pytest.raises(Revoked, match="for two reasons"):
+                works.module_unload(module)
+    del kept
 
 
 def test_outcomes(daemon: Daemon) -> None:
