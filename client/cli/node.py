@@ -105,7 +105,8 @@ def revoke(lease_id: str, reason: str, nonce: str | None) -> None:
         case RevokeOutcome.TORN_DOWN:
             click.echo(f"Lease {lease_id} is torn down and its memory is free.")
         case RevokeOutcome.FENCED:
-            click.echo(f"Lease {lease_id} is over, but its memory could not be proved free and is fenced.", err=True)
+            why = "could not be proved free and is fenced, unless that was cleared since"
+            click.echo(f"Lease {lease_id} is over, but its memory {why}.", err=True)
             sys.exit(1)
         case _:
             click.echo(f"There is no lease {lease_id}.", err=True)

@@ -24,6 +24,7 @@ class Book:
         fenced: The live leases that are fenced.
         ended: The last leases torn down, oldest first.
         revoked: Every lease that was revoked, also those that are forgotten otherwise.
+        cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
         warm: The contexts of the pool, by number.
         drain_ns: When a drain ends what is left; None while the node is not drained.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
@@ -40,6 +41,7 @@ class Book:
         self.fenced: dict[int, Lease] = {}
         self.ended: OrderedDict[int, LeaseSnapshot] = OrderedDict()
         self.revoked = RevokedIds()
+        self.cleared = RevokedIds()
         self.warm: dict[int, WarmContext] = {}
         self.line = WaitingLine(limits)
         self.has_freed_room = False
@@ -58,7 +60,7 @@ class Book:
     def is_used(self, lease_id: int) -> bool:
         """Whether a lease had, has or is to have this id."""
         is_known = lease_id in self.live or lease_id in self.ended or lease_id in self.revoked
-        return is_known or self.line.has_lease_id(lease_id)
+        return is_known or lease_id in self.cleared or self.line.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
         """Enter a new lease and hold its bytes."""

@@ -78,12 +78,14 @@ class Past:
         tombstones: Leases that were torn down, oldest first.
         revoked: Marks of the ids of leases that ended by revocation (`revoked.mark_of`), ascending, all there
             ever were.
+        cleared: The same of leases whose fences were cleared.
         fenced_warm: Contexts made ahead whose bytes are fenced; those of cards that are not here are passed over.
         drain_ns: When a drain of the node ends what is left; None if it is not drained.
     """
 
     tombstones: tuple[LeaseSnapshot, ...] = ()
     revoked: Collection[int] = ()
+    cleared: Collection[int] = ()
     fenced_warm: tuple[KeptWarm, ...] = ()
     drain_ns: int | None = None
 

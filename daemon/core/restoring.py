@@ -32,7 +32,7 @@ class Restoring:
 
     def recall(self, past: Past) -> None:
         """Know again what ended, hold what is fenced, and let nobody in if the node is drained."""
-        self._book.revoked = RevokedIds(past.revoked)
+        self._book.revoked, self._book.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
         self._book.drain_ns = past.drain_ns
         for tombstone in past.tombstones:
             self._book.remember(tombstone)

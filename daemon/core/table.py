@@ -238,10 +238,7 @@ class LeaseTable:
     def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
         if lease is None:
-            # Revoking twice is no mistake: the second answer is that of the first.
-            was_here = event.lease_id in self._book.ended or event.lease_id in self._book.revoked
-            outcome = RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
-            out.append(RevokeDone(event.request, outcome))
+            out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
             return
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.FENCED:
@@ -261,6 +258,7 @@ class LeaseTable:
         cleared = [lease for lease in self._book.fenced.values() if lease.card_uuid in uuids]
         for lease in cleared:
             self._book.close(lease, Trigger.FENCE_CLEARED, now_ns)
+            self._book.cleared.add(lease.lease_id)
         lease_ids = tuple(lease.lease_id for lease in cleared)
         warm_ids = self._pool.clear_fences(uuids)
         out.append(FenceCleared(event.request, len(lease_ids) + len(warm_ids), lease_ids, warm_ids))
@@ -380,6 +378,13 @@ class LeaseTable:
         if lease_id in self._book.revoked:
             return denials.revoked_long_ago(lease_id)
         return denials.not_found(lease_id)
+
+    def _past_outcome(self, lease_id: int) -> RevokeOutcome:
+        """Revoking twice is no mistake: the second answer is that of the first, also once a fence was cleared."""
+        if lease_id in self._book.cleared:
+            return RevokeOutcome.FENCED
+        was_here = lease_id in self._book.ended or lease_id in self._book.revoked
+        return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
 
     def _hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
         """What the caller is told if it has no business with the lease, or if there is none: the two look the same."""

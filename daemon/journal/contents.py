@@ -26,6 +26,7 @@ class Contents:
     warm: list[KeptWarm] = field(default_factory=list)
     tombstones: list[LeaseSnapshot] = field(default_factory=list)
     revoked: "array[int]" = field(default_factory=lambda: array("Q"))
+    cleared: "array[int]" = field(default_factory=lambda: array("Q"))
     spent: list[Spent] = field(default_factory=list)
     revoked_tokens: list[Spent] = field(default_factory=list)
     cards: dict[str, KeptCard] = field(default_factory=dict)
@@ -38,6 +39,8 @@ class Contents:
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
+            case RowKind.CLEARED:
+                self.cleared.append(int.from_bytes(key, "big"))
             case RowKind.LEASE:
                 self.leases.append(rows.read_lease(value))
             case RowKind.WARM:
@@ -60,7 +63,7 @@ class Contents:
 
     def past(self) -> Past:
         """What needs no doing."""
-        return Past(tuple(self.tombstones), self.revoked, tuple(self.warm), self.drain_ns)
+        return Past(tuple(self.tombstones), self.revoked, self.cleared, tuple(self.warm), self.drain_ns)
 
     def cross_boot(self) -> list[Change]:
         """The host was restarted: what that ended, in these contents and as changes to the rows.

@@ -69,6 +69,7 @@ class Follower:
                 case FenceCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                     for lease_id in lease_ids:
                         self._bury(lease_id, table.get(lease_id), out)
+                        out.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
                     out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
                 case WarmEnded(warm_id=warm_id, is_fenced=True):
                     out.append(Change(RowKind.WARM, warm_key(warm_id), table.keep_warm(warm_id)))

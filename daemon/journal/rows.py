@@ -49,6 +49,7 @@ class RowKind(IntEnum):
     DRAIN = 7
     RELAY = 8
     REVOKED_TOKEN = 9
+    CLEARED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def warm_key(warm_id: int) -> bytes:
 
 
 def number_key(number: int) -> bytes:
-    """Of a tombstone's row, by its place among them, of a revoked id's, by its mark, and of a relay's, by its pid."""
+    """Of a tombstone's row, by its place among them, a revoked or cleared id's, by its mark, a relay's, by its pid."""
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 

@@ -17,6 +17,7 @@ from gpulease.protocol.opcodes import InventoryFlag
 from helpers.audit_log import check_whole, config, records, stop
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
+from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import wait_until
 
@@ -157,6 +158,22 @@ def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., D
     assert daemon.wait_for_exit() == 0
 
 
+def test_a_fence_that_was_cleared_is_told_of_by_the_next_daemon_too(
+    start_lasting: Callable[..., LastingDaemon], withheld: Path
+) -> None:
+    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n")
+    lasting.restart(Faults(withhold_proof_while=withheld))
+    lease = lasting.now.builder().acquire()
+    withheld.touch()
+    assert lasting.now.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    assert clear(lasting.now) == 1
+    assert lasting.now.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    lasting.restart()
+    assert lasting.now.revoke(lease.lease_id) == RevokeOutcome.FENCED
+    with pytest.raises(Revoked):
+        lease.renew(10)
+
+
 def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withheld: Path, tmp_path: Path) -> None:
     """Nobody gets the bytes but by an operator's word; the id is good for nothing ever after; the log has it all."""
     folder = tmp_path / "log"
@@ -202,6 +219,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
     cleared = gpulease(["fence", "clear"])
     assert cleared.output == "1 fenced slice was let go.\n"
     is_good_for_nothing(statuses={Status.REVOKED})
+    assert daemon.revoke(lease.lease_id) == RevokeOutcome.FENCED
     with daemon.builder(2 * GIB).acquire() as whole:
         assert whole.lease_id != lease.lease_id
     is_good_for_nothing(statuses={Status.REVOKED})
@@ -215,11 +233,11 @@ def _check_log(folder: Path, lease_id: str) -> None:
     of_it = [record for record in records(folder) if record["data"].get("lease") == lease_id]
     # Of what was asked in vain, before and after: renew, free, attach, thrice.
     kinds = [record["kind"] for record in of_it if record["kind"] != "deny"]
-    assert kinds == ["grant", "over", "operator", "fence", "operator", "clear"]
+    assert kinds == ["grant", "over", "operator", "fence", "operator", "clear", "operator"]
     assert sum(record["kind"] == "deny" for record in of_it) == 9
     fence = next(record["data"] for record in of_it if record["kind"] == "fence")
     assert fence["cause"] == "revoked"
     assert "its memory was not shown free within 1 s" in fence["reason"]
     done = [record["data"] for record in records(folder) if record["kind"] == "operator"]
-    assert [data["action"] for data in done] == ["revoke", "drain", "drain_cancel", "revoke", "fence_clear"]
-    assert [data.get("outcome") for data in done] == ["fenced", None, None, "fenced", None]
+    assert [data["action"] for data in done] == ["revoke", "drain", "drain_cancel", "revoke", "fence_clear", "revoke"]
+    assert [data.get("outcome") for data in done] == ["fenced", None, None, "fenced", None, "fenced"]

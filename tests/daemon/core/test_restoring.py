@@ -236,6 +236,19 @@ def test_a_revoked_id_is_known_for_ever() -> None:
         assert table.do(WorkerReady(1)) == []
 
 
+@pytest.mark.parametrize("way", ["before", "restarted", "forgotten"])
+def test_a_lease_whose_fence_was_cleared_was_never_torn_down(way: str) -> None:
+    s = Restored(kept(state=LeaseState.FENCED))
+    s.do(RevokeRequested(7, 1, "because"))
+    s.do(FenceClearRequested(8, None))
+    if way != "before":
+        s = Restored(past=Past(tombstones=(s.lease(1),) if way == "restarted" else (), cleared=(1,), revoked=(1,)))
+    assert one(s.do(RevokeRequested(9, 1, "again")), RevokeDone).outcome is RevokeOutcome.FENCED
+    assert denied(s.do(RenewRequested(10, 1, "ann", 1000))).reason is DenialReason.REVOKED
+    assert denied(s.do(FreeRequested(11, 1, "ann"))).reason is DenialReason.REVOKED
+    assert denied(s.acquire(1)).reason is DenialReason.INVALID_REQUEST
+
+
 def test_tombstones_tell_what_they_told() -> None:
     s = Scenario()
     s.active(1)

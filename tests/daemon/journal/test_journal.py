@@ -106,6 +106,7 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         await broker.journal.stop()
         again = open_journal(tmp_path / "state", BOOT)
         assert list(again.past.revoked) == [mark_of(1)]
+        assert list(again.past.cleared) == [mark_of(1), mark_of(2)]
         assert [tombstone.lease_id for tombstone in again.past.tombstones] == [1, 2]
         again._writer.stop()
         os.close(again._lock_fd)
