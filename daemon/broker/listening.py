@@ -109,7 +109,9 @@ def _check_place(path: Path, address: UnixAddress) -> None:
         # It may be gone: /run is empty after a reboot.
         folder.mkdir(exist_ok=True)
     except FileNotFoundError:
-        why = f"there is no folder {folder.parent}; make it first"
+        why = f"there is no folder {folder}, and it can't be made"
+        if not folder.parent.exists():
+            why = f"there is no folder {folder.parent}; make it first"
     except FileExistsError:
         why = f"{folder} is no folder; name another path"
     except PermissionError:

@@ -95,6 +95,8 @@ class Service:
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         if self._remote is not None:
             await self._remote.start()
+        elif self._config.tls is not None:
+            _log.warning("the [tls] table is not used: no address of listen begins with tls:")
         for address in self._config.listen:
             self.addresses.append(await self._listen(address))
         if self._web is not None:

@@ -30,15 +30,19 @@ class KeyFileBroken(Exception):
 def load_or_make(path: Path, now_ns: int) -> KeyRing:
     """The ring in a file, made if there is none. Raises KeyFileBroken."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # A FIFO would be waited at for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         ring = KeyRing.fresh(now_ns)
         save(path, ring, now_ns)
         return ring
     except OSError as error:
         raise KeyFileBroken(f"the key file {path} can't be read: {error.strerror}") from None
+    status = os.fstat(fd)
+    if stat.S_ISDIR(status.st_mode):
+        os.close(fd)
+        raise KeyFileBroken(f"the key file {path} is a folder; name a file to be made in it")
     with os.fdopen(fd, "rb") as file:
-        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise KeyFileBroken(f"the key file {path} must be a file of the daemon's user with mode 0600")
         data = file.read(MAX_FILE_BYTES + 1)

@@ -113,7 +113,9 @@ class Authority:
             certificate = x509.load_pem_x509_certificate((folder / _CA).read_bytes())
             key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
-            raise PkiError(f"{folder} holds no authority that can be used: {error}") from None
+            raise PkiError(
+                f"{folder} holds no authority that can be used: {_said(error)}; `gpulease pki init` makes one"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise PkiError(f"{folder / _CA_KEY} is no key of this program's")
         return cls(folder, certificate, key)
@@ -140,7 +142,7 @@ class Authority:
             revoked = x509.load_pem_x509_certificate(certificate.read_bytes())
             old = x509.load_pem_x509_crl(self.crl_path.read_bytes())
         except (OSError, ValueError) as error:
-            raise PkiError(f"it can't be revoked: {error}") from None
+            raise PkiError(f"it can't be revoked: {_said(error)}") from None
         if revoked.issuer != self.certificate.subject:
             raise PkiError(f"{certificate} is not of this authority")
         if revoked.serial_number == self.certificate.serial_number:
@@ -241,3 +243,10 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         raise PkiError(f"{path} is there already, and nothing is overwritten") from None
     with open(fd, "wb") as file:
         file.write(data)
+
+
+def _said(error: Exception) -> str:
+    """What is wrong with a file: the library's own words speak of its internals."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return "what is in its file is no certificate or key in PEM"

@@ -1,5 +1,6 @@
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_after_a_restart_of_the_host_only_a_new_key(path: Path, monkeypatch: pyt
         again = load_or_make(path, 0)
         assert [key.number for key in again.all(0)] == [2]
     assert again.node_id == ring.node_id
+
+
+@pytest.mark.parametrize(("make", "said"), [(Path.mkdir, "is a folder"), (os.mkfifo, "must be a file")])
+def test_what_is_no_file(path: Path, make: Callable[[Path], None], said: str) -> None:
+    make(path)
+    with pytest.raises(KeyFileBroken, match=said):
+        load_or_make(path, 0)
 
 
 @pytest.mark.parametrize(
