@@ -96,6 +96,23 @@ def test_a_session_goes_on_and_what_expired_meanwhile_is_back(
     assert lasting.now.inventory().details[0]["available_bytes"] == card["available_bytes"]
 
 
+def test_a_kernel_that_runs_for_too_long_ends_its_lease_without_a_broker(lasting: LastingDaemon, cards: Cards) -> None:
+    with lasting.now.builder(GIB, seconds=120).device(0).acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        endless = lasting.now.builder(GIB, seconds=120).max_kernel_secs(1).device(0).acquire()
+        doomed = GpuSession(endless)
+        kept = start_endless(doomed)
+        worker = lasting.worker_pid(endless.lease_id)
+        lasting.kill()
+        rounds_until(neighbour, lambda: not cards.process_bytes(0, worker))
+        lasting.start()
+        report = lasting.now.query(endless.lease_id)
+        assert (report["cause"], report["reason"]) == ("kernel_timeout", "a kernel ran for more than 1 s")
+        neighbour.check()
+        del kept
+    lasting.check_idle()
+
+
 def test_many_restarts_shrink_nothing(lasting: LastingDaemon) -> None:
     card = lasting.now.inventory().details[0]
     with lasting.now.builder(GIB, seconds=120).device(0).acquire() as lease, GpuSession(lease) as session:
