@@ -5,7 +5,9 @@ Rules:
 1. The log is written ahead (WAL) and synced at each commit (`synchronous=FULL`): a commit that returned is on the disk
    (sqlite.org/pragma.html). Every pragma is asked for after it was set: SQLite ignores what it does not know.
 2. Nobody else may open it (`locking_mode=EXCLUSIVE`); so the log's index is never a file, and always made anew.
-3. Each commit writes its number and the sum of all rows' digests; the head tells the number from outside. If either
+3. What is committed must be where the next daemon looks: files that somebody moved or removed under this one take no
+   commit, though the disk would.
+4. Each commit writes its number and the sum of all rows' digests; the head tells the number from outside. If either
    does not agree, nothing is taken from the file.
 """
 
@@ -68,6 +70,9 @@ _OF_THE_DISK: Final = frozenset(
 )
 """Errors that say nothing of what is in the file (sqlite.org/rescode.html); a primary code is an error's low byte."""
 
+Place = tuple[int, int] | None
+"""A file's device and number there; None if there is none."""
+
 TakeRow = Callable[[int, bytes, bytes], None]
 
 
@@ -101,6 +106,7 @@ class Store:
         self._boot = boot
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
+        self._places: tuple[Place, ...] | None = None
         try:
             self._head = HeadFile(folder)
             if self._is_new(self._head):
@@ -136,6 +142,8 @@ class Store:
         if self._connection is None:
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
+        if self._places not in (None, self._look()):
+            raise OSError(f"{self._path}, its log or its head was moved or removed; put them back, or start again")
         connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
@@ -150,6 +158,8 @@ class Store:
             raise
         self._state = state
         self._head.write(state.commits)
+        if self._places is None:
+            self._places = self._look()
 
     def close(self) -> None:
         """Close the files; SQLite then folds its log into the database, if it can."""
@@ -157,6 +167,10 @@ class Store:
         if self._head is not None:
             self._head.close()
             self._head = None
+
+    def _look(self) -> tuple[Place, ...]:
+        """Which files are where the journal's are."""
+        return tuple(_place(self._path.with_name(name)) for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", HEAD_NAME))
 
     def _is_new(self, head: HeadFile) -> bool:
         is_there = self._path.exists()
@@ -173,10 +187,19 @@ class Store:
         sync(folder)
 
     def _disconnect(self) -> None:
+        self._places = None
         if self._connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
+
+
+def _place(path: Path) -> Place:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:

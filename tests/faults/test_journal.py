@@ -77,6 +77,20 @@ def can_acquire(daemon: Daemon) -> bool:
         return False
 
 
+def test_a_journal_that_is_moved_under_its_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        aside = tmp_path / JOURNAL_NAME
+        (folder / JOURNAL_NAME).rename(aside)
+        with pytest.raises(Busy, match="was moved or removed"):
+            daemon.builder().acquire()
+        assert not can_acquire(daemon)
+        check_main_job(session)
+        aside.rename(folder / JOURNAL_NAME)
+        wait_until(lambda: can_acquire(daemon), "grants go on")
+        lease.renew(60)
+    daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
+
+
 def test_a_full_disk_stops_grants_and_not_leases(
     daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]
 ) -> None:

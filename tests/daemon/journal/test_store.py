@@ -209,6 +209,20 @@ def test_a_commit_that_is_older_than_the_head_is_refused_later_too(state: Path) 
     store.close()
 
 
+@pytest.mark.parametrize("name", [JOURNAL_NAME, WAL_NAME, HEAD_NAME, ""])
+def test_nothing_is_written_where_nobody_finds_it(state: Path, name: str) -> None:
+    store, _ = opened(state)
+    store.begin([])
+    place = state / name
+    place.rename(state.with_name("aside"))
+    with pytest.raises(OSError, match="was moved or removed; put them back"):
+        store.apply([put(kept(20))])
+    state.with_name("aside").rename(place)
+    store.apply([put(kept(20))])
+    store.close()
+    assert 20 in {lease.lease_id for lease in found_in(state).leases}
+
+
 def test_one_daemon_at_a_time(tmp_path: Path) -> None:
     first = open_journal(tmp_path / "state", BOOT)
     with pytest.raises(JournalBroken, match="another daemon") as broken:
