@@ -14,42 +14,13 @@
 `gpulease.client.aio` has the same with coroutines; `gpulease.client.errors` draws the errors as a tree.
 """
 
-from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
-from gpulease.client.core.events import LeaseEvent
-from gpulease.client.core.tokens import Grant, HeldToken
-from gpulease.client.errors import (
-    AllocFailed,
-    Busy,
-    CapacityExceeded,
-    Denied,
-    Disconnected,
-    Drained,
-    Fenced,
-    GpuLeaseError,
-    GpuSessionFailed,
-    InvalidHandle,
-    InvalidRequest,
-    LaunchFailed,
-    LeaseExpired,
-    LeaseFreed,
-    LoadFailed,
-    NotFound,
-    Revoked,
-    SyncFailed,
-    Unsupported,
-    Untrusted,
-)
-from gpulease.client.graphs import Graph
-from gpulease.client.handles import Buffer, Module
-from gpulease.client.keeping import KeepAlive, keep_alive
-from gpulease.client.kernel_args import KernelArgs
-from gpulease.client.streams import Stream
-from gpulease.protocol import Exclusivity as GpuExclusivityClass
-from gpulease.protocol import Phase
-from gpulease.protocol import Waiting as GpuWaiting
-from gpulease.protocol.capabilities import Permission
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
+if TYPE_CHECKING:
+    from gpulease.client.public import *  # noqa: F403
+
+__all__ = [  # noqa: F405
     "AllocFailed",
     "Buffer",
     "Busy",
@@ -90,3 +61,17 @@ __all__ = [
     "keep_alive",
     "my_audience",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported when something of it is first asked for: most commands of `gpulease` need none of it."""
+    if not name.startswith("__"):
+        public = import_module("gpulease.client.public")
+        globals().update({exported: getattr(public, exported) for exported in __all__})
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,63 +1,100 @@
-"""`gpulease`: the group of commands, and how their errors look."""
+"""`gpulease`: the group of commands. Each is imported when it is called for: together they take a while."""
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
-from gpulease.client.cli.audit import audit
-from gpulease.client.cli.bench import bench
-from gpulease.client.cli.demo import demo
-from gpulease.client.cli.drain import drain, events
-from gpulease.client.cli.metrics import health, metrics
-from gpulease.client.cli.node import fence, info, leases, revoke
-from gpulease.client.cli.pki import pki
-from gpulease.client.cli.private_daemon import CannotStart
-from gpulease.client.cli.serve import serve
-from gpulease.client.cli.serve_models import models
-from gpulease.client.cli.verify import verify
-from gpulease.client.errors import Disconnected, GpuLeaseError
+from gpulease.client.cli.endings import check_words, interrupt_unwinds, told_in_words
+from gpulease.client.cli.start import run
 
-EXIT_FAILED: Final = 1
-EXIT_NO_DAEMON: Final = 69
-"""EX_UNAVAILABLE of sysexits(3): nobody answers."""
+PROGRAM: Final = "gpulease"
+
+COMMANDS: Final = {
+    "audit": ("audit:audit", "Read audit logs: verify, show, usage, head."),
+    "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
+    "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
+    "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
+    "drain": ("drain:drain", "Let nobody in, and end what is left by a deadline."),
+    "events": ("drain:events", "Print what leases go through, a line each as it happens."),
+    "fence": ("node:fence", "Look after memory that could not be proved free."),
+    "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
+    "info": ("node:info", "Show the cards, and what workers are shut in by."),
+    "leases": ("node:leases", "List leases: your own, or everybody's if you are the operator."),
+    "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
+    "pki": ("pki:pki", "Make a test authority and certificates: init, issue, revoke."),
+    "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
+    "serve": ("serving:serve", "Serve others on leases."),
+    "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
+}
+"""Every command: where it is, below this package, and what it says of itself in a line."""
 
 
-class _Group(click.Group):
-    """Shows an expected failure as a sentence, never as a traceback."""
+class _Commands(click.Group):
+    """Knows the commands by name, and shows a failure as a sentence, never as a traceback."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
+        with told_in_words():
+            check_words(args)
+            return super().make_context(info_name, args, *more, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with told_in_words():
             return super().invoke(ctx)
-        except Disconnected as error:
-            _fail(str(error), EXIT_NO_DAEMON)
-        except (GpuLeaseError, CannotStart) as error:
-            _fail(f"{type(error).__name__}: {error}", EXIT_FAILED)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        found: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
+        interrupt_unwinds()
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [name for name in COMMANDS if name.startswith(incomplete)]
+        # A group completes the names of its commands by importing all of them.
+        return [CompletionItem(name, help=COMMANDS[name][1]) for name in names] + click.Command.shell_complete(
+            self, ctx, incomplete
+        )
 
 
-def _fail(message: str, status: int) -> None:
-    click.echo(f"gpulease: {message}", err=True)
-    sys.exit(status)
+def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -> None:
+    if not is_wanted or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
 
-
-def _version() -> str:
     try:
-        return version("gpulease")
+        found = version("gpulease")
     except PackageNotFoundError:
-        return "0+unknown"  # run from a checkout that was not installed
+        found = "0+unknown"  # run from a checkout that was not installed
+    click.echo(f"{PROGRAM}, version {found}")
+    ctx.exit()
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(_version(), prog_name="gpulease")
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
 def main() -> None:
-    """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket."""
+    """Lease slices of a GPU. The daemon is found by GPULEASE_ADDRESS, else at its default socket.
 
-
-for _command in (demo, info, leases, revoke, drain, events, fence, health, metrics, audit, pki, bench, verify, serve):
-    main.add_command(_command)
-serve.add_command(models)
+    Exit status: 0 done, 1 it failed, 2 the command line makes no sense, 69 no daemon answers, 70 a fault of gpulease
+    itself, 74 the output or a file fails; or the signal that ended it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the locale can't write is shown as its escape.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -1,13 +1,13 @@
-"""`gpulease audit`: reading audit logs, which is done by a module of the daemon in a process of its own."""
+"""`gpulease audit`: reading audit logs, which is done by a module of the daemon in this process's place."""
 
-import subprocess
+import os
 import sys
 from importlib.util import find_spec
 from typing import Final
 
 import click
 
-from gpulease.client.cli.private_daemon import CannotStart
+from gpulease.client.cli.endings import CannotStart
 
 MODULE: Final = "gpulease.daemon.audit"
 
@@ -19,4 +19,4 @@ def audit(words: tuple[str, ...]) -> None:
     # The daemon need not be installed where its client is.
     if find_spec(MODULE.rpartition(".")[0]) is None:
         raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
-    sys.exit(subprocess.run([sys.executable, "-P", "-m", MODULE, *words], check=False).returncode)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", MODULE, *words])

@@ -1,12 +1,17 @@
 """Emptying a node and hearing of leases: `gpulease drain`, `events`."""
 
 import json
+import sys
 import time
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
-from gpulease.client.blocking import ask
+from gpulease.client.cli.asking import ask
+from gpulease.client.cli.cells import shown
+from gpulease.client.cli.endings import EXIT_FAILED
+from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text
 from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
 from gpulease.client.core.wish import address_of, milliseconds
@@ -21,32 +26,42 @@ POLL_S: Final = 0.2
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def seconds_of(text: str) -> float:
-    """A time span as people type it: "90", "90s", "10m", "1.5h". Raises InvalidRequest."""
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+def _milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """A time span as people type it: "90", "90s", "10m", "1.5h"."""
+    number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
-        return float(number) * _UNITS[text[len(number) :] or "s"]
+        return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a deadline", least_ms=0)
+    except InvalidRequest as error:
+        raise click.BadParameter(f"{error}.", ctx, param) from None
     except (ValueError, KeyError):
-        raise InvalidRequest(f"{text!r} is not a time", "Write it like 30s, 10m or 1.5h") from None
+        raise click.BadParameter(f"{value!r} is not a time. Write it like 30s, 10m or 1.5h.", ctx, param) from None
 
 
 @click.command()
-@click.option("--within", default="10m", show_default=True, help="Until every lease is ended that is left: 30s, 10m.")
+@click.option(
+    "--within",
+    "within_ms",
+    callback=_milliseconds_of,
+    default="10m",
+    show_default=True,
+    help="Until every lease is ended that is left: 30s, 10m.",
+)
 @click.option("--wait", is_flag=True, help="Return once no lease is left.")
 @click.option("--cancel", is_flag=True, help="Let tenants in again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def drain(within: str, wait: bool, cancel: bool, as_json: bool) -> None:
+@click.pass_context
+def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json: bool) -> None:
     """Empty the node: no new leases, tenants warned, and what is left ended by a deadline.
 
     Given again, the new deadline counts. The node stays drained until --cancel, or until the daemon is started anew.
     With --wait, exit status 1 if memory of a lease could not be proved free.
     """
     if cancel:
-        if wait:
-            raise InvalidRequest("--cancel and --wait make no sense together")
+        if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
+            raise click.UsageError("--cancel makes no sense together with --within or --wait")
         _show(ask(Opcode.DRAIN_CANCEL, Empty()), [], as_json)
         return
-    status = ask(Opcode.DRAIN, Drain(milliseconds(seconds_of(within), "--within", least_ms=0)))
+    status = ask(Opcode.DRAIN, Drain(within_ms))
     if not wait:
         _show(status, [], as_json)
         return
@@ -62,7 +77,7 @@ def drain(within: str, wait: bool, cancel: bool, as_json: bool) -> None:
     else:
         click.echo("No lease is left.")
     if fenced:
-        raise SystemExit(1)
+        sys.exit(EXIT_FAILED)
 
 
 def _left(*, with_fenced: bool) -> list[str]:
@@ -84,25 +99,13 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("lease_id", required=False)
+@lease_id_argument(required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object a line.")
-def events(lease_id: str | None, as_json: bool) -> None:
+def events(lease_id: int | None, as_json: bool) -> None:
     """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
-    number = EVERY_LEASE if lease_id is None else lease_number(lease_id)
-    with LeaseEvents(EventStream(address_of(None), number)) as heard:
+    with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as heard:
         for event in heard:
             click.echo(json.dumps(_map(event)) if as_json else _line(event))
-
-
-def lease_number(text: str) -> int:
-    """A lease id as it is typed. Raises InvalidRequest."""
-    try:
-        number = int(text, 16)
-    except ValueError:
-        number = 0
-    if not 0 < number < 1 << 128:
-        raise InvalidRequest(f"{text!r} is not a lease id", "Copy one from `gpulease leases`")
-    return number
 
 
 def _map(event: LeaseEvent) -> dict[str, Any]:
@@ -127,4 +130,4 @@ def _line(event: LeaseEvent) -> str:
         parts.append(event.reason)
     if event.lost:
         parts.append(f"{event.lost} before it were lost")
-    return "  ".join(parts)
+    return shown("  ".join(parts))

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from gpulease.client.blocking import ask
+from gpulease.client.cli.asking import ask
 from gpulease.client.cli.tables import table
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

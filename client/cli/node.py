@@ -3,23 +3,26 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 import click
 
-from gpulease.client.blocking import ask
-from gpulease.client.cli.drain import lease_number
-from gpulease.client.cli.tables import seconds_text, size_text, table
-from gpulease.client.errors import InvalidRequest
+from gpulease.client.cli.asking import ask
+from gpulease.client.cli.cells import shown
+from gpulease.client.cli.endings import EXIT_FAILED
+from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.cli.tables import MISSING, seconds_text, size_text, table
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
 
 _NONCE: Final = re.compile("[0-9a-f]{32}")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_table_or_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_words_or_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
 
 
 @click.command()
-@_json_option
+@_table_or_json
 def info(as_json: bool) -> None:
     """Show the cards: what may be leased, what is free, what is fenced; and what workers are shut in by."""
     inventory = ask(Opcode.GET_INVENTORY, Empty())
@@ -63,7 +66,7 @@ def _warm(card: dict[str, Any]) -> str:
 
 
 @click.command()
-@_json_option
+@_table_or_json
 def leases(as_json: bool) -> None:
     """List leases: your own, or everybody's if you are the operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
@@ -76,47 +79,75 @@ def leases(as_json: bool) -> None:
     click.echo(table(["lease", "tenant", "state", "slice", "used", "launches", "left"], [_row(item) for item in found]))
 
 
-def _row(lease: dict[str, Any]) -> list[str]:
+def _row(lease: Mapping[str, Any]) -> list[str]:
+    used, launches = lease.get("allocated_bytes"), lease.get("launches")
     return [
         lease["lease_id"],
         lease["tenant"],
         lease["state"] if lease["cause"] is None else f"{lease['state']} ({lease['cause']})",
         size_text(lease["size_bytes"]),
-        size_text(lease.get("allocated_bytes", 0)),
-        str(lease.get("launches", 0)),
+        MISSING if used is None else size_text(used),
+        MISSING if launches is None else str(launches),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
 
 
 @click.command()
-@click.argument("lease_id")
+@lease_id_argument()
 @click.option("--reason", default="revoked by the operator", help="What its tenant is told.")
 @click.option(
-    "--token", "nonce", help="End that one token alone: its nonce, as the audit log's `issue` record tells it."
+    "--token",
+    "nonce",
+    callback=lambda ctx, param, text: None if text is None else _nonce_number(text),
+    help="End that one token alone: its nonce, as the audit log's `issue` record tells it.",
 )
-def revoke(lease_id: str, reason: str, nonce: str | None) -> None:
+@_words_or_json
+def revoke(lease_id: int, reason: str, nonce: int | None, as_json: bool) -> None:
     """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
     if nonce is not None:
-        ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_number(lease_id), _nonce_number(nonce), b""))
-        click.echo(f"Token {nonce} of lease {lease_id} is over, if there was one.")
+        _revoke_token(lease_id, nonce, as_json)
         return
-    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_number(lease_id), reason)).outcome
+    outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason)).outcome
+    if as_json:
+        click.echo(json.dumps({"lease_id": f"{lease_id:032x}", "outcome": outcome_word(outcome)}))
+    else:
+        click.echo(shown(outcome_text(lease_id, outcome)), err=outcome != RevokeOutcome.TORN_DOWN)
+    if outcome != RevokeOutcome.TORN_DOWN:
+        sys.exit(EXIT_FAILED)
+
+
+def _revoke_token(lease_id: int, nonce: int, as_json: bool) -> None:
+    ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_id, nonce, b""))
+    if as_json:
+        click.echo(json.dumps({"lease_id": f"{lease_id:032x}", "token": f"{nonce:032x}", "outcome": "revoked"}))
+    else:
+        click.echo(f"Token {nonce:032x} of lease {lease_id:032x} is over, if there was one.")
+
+
+def outcome_word(outcome: int) -> str:
+    """What came of a revocation, for programs; of a newer daemon perhaps a number."""
+    words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
+    return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
+
+
+def outcome_text(lease_id: int, outcome: int) -> str:
+    """The same for people."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
-            click.echo(f"Lease {lease_id} is torn down and its memory is free.")
+            return f"Lease {lease_id:032x} is torn down and its memory is free."
         case RevokeOutcome.FENCED:
             why = "could not be proved free and is fenced, unless that was cleared since"
-            click.echo(f"Lease {lease_id} is over, but its memory {why}.", err=True)
-            sys.exit(1)
+            return f"Lease {lease_id:032x} is over, but its memory {why}."
         case _:
-            click.echo(f"There is no lease {lease_id}.", err=True)
-            sys.exit(1)
+            return f"There is no lease {lease_id:032x}."
 
 
 def _nonce_number(text: str) -> int:
-    """A token's nonce as it is typed. Raises InvalidRequest."""
+    """A token's nonce as it is typed. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
-        raise InvalidRequest(f"{text!r} is no token's nonce", "Copy one from `gpulease audit show --kind issue FOLDER`")
+        raise click.BadParameter(
+            f"{text!r} is no token's nonce. Copy one from `gpulease audit show --kind issue FOLDER`."
+        )
     return int(text, 16)
 
 
@@ -127,7 +158,11 @@ def fence() -> None:
 
 @fence.command("clear")
 @click.argument("card", required=False)
-def fence_clear(card: str | None) -> None:
+@_words_or_json
+def fence_clear(card: str | None, as_json: bool) -> None:
     """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""
     count = ask(Opcode.FENCE_CLEAR, FenceClear(card)).count
-    click.echo(f"{count} fenced {'slice was' if count == 1 else 'slices were'} let go.")
+    if as_json:
+        click.echo(json.dumps({"cleared": count}))
+    else:
+        click.echo(f"{count} fenced {'slice was' if count == 1 else 'slices were'} let go.")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from gpulease.client.cli.endings import CannotStart as CannotStart
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, MAX_UNIX_PATH_BYTES, UnixAddress, parse_address
 
 START_TIMEOUT_S: Final = 90.0
@@ -24,10 +25,6 @@ SOCKET_NAME_BYTES: Final = 40
 """Room kept for `/gpulease-xxxxxxxx/daemon.sock` behind the folder of temporary files."""
 
 _LOOK_S: Final = 0.01
-
-
-class CannotStart(Exception):
-    """No daemon of one's own could be started; the message has what it said."""
 
 
 def running_address() -> str | None:

@@ -3,6 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
+from gpulease.client.cli.cells import pad, shown, width_of
+
+MISSING: Final = "-"
+"""What a table says of what its daemon does not."""
+
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -24,15 +29,19 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; those whose cells all start with a digit are flushed right."""
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(len(cell) for cell in column) for column in columns]
-    is_number = [bool(rows) and all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+    """Columns as wide as they need to be; those of figures, or "-" where there is none, are flushed right.
+
+    What is not printable in a cell is shown as its escape.
+    """
+    columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
+    widths = [max(width_of(cell) for cell in column) for column in columns]
+    is_number = [_are_figures(column[1:]) for column in columns]
     lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, is_number, strict=True)
-        ]
+    for row in zip(*columns, strict=True):
+        cells = [pad(cell, width, right=right) for cell, width, right in zip(row, widths, is_number, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)

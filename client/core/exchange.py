@@ -1,7 +1,9 @@
 """Sending, receiving, asking, connecting: the procedures every other one is made of."""
 
+import contextlib
 import errno
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,7 +15,7 @@ from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.protocol import Failure, Opcode, Status
-from gpulease.protocol.address import Address
+from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.messages import Body, Hello, HelloReply
 
 CONNECT_LIMIT_S: Final = 10.0
@@ -171,7 +173,17 @@ def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
     if code == errno.EACCES:
         hint = "Ask the operator to let this user in: the socket's folder, group and mode say who may write to it"
         raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
-    raise _unreachable(address, os.strerror(code))
+    raise _unreachable(address, _why(address, code))
+
+
+def _why(address: Address, code: int) -> str:
+    """What the system says, or more: it refuses a socket that nobody listens at and a folder in the same words."""
+    if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
+        with contextlib.suppress(OSError):
+            mode = os.stat(address.path).st_mode
+            if not stat.S_ISSOCK(mode):
+                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is no socket"
+    return os.strerror(code)
 
 
 def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:

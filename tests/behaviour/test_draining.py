@@ -270,6 +270,6 @@ def test_what_an_operator_types(
     assert "ended  drained  the node is drained" in gpulease("events", lease.lease_id_text).stdout
     assert "it grants leases" in gpulease("drain", "--cancel").stdout
     assert "drained" not in gpulease("info").stdout
-    assert gpulease("drain", "--within", "soon").exit_code == 1
-    assert gpulease("drain", "--cancel", "--wait").exit_code == 1
-    assert gpulease("events", "nonsense").exit_code == 1
+    assert gpulease("drain", "--within", "soon").exit_code == 2
+    assert gpulease("drain", "--cancel", "--wait").exit_code == 2
+    assert gpulease("events", "nonsense").exit_code == 2

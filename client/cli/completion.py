@@ -1,0 +1,23 @@
+"""`gpulease completion`: what makes a shell complete what is typed behind `gpulease`."""
+
+import click
+from click.shell_completion import get_completion_class
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete commands, options and, asking the daemon, the ids of leases.
+
+    bash: eval "$(gpulease completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc;
+    fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.UsageError(f"{shell} can't be completed for")
+    root = click.get_current_context().find_root().command
+    # The template itself: to make it, click would run the shell to look at its version.
+    made = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
+    click.echo(made.source_template % made.source_vars())

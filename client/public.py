@@ -1,0 +1,78 @@
+"""What `gpulease.client` exports, imported: see there."""
+
+from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
+from gpulease.client.core.events import LeaseEvent
+from gpulease.client.core.tokens import Grant, HeldToken
+from gpulease.client.errors import (
+    AllocFailed,
+    Busy,
+    CapacityExceeded,
+    Denied,
+    Disconnected,
+    Drained,
+    Fenced,
+    GpuLeaseError,
+    GpuSessionFailed,
+    InvalidHandle,
+    InvalidRequest,
+    LaunchFailed,
+    LeaseExpired,
+    LeaseFreed,
+    LoadFailed,
+    NotFound,
+    Revoked,
+    SyncFailed,
+    Unsupported,
+    Untrusted,
+)
+from gpulease.client.graphs import Graph
+from gpulease.client.handles import Buffer, Module
+from gpulease.client.keeping import KeepAlive, keep_alive
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.streams import Stream
+from gpulease.protocol import Exclusivity as GpuExclusivityClass
+from gpulease.protocol import Phase
+from gpulease.protocol import Waiting as GpuWaiting
+from gpulease.protocol.capabilities import Permission
+
+__all__ = [
+    "AllocFailed",
+    "Buffer",
+    "Busy",
+    "CapacityExceeded",
+    "Denied",
+    "Disconnected",
+    "Drained",
+    "Fenced",
+    "GpuBuilder",
+    "GpuExclusivityClass",
+    "GpuLease",
+    "GpuLeaseError",
+    "GpuSession",
+    "GpuSessionFailed",
+    "GpuWaiting",
+    "Grant",
+    "Graph",
+    "HeldToken",
+    "InvalidHandle",
+    "InvalidRequest",
+    "KeepAlive",
+    "KernelArgs",
+    "LaunchFailed",
+    "LeaseEvent",
+    "LeaseExpired",
+    "LeaseFreed",
+    "LoadFailed",
+    "Module",
+    "NotFound",
+    "Permission",
+    "Phase",
+    "Revoked",
+    "Stream",
+    "SyncFailed",
+    "Unsupported",
+    "Untrusted",
+    "inspect_token",
+    "keep_alive",
+    "my_audience",
+]
