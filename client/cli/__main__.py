@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "pki": ("pki:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "serve": ("serving:serve", "Serve others on leases."),
+    "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
 }
 """Every command: where it is, below this package, and what it says of itself in a line."""

@@ -1,0 +1,153 @@
+"""The columns of leases: what is in each, how it sorts, and which of them a narrow terminal does without."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.client.cli.cells import pad, shown
+from gpulease.client.cli.tables import MISSING, seconds_text, size_text
+from gpulease.client.cli.top.sample import LeaseLine
+
+SHORT_ID: Final = 8
+"""Digits of a lease's id where there is no room for all 32: enough to tell those of one node apart."""
+
+GAP: Final = 1
+"""Cells between columns."""
+
+MAX_BAR: Final = 24
+"""Cells of the bar of time left: longer ones are no easier to read."""
+
+MIN_BAR: Final = 6
+"""Shorter ones show nothing."""
+
+_SCALES: Final = (("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+Figure = str | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: Its head.
+        key: What sorts by it.
+        width: Cells it takes, with room for the mark of the sorted column.
+        value: What it sorts by.
+        text: A value in it, for people.
+    """
+
+    title: str
+    key: str
+    width: int
+    value: Callable[[LeaseLine], Figure]
+    text: Callable[[LeaseLine], str]
+    is_right: bool = True
+
+
+def rate_text(rate: float | None) -> str:
+    """A number a second, in at most six characters as long as it is one that a machine can reach."""
+    if rate is None:
+        return MISSING
+    for unit, scale in _SCALES:
+        if rate >= scale:
+            return f"{rate / scale:.3g}{unit}" if rate < 1e3 * scale else f"{rate / scale:.0e}{unit}"
+    return f"{rate:.3g}"
+
+
+def _size(size_bytes: float | None) -> str:
+    return MISSING if size_bytes is None else size_text(int(size_bytes))
+
+
+def _left(line: LeaseLine) -> str:
+    return MISSING if line.left_s is None else seconds_text(line.left_s)
+
+
+COLUMNS: Final = (
+    Column("LEASE", "N", SHORT_ID, lambda line: line.lease_id, lambda line: line.lease_id, is_right=False),
+    Column("TENANT", "U", 12, lambda line: line.tenant, lambda line: line.tenant or MISSING, is_right=False),
+    Column("GPU", "G", 4, lambda line: line.card, lambda line: MISSING if line.card is None else str(line.card)),
+    Column("STATE", "A", 14, lambda line: line.state, lambda line: line.state or MISSING, is_right=False),
+    Column("SLICE", "S", 9, lambda line: line.size_bytes, lambda line: _size(line.size_bytes)),
+    Column("USED", "M", 9, lambda line: line.used_bytes, lambda line: _size(line.used_bytes)),
+    Column("LAUNCH/S", "L", 9, lambda line: line.launches_per_s, lambda line: rate_text(line.launches_per_s)),
+    Column("COPY/S", "C", 7, lambda line: line.copies_per_s, lambda line: rate_text(line.copies_per_s)),
+    Column("OP/S", "O", 6, lambda line: line.operations_per_s, lambda line: rate_text(line.operations_per_s)),
+    Column("LEFT", "T", 10, lambda line: line.left_s, _left),
+)
+
+BY_TITLE: Final = {column.title: column for column in COLUMNS}
+
+_KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
+"""Which columns stay when a terminal is too narrow for all, the most needed first."""
+
+
+def offered(lines: Sequence[LeaseLine]) -> list[Column]:
+    """The columns there is something to show in: copies are not counted by every daemon."""
+    has_copies = any(line.copies_per_s is not None for line in lines)
+    return [column for column in COLUMNS if column.title != "COPY/S" or has_copies]
+
+
+def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
+    """(columns, the width of each by title, cells of the bar behind them) that fit into so many cells."""
+    names = {column.title for column in columns}
+    chosen: list[str] = []
+    used = -GAP
+    for title in _KEPT:
+        if title in names and used + GAP + BY_TITLE[title].width <= width:
+            chosen.append(title)
+            used += GAP + BY_TITLE[title].width
+        elif title in names:
+            break
+    widths = {title: BY_TITLE[title].width for title in chosen}
+    if not chosen:
+        chosen, widths, used = ["LEASE"], {"LEASE": width}, width
+    spare = width - used
+    if spare >= (longer := 32 - SHORT_ID) + GAP + MIN_BAR:
+        widths["LEASE"] += longer
+        spare -= longer
+    bar = min(MAX_BAR, spare - GAP) if spare - GAP >= MIN_BAR and "LEFT" in widths else 0
+    return [column for column in columns if column.title in chosen], widths, bar
+
+
+def cell(column: Column, line: LeaseLine, width: int) -> str:
+    """What stands in a column, in exactly its cells; nothing in it is obeyed by a terminal."""
+    text = column.text(line)
+    if column.title == "LEASE" and len(text) > width:
+        text = text[:width]
+    return pad(shown(text), width, right=column.is_right)
+
+
+def bar_text(share: float | None, width: int) -> str:
+    """A share of 1 as a bar of so many cells, brackets included."""
+    if share is None or width < 3:
+        return " " * width
+    full = round(max(0.0, min(1.0, share)) * (width - 2))
+    return "[" + "|" * full + " " * (width - 2 - full) + "]"
+
+
+def time_share(line: LeaseLine) -> float | None:
+    """How much of a lease's time is left, 0 to 1."""
+    if line.left_s is None or not line.ttl_s:
+        return None
+    return max(0.0, min(1.0, line.left_s / line.ttl_s))
+
+
+_LARGEST_FIRST: Final = ("SLICE", "USED", "LAUNCH/S", "COPY/S", "OP/S")
+"""Of these people look for the large; of the others for the first, and of time left for the least."""
+
+
+def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> list[LeaseLine]:
+    """Lines sorted by a column, those without a figure last either way; equal ones by their ids, so that they stay."""
+    column = BY_TITLE[title]
+    known = [line for line in lines if column.value(line) is not None]
+    unknown = [line for line in lines if column.value(line) is None]
+    for part in (known, unknown):
+        part.sort(key=lambda line: line.lease_id)
+
+    def figure(line: LeaseLine) -> tuple[float, str]:
+        value = column.value(line)
+        return (0.0, value) if isinstance(value, str) else (value or 0.0, "")
+
+    known.sort(key=figure, reverse=(title in _LARGEST_FIRST) != is_reversed)
+    return known + unknown

@@ -1,0 +1,113 @@
+"""`gpulease top`: the live view, one frame of it as text, or a line of JSON a reading."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import click
+
+from gpulease.client.cli.endings import end_by
+from gpulease.client.cli.top.frame import plain
+from gpulease.client.cli.top.readings import Readings
+from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
+from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, Scene, View
+from gpulease.client.core.wish import address_of
+from gpulease.client.errors import GpuLeaseError, Unsupported
+
+EVERY_S: Final = 2.0
+"""Between two readings of the live view: what is busy shows, and the broker has nearly nothing to do for it."""
+
+ONCE_S: Final = 1.0
+"""Between the two readings that one frame takes, for its rates."""
+
+PIPE_WIDTH: Final = 160
+"""Cells of a frame where nothing says how wide it may be: every column, and ids that can be copied."""
+
+_RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s")
+
+
+@click.command()
+@click.option(
+    "--every",
+    "every_s",
+    type=click.FloatRange(MIN_EVERY_S, MAX_EVERY_S),
+    metavar="SECONDS",
+    help=f"Between readings, of which rates are; {EVERY_S:g}, and {ONCE_S:g} for a single frame.",
+)
+@click.option("--once", is_flag=True, help="Print one frame as text. So it does if its output is no terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object a reading, for ever; with --once, one.")
+def top(every_s: float | None, once: bool, as_json: bool) -> None:
+    """Watch cards and leases live: who holds what, how busy it is, how long it lasts. `?` lists its keys."""
+    address = address_of(None)
+    if as_json and not once:
+        _stream(Readings(address), every_s or EVERY_S)
+    elif once or not sys.stdout.isatty():
+        readings = Readings(address)
+        before = readings.take()
+        time.sleep(every_s or ONCE_S)
+        scene = Scene(readings.take(), before)
+        readings.close()
+        if as_json:
+            click.echo(_json(scene))
+        else:
+            click.echo(plain(View(every_s or ONCE_S), scene, str(address), _width()))
+    else:
+        try:
+            from gpulease.client.cli.top.screen import watch
+        except ImportError as error:
+            raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
+        ended_by = watch(address, every_s or EVERY_S)
+        if ended_by is not None:
+            end_by(ended_by)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((PIPE_WIDTH, 0)).columns if sys.stdout.isatty() else _columns()
+
+
+def _columns() -> int:
+    """What the environment says of a pipe's reader."""
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= 1000 else PIPE_WIDTH
+
+
+def _stream(readings: Readings, every_s: float) -> None:
+    before: Sample | None = None
+    while True:
+        try:
+            sample = readings.take()
+        except GpuLeaseError as error:
+            if before is None:
+                raise
+            click.echo(json.dumps({"error": str(error)}))
+        else:
+            click.echo(_json(Scene(sample, before)))
+            before = sample
+        time.sleep(every_s)
+
+
+def _json(scene: Scene) -> str:
+    sample = scene.sample
+    assert sample is not None
+    rates = {line.lease_id: line for line in lease_lines(sample, scene.before)}
+    return json.dumps(
+        {
+            "interval_s": None if scene.before is None else round(sample.at_s - scene.before.at_s, 6),
+            "drain_left_s": sample.drain_left_s,
+            "cards": [_without(card, "sandbox") for card in sample.cards],
+            "leases": [{**lease, **_rates(rates.get(word(lease, "lease_id") or ""))} for lease in sample.leases],
+        }
+    )
+
+
+def _without(report: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in report.items() if name != key}
+
+
+def _rates(line: LeaseLine | None) -> dict[str, float | None]:
+    found = {name: None if line is None else getattr(line, name) for name in _RATES}
+    return {name: None if rate is None else round(rate, 3) for name, rate in found.items()}

@@ -1,0 +1,224 @@
+"""A screen of the live view, line by line: so many lines of so many cells, whatever is in them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Final, TypeAlias
+
+from gpulease.client.cli.cells import fit, pad, shown, width_of
+from gpulease.client.cli.tables import MISSING, seconds_text, size_text
+from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
+from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, number, word
+from gpulease.client.cli.top.view import (
+    CONFIRMING_DIGITS,
+    DEFAULT_REASON,
+    MAX_EVERY_S,
+    MIN_EVERY_S,
+    Mode,
+    Scene,
+    View,
+    visible,
+)
+
+CARD_BAR: Final = 24
+"""Cells of a card's bar."""
+
+HINTS: Final = "q quit  ? help  < > sort  R reverse  / filter  c card  k revoke  p pause  s pace"
+
+ENDS_SOON: Final = 0.1
+"""The share of its time that is left when a lease is shown in another colour: tenants are warned then, too."""
+
+
+class Style(Enum):
+    """How a piece of a line looks; terminals without colours have bold and reverse alone."""
+
+    PLAIN = auto()
+    HEAD = auto()
+    CHOSEN = auto()
+    GOOD = auto()
+    WARNING = auto()
+    BAD = auto()
+    FAINT = auto()
+
+
+Line: TypeAlias = list[tuple[str, Style]]
+
+
+def frame(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
+    """Exactly `height` lines, none of more than `width` cells.
+
+    Where there is little room, the leases go before the cards, and the line that is typed before both.
+    """
+    is_help = view.mode == Mode.HELP
+    body = _help() if is_help else _overview(view, scene, address, now_s, width, height - 1)
+    lines = [_cut(line, width) for line in body[: max(0, height - 1)]]
+    lines += [[] for _ in range(height - 1 - len(lines))]
+    return [*lines, _bottom(view, scene, width)][:height] if height > 0 else []
+
+
+def plain(view: View, scene: Scene, address: str, width: int) -> str:
+    """All of it as text, for a pipe."""
+    sample = scene.sample
+    height = 4 + (0 if sample is None else len(sample.cards) + len(sample.leases))
+    lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
+    return "\n".join("".join(text for text, _ in _cut(line, width)).rstrip() for line in lines)
+
+
+def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
+    sample = scene.sample
+    top = [_title(view, scene, address), *_warnings(scene, now_s)]
+    if sample is None:
+        return top
+    lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
+    left = height - len(top)
+    cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
+    # All cards if all leases fit beside them, else half of the room, and none where that leaves less than two leases.
+    room = max(left - 1 - len(lines), min(left // 2, left - 3))
+    top += cards[: max(0, room)]
+    # Of what is left, one line is the columns' titles.
+    return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
+
+
+def _title(view: View, scene: Scene, address: str) -> Line:
+    pace = "paused" if view.is_paused else f"every {view.every_s:g} s"
+    line: Line = [("gpulease top", Style.HEAD), (f"  {shown(address)}  {pace}", Style.PLAIN)]
+    if view.card is not None:
+        line.append((f"  GPU {view.card} only", Style.PLAIN))
+    if view.pattern:
+        line.append((f"  tenants with {shown(view.pattern)!r}", Style.PLAIN))
+    if scene.sample is None and not scene.trouble:
+        line.append(("  asking the daemon ...", Style.FAINT))
+    return line
+
+
+def _warnings(scene: Scene, now_s: float) -> list[Line]:
+    found: list[Line] = []
+    sample = scene.sample
+    if scene.trouble:
+        age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
+        found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
+    left_s = None if sample is None else sample.drain_left_s
+    if left_s is not None:
+        when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
+        found.append([(f"DRAINED: no new leases, and {when}", Style.WARNING)])
+    return found
+
+
+def _card(card: Report) -> Line:
+    capacity, held, free = (number(card, key) for key in ("capacity_bytes", "held_bytes", "available_bytes"))
+    index = number(card, "index")
+    share = held / capacity if held is not None and capacity else None
+    line: Line = [
+        (f"{MISSING if index is None else f'{index:g}'} ", Style.HEAD),
+        (bar_text(share, CARD_BAR), Style.GOOD),
+        (f" {_bytes(held)} of {_bytes(capacity)} held, {_bytes(free)} free", Style.PLAIN),
+    ]
+    if number(card, "fenced_bytes"):
+        line.append((f", {_bytes(number(card, 'fenced_bytes'))} FENCED", Style.BAD))
+    line.append((f", {_count(number(card, 'leases'), 'lease')}", Style.PLAIN))
+    if number(card, "warm_wanted"):
+        line.append((f", {number(card, 'warm_contexts') or 0:g} of {number(card, 'warm_wanted'):g} warm", Style.PLAIN))
+    if card.get("exclusive") is True:
+        line.append((", exclusive", Style.PLAIN))
+    line.append((f"  {shown(word(card, 'name') or MISSING)}, {shown(word(card, 'driver') or MISSING)}", Style.FAINT))
+    return line
+
+
+def _count(count: float | None, what: str) -> str:
+    return f"{MISSING if count is None else f'{count:g}'} {what}{'' if count == 1 else 's'}"
+
+
+def _bytes(size: float | None) -> str:
+    return MISSING if size is None else size_text(int(size))
+
+
+def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, height: int) -> list[Line]:
+    columns, widths, bar = fitting(width, offered(lines))
+    if not sample.leases or not lines:
+        return [[("No leases." if not sample.leases else "No leases of these.", Style.FAINT)]][:height]
+    head = " ".join(_titled(view, title, widths[title]) for title in [column.title for column in columns])
+    rows = height - 1 if height > 1 else height
+    ids = [line.lease_id for line in lines]
+    at = ids.index(view.selected) if view.selected in ids else 0
+    first = max(0, min(at - rows // 2, len(lines) - rows))
+    shown_rows: list[Line] = []
+    for line in lines[first : first + rows]:
+        text = " ".join(cell(column, line, widths[column.title]) for column in columns)
+        style = Style.CHOSEN if line.lease_id == view.selected else Style.PLAIN
+        row: Line = [(text, style)]
+        if bar:
+            share = time_share(line)
+            soon = share is not None and share <= ENDS_SOON
+            row.append((" " * GAP + bar_text(share, bar), Style.WARNING if soon else Style.GOOD))
+        shown_rows.append(row)
+    return [[(pad(head, width), Style.HEAD)], *shown_rows] if height > 1 else shown_rows
+
+
+def _titled(view: View, title: str, width: int) -> str:
+    mark = ("^" if view.is_reversed else "v") if title == view.sort else ""
+    return pad(title + mark, width, right=BY_TITLE[title].is_right)
+
+
+def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
+    """Time goes on between two readings."""
+    return line if line.left_s is None else replace(line, left_s=max(0.0, line.left_s - max(0.0, age_s)))
+
+
+def _bottom(view: View, scene: Scene, width: int) -> Line:
+    begin = view.target[:CONFIRMING_DIGITS]
+    asked = {
+        Mode.FILTER: "Only tenants whose name has this in it: ",
+        Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
+        Mode.REASON: f"Revoke {_of_target(view, scene)}. What its tenant is told [{DEFAULT_REASON}]: ",
+        Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
+    }
+    if view.mode in asked:
+        return _typed_line(asked[view.mode], shown(view.typed) + "_", width)
+    if view.mode == Mode.HELP:
+        return _cut([("Any key goes back", Style.FAINT)], width)
+    if view.notice:
+        return _cut([(shown(view.notice), Style.WARNING)], width)
+    return _cut([(HINTS, Style.FAINT)], width)
+
+
+def _typed_line(asked: str, typed: str, width: int) -> Line:
+    """What is typed stays in sight, its end at least, and as much as there is room for of what it is typed for."""
+    while width_of(typed) > max(1, width // 2):
+        typed = typed[1:]
+    return _cut([(fit(asked, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
+
+
+def _of_target(view: View, scene: Scene) -> str:
+    leases: Sequence[Report] = () if scene.sample is None else scene.sample.leases
+    lease = next((lease for lease in leases if word(lease, "lease_id") == view.target), None)
+    tenant = "" if lease is None else f" of {shown(word(lease, 'tenant') or MISSING)}"
+    return f"{shown(view.target[:8])}{tenant}"
+
+
+def _help() -> list[Line]:
+    keys = [
+        ("q", "leave; so does Ctrl-C"),
+        ("up down", "choose a lease; also Page Up, Page Down, Home, End"),
+        ("< >", "sort by the column to the left, to the right"),
+        *((column.key, f"sort by {column.title}") for column in COLUMNS),
+        ("R", "reverse the order"),
+        ("/", "only tenants whose name has a text in it; Esc for all"),
+        ("c", "only leases of the next card, of all cards"),
+        ("space", "take a reading now"),
+        ("p", "pause, go on"),
+        ("s", "seconds between readings"),
+        ("k", "revoke the chosen lease: asks for a reason, and to type how its id begins"),
+    ]
+    return [[(pad(key, 9), Style.HEAD), (text, Style.PLAIN)] for key, text in keys]
+
+
+def _cut(line: Line, width: int) -> Line:
+    kept: Line = []
+    room = width
+    for text, style in line:
+        piece = fit(text, room)
+        kept.append((piece, style))
+        room -= width_of(piece)
+        if piece != text:
+            break
+    return kept

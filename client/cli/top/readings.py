@@ -1,0 +1,151 @@
+"""Asking the daemon again and again: on one connection, made anew when it is lost, in a thread of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from gpulease.client.cli.asking import ask
+from gpulease.client.cli.node import outcome_text
+from gpulease.client.cli.top.sample import Sample
+from gpulease.client.cli.top.view import Revoke, Scene
+from gpulease.client.core.channel import Channel
+from gpulease.client.core.exchange import TimeLimit, dial, disconnected
+from gpulease.client.core.exchange import ask as ask_on
+from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.steps import Procedure
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.waiting import drive
+from gpulease.protocol import Opcode
+from gpulease.protocol.address import Address
+from gpulease.protocol.messages import Empty, LeaseRevoke
+
+READING_LIMIT_S: Final = 10.0
+"""For one reading. A daemon answers in milliseconds; one that hangs is told of, and asked again."""
+
+RETRY_S: Final = 2.0
+"""Longest pause before a daemon that was not there is looked for again, however rarely it is read."""
+
+
+class Readings:
+    """Samples of one node, by one connection for as long as it lasts."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._channel: Channel | None = None
+
+    def take(self) -> Sample:
+        """What it says now. Raises Disconnected, or what else it refuses with; the next call connects anew."""
+        return drive(self._take())
+
+    def _take(self) -> Procedure[Sample]:
+        limit = TimeLimit(READING_LIMIT_S, "top", self._address)
+        if self._channel is None:
+            self._channel, _ = yield from dial(self._address, limit)
+        channel = self._channel
+        try:
+            inventory = yield from ask_on(channel, Opcode.GET_INVENTORY, Empty(), limit)
+            leases = yield from ask_on(channel, Opcode.LEASE_LIST_ACTIVE, Empty(), limit)
+        except LinkEnded as ended:
+            self.close()
+            raise disconnected(ended, channel, "top") from None
+        except BaseException:
+            self.close()
+            raise
+        return Sample.of(time.monotonic(), inventory.details, leases.report)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+class Poller:
+    """Takes readings in the background, and revokes what it is told to.
+
+    Args:
+        wake: Called, from another thread, whenever there is something new.
+    """
+
+    def __init__(self, address: Address, every_s: float, wake: Callable[[], None]) -> None:
+        self._readings = Readings(address)
+        self._address = address
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._nudge = threading.Event()
+        self._every_s = every_s
+        self._is_paused = False
+        self._is_over = False
+        self._scene = Scene()
+        self._notices: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a reading under way is not waited for, and nothing more is told of it."""
+        self._is_over = True
+        self._nudge.set()
+
+    def pace(self, every_s: float, *, is_paused: bool) -> None:
+        """Take a reading so often from the next on, or none while it is paused."""
+        self._every_s, self._is_paused = every_s, is_paused
+
+    def refresh(self) -> None:
+        """Take a reading now."""
+        self._nudge.set()
+
+    def scene(self) -> Scene:
+        """What there is to look at."""
+        with self._lock:
+            return self._scene
+
+    def notice(self) -> str:
+        """What came of a revocation, or that the daemon is back, once; "" if there is nothing to say."""
+        with self._lock:
+            return self._notices.pop(0) if self._notices else ""
+
+    def revoke(self, wish: Revoke) -> None:
+        """End a lease; `notice` tells what came of it."""
+        # Of its own: proving memory free takes a moment, in which readings go on.
+        threading.Thread(target=self._revoke, args=(wish,), name="gpulease-revoke", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._nudge.clear()
+                self._read()
+                self._wake()
+                trouble = bool(self._scene.trouble)
+                pause_s = min(self._every_s, RETRY_S) if trouble else self._every_s
+                self._nudge.wait(None if self._is_paused and not trouble else pause_s)
+        finally:
+            self._readings.close()
+
+    def _read(self) -> None:
+        try:
+            sample = self._readings.take()
+        except GpuLeaseError as error:
+            with self._lock:
+                self._scene = replace(self._scene, trouble=str(error))
+            return
+        with self._lock:
+            if self._scene.trouble and self._scene.sample is not None:
+                self._notices.append("The daemon answers again, on another connection")
+            self._scene = Scene(sample, self._scene.sample)
+
+    def _revoke(self, wish: Revoke) -> None:
+        lease_id = int(wish.lease_id, 16)
+        try:
+            outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, wish.reason), str(self._address)).outcome
+            told = outcome_text(lease_id, outcome)
+        except GpuLeaseError as error:
+            told = f"{wish.lease_id[:8]} was not revoked: {error}"
+        with self._lock:
+            self._notices.append(told)
+        self.refresh()
+        self._wake()

@@ -1,0 +1,252 @@
+"""The live view on a terminal, by curses: keys in, lines out, and the terminal as it was before, however it ends."""
+
+import contextlib
+import curses
+import locale
+import os
+import select
+import signal
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Final
+
+from gpulease.client.cli.top.frame import Line, Style, frame
+from gpulease.client.cli.top.readings import Poller
+from gpulease.client.cli.top.view import Quit, Refresh, Revoke, View, press
+from gpulease.client.errors import InvalidRequest, Unsupported
+from gpulease.protocol.address import Address
+
+TICK_S: Final = 1.0
+"""Between two drawings if nothing happens: times left go on."""
+
+ESCAPE_MS: Final = 25
+"""How long a lone Esc may turn out to begin the code of another key."""
+
+MAX_KEYS: Final = 256
+"""Most keys taken between two drawings: a text pasted into the terminal must not keep it from being drawn."""
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TAKEN: Final = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
+
+_KEYS: Final[dict[int | str, str]] = {
+    curses.KEY_UP: "up",
+    curses.KEY_DOWN: "down",
+    curses.KEY_PPAGE: "pageup",
+    curses.KEY_NPAGE: "pagedown",
+    curses.KEY_HOME: "home",
+    curses.KEY_END: "end",
+    curses.KEY_LEFT: "<",
+    curses.KEY_RIGHT: ">",
+    curses.KEY_BACKSPACE: "backspace",
+    curses.KEY_ENTER: "enter",
+    "\n": "enter",
+    "\r": "enter",
+    "\x1b": "esc",
+    "\x7f": "backspace",
+    "\b": "backspace",
+}
+
+
+def watch(address: Address, every_s: float) -> signal.Signals | None:
+    """Show it until the person leaves; the signal that ended it, if one did. Raises Unsupported, InvalidRequest."""
+    if not sys.stdin.isatty():
+        raise InvalidRequest("top takes keys, and its input is no terminal", "Use --once or --json")
+    with contextlib.suppress(locale.Error):
+        locale.setlocale(locale.LC_ALL, "")
+    try:
+        curses.setupterm()
+        if not curses.tigetstr("cup"):
+            raise curses.error("it can't move its cursor")
+    except curses.error as error:
+        kind = os.environ.get("TERM", "")
+        raise Unsupported(
+            f"terminal type {kind!r}: {error}", "Set TERM to the terminal's type, or use --once"
+        ) from None
+    with _Signals() as signals, _screen() as window:
+        poller = Poller(address, every_s, signals.wake)
+        poller.start()
+        try:
+            return _Screen(window, signals, poller, address).run(View(every_s))
+        finally:
+            poller.stop()
+
+
+class _Signals:
+    """Signals, and other threads' calls, as something that select can wait for.
+
+    They are taken before curses starts, which then leaves them alone.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[signal.Signals] = []
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "_Signals":
+        self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in _TAKEN:
+            # Who started it may have it ignore some of them, as nohup does.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+        os.close(self.reader)
+        writer, self._writer = self._writer, -1
+        os.close(writer)
+
+    def wake(self) -> None:
+        """Have the wait end; from any thread. Does nothing once it is all over."""
+        with contextlib.suppress(OSError):
+            os.write(self._writer, b"\0")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until a key, a signal or a call, or for so long; whether there is something of the keyboard."""
+        ready, _, _ = select.select([sys.stdin, self.reader], [], [], timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.reader, 4096):
+                pass
+        return sys.stdin in ready
+
+    def stop_here(self) -> None:
+        """Stop as ^Z stops any program; returns when it is continued."""
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, self._take)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        self.pending.append(signal.Signals(number))
+        self.wake()
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[curses.window]:
+    window = curses.initscr()
+    try:
+        curses.noecho()
+        curses.cbreak()
+        curses.set_escdelay(ESCAPE_MS)
+        window.keypad(True)
+        window.nodelay(True)
+        with contextlib.suppress(curses.error):
+            curses.curs_set(0)
+        yield window
+    finally:
+        curses.endwin()
+
+
+def _attributes() -> dict[Style, int]:
+    """How styles look here; without colours, or with NO_COLOR set (no-color.org), by bold and reverse alone."""
+    looks = {
+        Style.PLAIN: curses.A_NORMAL,
+        Style.HEAD: curses.A_BOLD,
+        Style.CHOSEN: curses.A_REVERSE,
+        Style.GOOD: curses.A_NORMAL,
+        Style.WARNING: curses.A_BOLD,
+        Style.BAD: curses.A_BOLD | curses.A_REVERSE,
+        Style.FAINT: curses.A_DIM,
+    }
+    with contextlib.suppress(curses.error):
+        curses.start_color()
+        if curses.has_colors() and not os.environ.get("NO_COLOR"):
+            curses.use_default_colors()
+            colours = {Style.GOOD: curses.COLOR_GREEN, Style.WARNING: curses.COLOR_YELLOW, Style.BAD: curses.COLOR_RED}
+            for pair, (style, colour) in enumerate(colours.items(), 1):
+                curses.init_pair(pair, colour, -1)
+                looks[style] = curses.color_pair(pair) | (curses.A_BOLD if style == Style.BAD else 0)
+    return looks
+
+
+class _Screen:
+    def __init__(self, window: curses.window, signals: _Signals, poller: Poller, address: Address) -> None:
+        self._window = window
+        self._signals = signals
+        self._poller = poller
+        self._address = address
+        self._looks = _attributes()
+
+    def run(self, view: View) -> signal.Signals | None:
+        """Until the person leaves, or a signal ends it."""
+        self._fit()
+        while True:
+            while self._signals.pending:
+                number = self._signals.pending.pop(0)
+                if number in _ENDING:
+                    return number
+                self._obey(number)
+            notice = self._poller.notice()
+            if notice:
+                view = replace(view, notice=notice)
+            self._draw(view)
+            if not self._signals.wait(TICK_S):
+                continue
+            keys = self._keys()
+            if not keys and not _is_there():
+                return signal.SIGHUP
+            for key in keys:
+                view, effect = press(view, key, self._poller.scene())
+                self._poller.pace(view.every_s, is_paused=view.is_paused)
+                match effect:
+                    case Quit():
+                        return None
+                    case Refresh():
+                        self._poller.refresh()
+                    case Revoke():
+                        self._poller.revoke(effect)
+
+    def _obey(self, number: signal.Signals) -> None:
+        if number == signal.SIGTSTP:
+            curses.def_prog_mode()
+            curses.endwin()
+            self._signals.stop_here()
+        if number in (signal.SIGTSTP, signal.SIGCONT):
+            # Whoever stopped it, even where it could not see that, may have left the terminal otherwise.
+            curses.reset_prog_mode()
+        self._fit()
+        self._window.clear()
+
+    def _fit(self) -> None:
+        # As large as it is now: LINES and COLUMNS, which curses goes by, are of when a shell exported them.
+        with contextlib.suppress(OSError, curses.error):
+            size = os.get_terminal_size(sys.stdout.fileno())
+            curses.resizeterm(max(1, size.lines), max(1, size.columns))
+
+    def _keys(self) -> list[str]:
+        found: list[str] = []
+        with contextlib.suppress(curses.error):
+            while len(found) < MAX_KEYS:
+                code = self._window.get_wch()
+                key = _KEYS.get(code, code)
+                if isinstance(key, str):
+                    found.append(key)
+        return found
+
+    def _draw(self, view: View) -> None:
+        height, width = self._window.getmaxyx()
+        lines = frame(view, self._poller.scene(), str(self._address), time.monotonic(), width, height)
+        self._window.erase()
+        for row, line in enumerate(lines):
+            self._draw_line(row, line)
+        self._window.refresh()
+
+    def _draw_line(self, row: int, line: Line) -> None:
+        # Writing the last cell of the screen is reported as an error, after it was done.
+        with contextlib.suppress(curses.error):
+            self._window.move(row, 0)
+            for text, style in line:
+                coding = self._window.encoding
+                self._window.addstr(text.encode(coding, "backslashreplace").decode(coding), self._looks[style])
+
+
+def _is_there() -> bool:
+    """Whether the terminal is: one that was closed can be read for ever, and has nothing to say."""
+    try:
+        termios.tcgetattr(sys.stdin.fileno())
+    except termios.error:
+        return False
+    return True

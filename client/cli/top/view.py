@@ -1,0 +1,230 @@
+"""What of a node is looked at, and what a key does to that. Nothing here knows a terminal or the daemon."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Final, TypeAlias
+
+from gpulease.client.cli.cells import shown
+from gpulease.client.cli.top.columns import COLUMNS, arranged, offered
+from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, number
+
+MIN_EVERY_S: Final = 0.1
+"""A shorter interval would have the broker make reports for most of its time."""
+
+MAX_EVERY_S: Final = 3600.0
+
+MAX_TYPED: Final = 200
+"""Most characters of a line typed: a reason of four bytes each still fits the request."""
+
+CONFIRMING_DIGITS: Final = 4
+"""What is to be typed of a lease's id: enough that nobody does it by habit, or to another lease."""
+
+DEFAULT_REASON: Final = "revoked by the operator"
+
+NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
+
+
+class Mode(Enum):
+    """What keys mean."""
+
+    BROWSE = auto()
+    HELP = auto()
+    FILTER = auto()
+    EVERY = auto()
+    REASON = auto()
+    CONFIRM = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How it is looked at.
+
+    Attributes:
+        every_s: Between two readings.
+        sort: The title of the column that orders the leases.
+        pattern: Only leases of tenants whose name has this in it, in any case.
+        card: Only leases of the card of this index; None for all.
+        selected: The lease that is chosen, by its id; "" for none.
+        typed: The line that is being typed.
+        target: The lease that is to be revoked: it stays the same whatever the lines do meanwhile.
+        notice: What to say until the next key.
+    """
+
+    every_s: float
+    sort: str = "LEFT"
+    is_reversed: bool = False
+    pattern: str = ""
+    card: int | None = None
+    is_paused: bool = False
+    selected: str = ""
+    mode: Mode = Mode.BROWSE
+    typed: str = ""
+    target: str = ""
+    reason: str = ""
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """Take a reading now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """End a lease."""
+
+    lease_id: str
+    reason: str
+
+
+Effect: TypeAlias = Quit | Refresh | Revoke
+Pressed: TypeAlias = tuple[View, Effect | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is there to look at.
+
+    Attributes:
+        sample: The last reading; None while there is none.
+        before: The one before it, for rates.
+        trouble: Why there is no newer one, a sentence; "" if there is.
+    """
+
+    sample: Sample | None = None
+    before: Sample | None = None
+    trouble: str = ""
+
+
+def visible(view: View, scene: Scene) -> list[LeaseLine]:
+    """The leases looked at, in order."""
+    lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
+    pattern = view.pattern.casefold()
+    wanted = [
+        line
+        for line in lines
+        if pattern in (line.tenant or "").casefold() and (view.card is None or line.card == view.card)
+    ]
+    return arranged(wanted, view.sort, is_reversed=view.is_reversed)
+
+
+def press(view: View, key: str, scene: Scene) -> Pressed:
+    """A key, as a character or by its name ("up", "enter", "esc" ...): how it is looked at then, and what to do."""
+    view = replace(view, notice="")
+    if view.mode == Mode.BROWSE:
+        return _browse(view, key, scene)
+    if view.mode == Mode.HELP:
+        return replace(view, mode=Mode.BROWSE), None
+    if key == "esc":
+        return _left(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
+    if key == "backspace":
+        return replace(view, typed=view.typed[:-1]), None
+    if key == "enter":
+        return _ENTERED[view.mode](view)
+    if len(key) == 1 and key.isprintable() and len(view.typed) < MAX_TYPED:
+        return replace(view, typed=view.typed + key), None
+    return view, None
+
+
+def _browse(view: View, key: str, scene: Scene) -> Pressed:
+    if key in ("q", "esc"):
+        # Esc leaves a filter first, so that it never ends what only looks stuck.
+        return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
+    if key == " ":
+        return view, Refresh()
+    if key in _MOVES:
+        return _moved(view, key, visible(view, scene)), None
+    if key in "<>" or key in _LETTERS:
+        return _sorted(view, key, scene), None
+    change = _CHANGES.get(key)
+    return (view, None) if change is None else (change(view, scene), Refresh() if key == "p" else None)
+
+
+def _moved(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
+    if not lines:
+        return view
+    ids = [line.lease_id for line in lines]
+    at = ids.index(view.selected) if view.selected in ids else -1
+    step = _MOVES[key]
+    # Without a choice the first step goes to the top.
+    return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
+
+
+def _sorted(view: View, key: str, scene: Scene) -> View:
+    if key not in "<>":
+        return replace(view, sort=_LETTERS[key])
+    titles = [
+        column.title for column in offered([] if scene.sample is None else lease_lines(scene.sample, scene.before))
+    ]
+    at = titles.index(view.sort) if view.sort in titles else 0
+    return replace(view, sort=titles[max(0, min(len(titles) - 1, at + (1 if key == ">" else -1)))])
+
+
+def _next_card(view: View, scene: Scene) -> View:
+    found = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
+    cards: list[int | None] = [None, *(int(index) for index in found if index is not None)]
+    return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
+
+
+def _begin_revoking(view: View, scene: Scene) -> View:
+    if view.selected not in [line.lease_id for line in visible(view, scene)]:
+        return replace(view, notice=NO_CHOICE)
+    return replace(view, mode=Mode.REASON, target=view.selected, typed="")
+
+
+def _left(view: View, notice: str = "") -> View:
+    return replace(view, mode=Mode.BROWSE, typed="", target="", reason="", notice=notice)
+
+
+def _filtered(view: View) -> Pressed:
+    return replace(_left(view), pattern=view.typed.strip()), None
+
+
+def _paced(view: View) -> Pressed:
+    try:
+        every_s = float(view.typed)
+    except ValueError:
+        every_s = 0.0
+    if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
+        return _left(
+            view, f"{shown(view.typed)!r} is not a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}"
+        ), None
+    return replace(_left(view), every_s=every_s), Refresh()
+
+
+def _reasoned(view: View) -> Pressed:
+    return replace(view, mode=Mode.CONFIRM, typed="", reason=view.typed.strip() or DEFAULT_REASON), None
+
+
+def _confirmed(view: View) -> Pressed:
+    if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
+        return _left(view, "It was not revoked: what was typed is not how its id begins"), None
+    return _left(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
+
+
+_ENTERED: Final[dict[Mode, Callable[[View], Pressed]]] = {
+    Mode.FILTER: _filtered,
+    Mode.EVERY: _paced,
+    Mode.REASON: _reasoned,
+    Mode.CONFIRM: _confirmed,
+}
+_PAGE: Final = 10
+_FAR: Final = 1 << 30
+_MOVES: Final = {"up": -1, "down": 1, "pageup": -_PAGE, "pagedown": _PAGE, "home": -_FAR, "end": _FAR}
+_LETTERS: Final = {column.key: column.title for column in COLUMNS}
+_CHANGES: Final[dict[str, Callable[[View, Scene], View]]] = {
+    "?": lambda view, _: replace(view, mode=Mode.HELP),
+    "h": lambda view, _: replace(view, mode=Mode.HELP),
+    "R": lambda view, _: replace(view, is_reversed=not view.is_reversed),
+    "p": lambda view, _: replace(view, is_paused=not view.is_paused),
+    "/": lambda view, _: replace(view, mode=Mode.FILTER, typed=view.pattern),
+    "s": lambda view, _: replace(view, mode=Mode.EVERY, typed=""),
+    "c": _next_card,
+    "k": _begin_revoking,
+}
