@@ -83,7 +83,7 @@ _KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "LAUNCH/S", "SLICE", "STATE",
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """The columns there is something to show in: copies are not counted by every daemon."""
+    """The columns there is something to show in: older daemons do not count copies."""
     has_copies = any(line.copies_per_s is not None for line in lines)
     return [column for column in COLUMNS if column.title != "COPY/S" or has_copies]
 
