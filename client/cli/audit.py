@@ -1,13 +1,10 @@
 """`gpulease audit`: reading audit logs, which is done by a module of the daemon in this process's place."""
 
-import os
-import sys
-from importlib.util import find_spec
 from typing import Final
 
 import click
 
-from gpulease.client.cli.endings import CannotStart
+from gpulease.client.cli.handing_on import hand_on
 
 MODULE: Final = "gpulease.daemon.audit"
 
@@ -16,7 +13,4 @@ MODULE: Final = "gpulease.daemon.audit"
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def audit(words: tuple[str, ...]) -> None:
     """Read audit logs: verify, show, usage, head. `gpulease audit -h` says more."""
-    # The daemon need not be installed where its client is.
-    if find_spec(MODULE.rpartition(".")[0]) is None:
-        raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
-    os.execv(sys.executable, [sys.executable, "-P", "-m", MODULE, *words])
+    hand_on(MODULE, words)

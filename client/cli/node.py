@@ -76,11 +76,12 @@ def leases(as_json: bool) -> None:
     if not found:
         click.echo("No leases.")
         return
-    click.echo(table(["lease", "tenant", "state", "slice", "used", "launches", "left"], [_row(item) for item in found]))
+    head = ["lease", "tenant", "state", "slice", "used", "launches", "copies", "left"]
+    click.echo(table(head, [_row(item) for item in found]))
 
 
 def _row(lease: Mapping[str, Any]) -> list[str]:
-    used, launches = lease.get("allocated_bytes"), lease.get("launches")
+    used, launches, copies = (lease.get(key) for key in ("allocated_bytes", "launches", "copies"))
     return [
         lease["lease_id"],
         lease["tenant"],
@@ -88,6 +89,7 @@ def _row(lease: Mapping[str, Any]) -> list[str]:
         size_text(lease["size_bytes"]),
         MISSING if used is None else size_text(used),
         MISSING if launches is None else str(launches),
+        MISSING if copies is None else str(copies),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
 

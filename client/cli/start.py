@@ -1,6 +1,7 @@
 """Where the command `gpulease` begins: nothing slow is imported before an interrupt is provided for."""
 
 import signal
+import sys
 
 
 def run() -> None:
@@ -9,6 +10,18 @@ def run() -> None:
     from gpulease.client.cli.__main__ import PROGRAM, main
 
     main(prog_name=PROGRAM)
+
+
+def run_module_instead() -> None:
+    """Be the module that the first word names, of a part that is not imported here; it ends as every command does."""
+    interrupt_ends_it()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    from runpy import run_module
+
+    from gpulease.client.cli.endings import told_in_words
+
+    with told_in_words():
+        run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def interrupt_ends_it() -> None:

@@ -28,6 +28,11 @@ RETRY_S: Final = 2.0
 """Longest pause before a daemon that was not there is looked for again, however rarely it is read."""
 
 
+def _told(error: Exception) -> str:
+    """In a thread nobody would hear of what is no refusal, and Python would write it across the screen."""
+    return str(error) if isinstance(error, GpuLeaseError) else f"{type(error).__name__}: {error}"
+
+
 class Readings:
     """Samples of one node, by one connection for as long as it lasts."""
 
@@ -129,9 +134,9 @@ class Poller:
     def _read(self) -> None:
         try:
             sample = self._readings.take()
-        except GpuLeaseError as error:
+        except Exception as error:
             with self._lock:
-                self._scene = replace(self._scene, trouble=str(error))
+                self._scene = replace(self._scene, trouble=_told(error))
             return
         with self._lock:
             if self._scene.trouble and self._scene.sample is not None:
@@ -139,12 +144,12 @@ class Poller:
             self._scene = Scene(sample, self._scene.sample)
 
     def _revoke(self, wish: Revoke) -> None:
-        lease_id = int(wish.lease_id, 16)
         try:
+            lease_id = int(wish.lease_id, 16)
             outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, wish.reason), str(self._address)).outcome
             told = outcome_text(lease_id, outcome)
-        except GpuLeaseError as error:
-            told = f"{wish.lease_id[:8]} was not revoked: {error}"
+        except Exception as error:
+            told = f"{wish.lease_id[:8]} was not revoked: {_told(error)}"
         with self._lock:
             self._notices.append(told)
         self.refresh()

@@ -1,5 +1,7 @@
 """`gpulease audit` hands its words to the module that reads logs, and its exit status back."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,41 @@ def test_without_a_daemon_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     done = CliRunner().invoke(main, ["audit", "verify", "x"])
     assert done.exit_code == 1
     assert "pip install 'gpulease[daemon]'" in done.output
+
+
+def test_it_ends_as_every_command_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli.__main__", "audit", "-h"]
+    for shell, status, said in (
+        ('"$@" >/dev/full', 74, "gpulease: can't read or write: No space left on device\n"),
+        # `true` has ended by the time that anything is written.
+        ('sh -c \'sleep 0.2; exec "$@"\' sh "$@" | true; exit "${PIPESTATUS[0]}"', 141, ""),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", shell, "bash", *command],
+            cwd=tmp_path,
+            env=python_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (status, said), done
+
+
+def test_an_interrupt_while_it_imports_ends_it_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("print(flush=True)\nimport time\ntime.sleep(60)")
+    code = "from gpulease.client.cli.start import run_module_instead as run; run()"
+    where = python_environment()
+    where["PYTHONPATH"] = os.pathsep.join([str(tmp_path), where["PYTHONPATH"]])
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "gpulease.daemon.audit"],
+        env=where,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGINT
