@@ -123,7 +123,7 @@ def test_a_daemon_that_is_killed_and_comes_back(start_lasting: Callable[..., Las
         assert terminal.wait_for_exit() == 0
 
 
-def test_a_drain_shows(start_daemon: Callable[..., Daemon]) -> None:
+def test_a_drain_shows_and_a_daemon_that_hangs(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     with top(daemon.address) as terminal:
         terminal.wait_for("No leases.", within_s=START_S)
@@ -131,6 +131,10 @@ def test_a_drain_shows(start_daemon: Callable[..., Daemon]) -> None:
         terminal.wait_for("DRAINED: no new leases")
         assert CliRunner().invoke(main, ["drain", "--cancel"], env={ADDRESS_VARIABLE: daemon.address}).exit_code == 0
         terminal.wait_for("No leases.", without="DRAINED")
+        daemon.process.send_signal(signal.SIGSTOP)
+        terminal.wait_for("no answer yet: what is shown is", "q quit")
+        daemon.process.send_signal(signal.SIGCONT)
+        terminal.wait_for("No leases.", without="no answer yet")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from gpulease.client.cli.top.view import (
 CARD_BAR: Final = 24
 """Cells of a card's bar."""
 
+LATE_S: Final = 2.0
+"""How much later than it should a reading may come before it is said that what is shown is old."""
+
 HINTS: Final = "q quit  ? help  < > sort  R reverse  / filter  c card  k revoke  p pause  s pace"
 
 ENDS_SOON: Final = 0.1
@@ -66,7 +69,7 @@ def plain(view: View, scene: Scene, address: str, width: int) -> str:
 
 def _overview(view: View, scene: Scene, address: str, now_s: float, width: int, height: int) -> list[Line]:
     sample = scene.sample
-    top = [_title(view, scene, address), *_warnings(scene, now_s)]
+    top = [_title(view, scene, address), *_warnings(view, scene, now_s)]
     if sample is None:
         return top
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
@@ -91,12 +94,14 @@ def _title(view: View, scene: Scene, address: str) -> Line:
     return line
 
 
-def _warnings(scene: Scene, now_s: float) -> list[Line]:
+def _warnings(view: View, scene: Scene, now_s: float) -> list[Line]:
     found: list[Line] = []
     sample = scene.sample
     if scene.trouble:
         age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
         found.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
+    elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
+        found.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"

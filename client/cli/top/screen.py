@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Final
 
+from gpulease.client.cli.cells import fit, width_of
 from gpulease.client.cli.top.frame import Line, Style, frame
 from gpulease.client.cli.top.readings import Poller
 from gpulease.client.cli.top.view import Quit, Refresh, Revoke, View, press
@@ -236,11 +237,15 @@ class _Screen:
 
     def _draw_line(self, row: int, line: Line) -> None:
         # Writing the last cell of the screen is reported as an error, after it was done.
+        room = self._window.getmaxyx()[1]
         with contextlib.suppress(curses.error):
             self._window.move(row, 0)
             for text, style in line:
+                # What the locale can't write is shown as its escape, which is longer.
                 coding = self._window.encoding
-                self._window.addstr(text.encode(coding, "backslashreplace").decode(coding), self._looks[style])
+                piece = fit(text.encode(coding, "backslashreplace").decode(coding), room)
+                room -= width_of(piece)
+                self._window.addstr(piece, self._looks[style])
 
 
 def _is_there() -> bool:

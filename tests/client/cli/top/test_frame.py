@@ -62,7 +62,7 @@ def test_every_card_is_shown_where_there_is_room() -> None:
 
 def test_time_goes_on_between_readings() -> None:
     assert "0.5 s" in screen(now_s=100.5)[3]
-    assert "0.0 s" in screen(now_s=200)[3]
+    assert "0.0 s" in screen(now_s=200)[4]
 
 
 def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
@@ -70,6 +70,8 @@ def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
         "what is shown is 3.0 s old: can't connect"
     )
     assert screen(scene=Scene(trouble="can't connect"))[1] == "can't connect"
+    assert screen(now_s=105)[1] == "no answer yet: what is shown is 5.0 s old"
+    assert "no answer" not in "".join(screen(replace(VIEW, is_paused=True), now_s=500) + screen(now_s=103))
     assert "asking the daemon" in screen(scene=Scene())[0]
 
 
