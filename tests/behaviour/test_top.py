@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,26 @@ def test_stopped_and_continued(daemon: Daemon) -> None:
             terminal.press("q")
             assert terminal.wait_for_exit() == 0
             check_restored(terminal)
+
+
+@pytest.mark.parametrize(("locale", "as_shown"), [("C.UTF-8", "'é'"), ("C", "'\\ufffd")])
+def test_what_is_typed_in_another_script(daemon: Daemon, locale: str, as_shown: str) -> None:
+    plainly = {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    with daemon.builder().acquire() as lease, top(daemon.address, size=(120, 12), **plainly) as terminal:
+        terminal.wait_for(lease.lease_id_text[:8], within_s=START_S)
+        terminal.press("/é\r")
+        terminal.wait_for(f"tenants with {as_shown}", "No leases of these.", "q quit")
+        terminal.press("\x1b")
+        terminal.wait_for(lease.lease_id_text[:8], without="tenants with")
+        terminal.press("q")
+        assert terminal.wait_for_exit() == 0
+
+
+def test_no_daemon_from_the_beginning(tmp_path: Path) -> None:
+    with top(f"unix:{tmp_path}/nobody") as terminal:
+        assert terminal.wait_for_exit() == 69
+        assert "gpulease: can't connect" in terminal.text()
+        check_restored(terminal)
 
 
 @pytest.mark.parametrize("code", [RUN, f"{DEAF}{RUN}"], ids=["told", "deaf"])

@@ -1,5 +1,6 @@
 """A terminal for programs that need one: a pty, somebody who types, and a screen that shows what they would see."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -135,6 +136,7 @@ class Terminal:
     def __init__(self, words: Sequence[str], environment: dict[str, str], size: tuple[int, int] = (100, 30)) -> None:
         self.screen = Screen(*size)
         self._rest = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._fd, self._other = pty.openpty()
         self.resize(*size)
         self.settings = self.settings_now()
@@ -176,7 +178,7 @@ class Terminal:
         while select.select([self._fd], [], [], 0)[0]:
             with suppress(OSError):
                 data = os.read(self._fd, 65536)
-                self._rest = self.screen.feed(self._rest + data.decode(errors="replace"))
+                self._rest = self.screen.feed(self._rest + self._decoder.decode(data))
         return "\n".join(self.screen.lines())
 
     def wait_for(self, *wanted: str, without: str = "", within_s: float = PATIENCE_S) -> str:

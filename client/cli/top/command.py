@@ -60,6 +60,10 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
             from gpulease.client.cli.top.screen import watch
         except ImportError as error:
             raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
+        # A daemon that was never there is a mistake to be told at once; one that goes away later is waited for.
+        first = Readings(address)
+        first.take()
+        first.close()
         ended_by = watch(address, every_s or EVERY_S)
         if ended_by is not None:
             end_by(ended_by)

@@ -1,5 +1,6 @@
 """The live view on a terminal, by curses: keys in, lines out, and the terminal as it was before, however it ends."""
 
+import codecs
 import contextlib
 import curses
 import locale
@@ -170,6 +171,7 @@ class _Screen:
         self._poller = poller
         self._address = address
         self._looks = _attributes()
+        self._decoder = codecs.getincrementaldecoder(window.encoding)("replace")
 
     def run(self, view: View) -> signal.Signals | None:
         """Until the person leaves, or a signal ends it."""
@@ -218,13 +220,13 @@ class _Screen:
             curses.resizeterm(max(1, size.lines), max(1, size.columns))
 
     def _keys(self) -> list[str]:
+        # By the byte: get_wch can't tell a byte that the locale has no character for from an end of the input.
         found: list[str] = []
-        with contextlib.suppress(curses.error):
-            while len(found) < MAX_KEYS:
-                code = self._window.get_wch()
-                key = _KEYS.get(code, code)
-                if isinstance(key, str):
-                    found.append(key)
+        while len(found) < MAX_KEYS and (code := self._window.getch()) != curses.ERR:
+            if code > 0xFF:
+                found += [_KEYS[code]] if code in _KEYS else []
+            else:
+                found += [_KEYS.get(mark, mark) for mark in self._decoder.decode(bytes([code]))]
         return found
 
     def _draw(self, view: View) -> None:
