@@ -270,6 +270,9 @@ def test_what_an_operator_types(
     assert "ended  drained  the node is drained" in gpulease("events", lease.lease_id_text).stdout
     assert "it grants leases" in gpulease("drain", "--cancel").stdout
     assert "drained" not in gpulease("info").stdout
-    assert gpulease("drain", "--within", "soon").exit_code == 2
-    assert gpulease("drain", "--cancel", "--wait").exit_code == 2
+    for wrong in ("soon", "-1", "nan", "1e999", "5000h", "5d"):
+        assert gpulease("drain", "--within", wrong).exit_code == 2, wrong
+    for words in (["--wait"], ["--within", "10m"]):
+        assert gpulease("drain", "--cancel", *words).exit_code == 2, words
+    assert not json.loads(gpulease("drain", "--cancel", "--json").stdout)["draining"]
     assert gpulease("events", "nonsense").exit_code == 2

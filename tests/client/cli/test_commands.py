@@ -94,7 +94,16 @@ def test_revoke_what_is_not_there(gpulease: Gpulease, word: str, status: int, sa
     assert said in done.output
 
 
+def test_revoke_for_programs(gpulease: Gpulease, daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease:
+        done = gpulease("revoke", lease.lease_id_text, "--json")
+        assert json.loads(done.stdout) == {"lease_id": lease.lease_id_text, "outcome": "torndown"}
+    done = gpulease("revoke", "1", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["outcome"]) == (1, "notfound")
+
+
 def test_fence_clear(gpulease: Gpulease) -> None:
+    assert json.loads(gpulease("fence", "clear", "--json").stdout) == {"cleared": 0}
     assert gpulease("fence", "clear").stdout == "0 fenced slices were let go.\n"
 
 
