@@ -146,7 +146,7 @@ def test_an_operator_finds_it_in_the_audit_log(start_daemon: Callable[..., Daemo
         assert records("withdraw") == [expected]
         assert lease.query()["state"] == "active"
         for words in (("x", "--token", nonce), (lease.lease_id_text, "--token", "77")):
-            assert CliRunner().invoke(main, ["revoke", *words], env=environment).exit_code == 1
+            assert CliRunner().invoke(main, ["revoke", *words], env=environment).exit_code == 2
 
 
 def test_more_than_a_page_has_room_for(shared: Shared) -> None:
