@@ -11,6 +11,7 @@ from gpulease.daemon.audit.verification import Verifier
 from gpulease.daemon.broker.requests import Desk
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenDesk
+from gpulease.daemon.broker.view_desk import ViewDesk
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.drivers.cpu import compiled
@@ -81,7 +82,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("control", TokenDesk, "acting_tenant", owner_of),
     ("control", TokenDesk, "may_revoke", returning(True)),
     ("control", Desk, "_check_own", returning(None)),
-    ("control", Desk, "_may_see", returning(True)),
+    ("control", ViewDesk, "_may_see", returning(True)),
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),
     ("frames", FrameReader, "next_frame", raising(IndexError())),
