@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-import signal
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,44 +64,28 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.cards.source import CardsUnavailable
         from gpulease.daemon.config import ConfigError, load_config
         from gpulease.daemon.journal import JournalBroken
+        from gpulease.daemon.supervisor.handed_over import BadHandover
+        from gpulease.daemon.supervisor.life import Supervised
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
     try:
+        supervised = Supervised.taken_from(os.environ, os.getpid())
         config = load_config(path, overrides)
+        # A daemon without a file has nothing to read again: there SIGHUP ends it, as it ends others of a terminal.
+        load = None if path is None else partial(load_config, path, overrides)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config))
-    except (ConfigError, TokensUnavailable) as error:
+            runner.run(supervised.serve(config, load))
+    except (ConfigError, TokensUnavailable, BadHandover) as error:
         return _fail(str(error), "", EXIT_CONFIG)
-    except (CardsUnavailable, ZygoteBroken, CannotAdopt) as error:
+    except CardsUnavailable as error:
+        return _fail(str(error), error.hint, error.status)
+    except (ZygoteBroken, CannotAdopt) as error:
         return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
     except JournalBroken as error:
         return _fail(str(error), error.hint, error.status)
     except (CannotListen, CannotRecord) as error:
         return _fail(str(error), "", EXIT_UNAVAILABLE)
     return 0
-
-
-async def _serve(config: Any) -> None:
-    from gpulease.daemon.broker.service import running_service
-
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    told: list[signal.Signals] = []
-
-    def take(number: signal.Signals) -> None:
-        told.append(number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, take, number)
-    async with running_service(config) as service:
-        for address in service.addresses:
-            logging.getLogger("gpulease").info("gpuleased %s listens on %s", VERSION, address)
-        if service.url:
-            logging.getLogger("gpulease").info("gpuleased %s is to be seen at %s", VERSION, service.url)
-        await stop.wait()
-        service.may_end_sessions(is_interrupted=told[0] is signal.SIGINT)
-        logging.getLogger("gpulease").info("stopping")
 
 
 def _loop_factory() -> Any:

@@ -40,6 +40,10 @@ class Doorkeeper:
         self._by_tenant[peer.tenant] += 1
         return None
 
+    def widen(self, max_connections: int, max_connections_per_tenant: int) -> None:
+        """Other bounds, for those who come from now on."""
+        self._max_connections, self._max_per_tenant = max_connections, max_connections_per_tenant
+
     def release(self, connection: ControlConnection) -> None:
         """Count a connection out; one that was refused was never in."""
         if connection in self._inside:

@@ -1,4 +1,4 @@
-"""The sockets the broker listens on.
+"""The sockets the broker listens on: its own, or those that the service manager handed over.
 
 A Unix socket is guarded by a lock file beside it, so that two daemons can't take it from one another and a socket left
 by a crash can be told from one in use. TCP is bound to loopback only: it is neither encrypted nor authenticated. Where
@@ -7,15 +7,17 @@ TLS is spoken, `remote` listens.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import inspect
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from gpulease.protocol.address import TcpAddress, UnixAddress
+from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 
 BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted; the kernel's own limit may be lower."""
@@ -34,15 +36,30 @@ class Listeners:
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
         self._locks: list[int] = []
+        self._bound: list[tuple[Address, int]] = []
 
-    async def listen(self, address: UnixAddress | TcpAddress) -> UnixAddress | TcpAddress:
-        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen."""
+    @property
+    def bound(self) -> list[tuple[Address, int]]:
+        """The descriptors of the sockets that were made here, each with its address as it was asked for."""
+        return list(self._bound)
+
+    def leave_paths(self) -> None:
+        """Somebody else keeps the sockets open: their files stay when they are closed here."""
+        self._paths.clear()
+
+    async def listen(
+        self, address: UnixAddress | TcpAddress, given: Sequence[socket.socket] = (), *, set_mode: bool = True
+    ) -> UnixAddress | TcpAddress:
+        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen.
+
+        `given`: sockets that listen there already. `set_mode`: whether a Unix one's permissions are to be set.
+        """
         try:
             if isinstance(address, UnixAddress):
-                return await self._listen_unix(address)
-            return await self._listen_tcp(address)
+                return await self._listen_unix(address, given, set_mode)
+            return await self._listen_tcp(address, given)
         except OSError as error:
-            raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+            raise CannotListen(f"can't listen on {address}: {reason_of(error)}") from None
 
     def close(self) -> None:
         """Stop listening and remove the sockets' files; connections that were accepted go on."""
@@ -53,15 +70,25 @@ class Listeners:
                 os.unlink(path)
         for lock in self._locks:
             os.close(lock)
-        self._servers, self._paths, self._locks = [], [], []
+        self._servers, self._paths, self._locks, self._bound = [], [], [], []
 
-    async def _listen_unix(self, address: UnixAddress) -> UnixAddress:
-        _check_place(Path(address.path), address)
+    async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
+        if not given:
+            _check_place(Path(address.path), address)
         self._lock(address)
-        sock = self._bind_unix(address)
-        self._paths.append(address.path)
+        if given:
+            (sock,) = given
+            if set_mode:
+                os.chmod(address.path, self._socket_mode)
+        else:
+            sock = self._bind_unix(address)
+            self._paths.append(address.path)
+            self._bound.append((address, sock.fileno()))
         loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG))
+        # From Python 3.13 on asyncio removes the file when the server is closed; here it is known whether it may be.
+        takes = inspect.signature(loop.create_unix_server).parameters
+        options: dict[str, Any] = {"cleanup_socket": False} if "cleanup_socket" in takes else {}
+        self._servers.append(await loop.create_unix_server(self._factory, sock=sock, backlog=BACKLOG, **options))
         return address
 
     def _bind_unix(self, address: UnixAddress) -> socket.socket:
@@ -87,18 +114,20 @@ class Listeners:
             raise CannotListen(f"can't listen on {address}: another gpuleased does") from None
         self._locks.append(lock)
 
-    async def _listen_tcp(self, address: TcpAddress) -> TcpAddress:
+    async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
+        for sock in given:
+            _check_loopback(address, str(sock.getsockname()[0]))
+            self._servers.append(await loop.create_server(self._factory, sock=sock, backlog=BACKLOG))
+        if given:
+            return TcpAddress(address.host, int(given[0].getsockname()[1]))
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         hosts = {str(entry[4][0]) for entry in found}
         for host in hosts:
-            if not ipaddress.ip_address(host).is_loopback:
-                raise CannotListen(
-                    f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
-                    " use tls: for others"
-                )
+            _check_loopback(address, host)
         server = await loop.create_server(self._factory, host=sorted(hosts), port=address.port, backlog=BACKLOG)
         self._servers.append(server)
+        self._bound += [(address, sock.fileno()) for sock in server.sockets]
         return TcpAddress(address.host, int(server.sockets[0].getsockname()[1]))
 
 
@@ -125,3 +154,21 @@ def _check_place(path: Path, address: UnixAddress) -> None:
             why = f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
     if why:
         raise CannotListen(f"can't listen on {address}: {why}")
+
+
+def reason_of(error: OSError) -> str:
+    """Why a socket can't be had, and what to do about it where that is not plain."""
+    if error.errno == errno.EAFNOSUPPORT:
+        return (
+            "this process may make no such socket; under systemd a .socket unit hands it over"
+            " (gpulease-tls.socket), or RestrictAddressFamilies= and PrivateNetwork= allow it"
+        )
+    return error.strerror or str(error)
+
+
+def _check_loopback(address: TcpAddress, host: str) -> None:
+    if not ipaddress.ip_address(host).is_loopback:
+        raise CannotListen(
+            f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
+            " use tls: for others"
+        )

@@ -11,11 +11,11 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import BACKLOG, CannotListen
+from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.journal import Journal, KeptRelay
@@ -24,7 +24,7 @@ from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.identity import IdentityFiles
 from gpulease.daemon.relay.naming import NoTenant, tenant_named
 from gpulease.daemon.tls_settings import TlsSettings
-from gpulease.protocol.address import TlsAddress
+from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -60,7 +60,11 @@ _log = logging.getLogger("gpulease.relay")
 
 
 class RemoteDoor:
-    """The gate, its listening sockets, and the relays that live."""
+    """The gate, its listening sockets, and the relays that live.
+
+    Attributes:
+        bound: The descriptors of the sockets that were made here, each with its address as it was asked for.
+    """
 
     def __init__(
         self, settings: TlsSettings, tenants: Mapping[str, str], make_connection: MakeConnection, journal: Journal
@@ -71,6 +75,7 @@ class RemoteDoor:
         self._tenants = tenants
         self._make_connection = make_connection
         self._listeners: list[socket.socket] = []
+        self.bound: list[tuple[Address, int]] = []
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -107,8 +112,16 @@ class RemoteDoor:
             self._end()
             raise
 
-    async def listen(self, address: TlsAddress) -> TlsAddress:
-        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen."""
+    async def listen(self, address: TlsAddress, given: Sequence[socket.socket] = ()) -> TlsAddress:
+        """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen.
+
+        `given`: sockets that listen there already.
+        """
+        for listener in given:
+            self._listeners.append(listener)
+            self._pass_on(listener)
+        if given:
+            return TlsAddress(address.host, int(given[0].getsockname()[1]))
         loop = asyncio.get_running_loop()
         port = address.port
         try:
@@ -118,10 +131,15 @@ class RemoteDoor:
                 listener = _bound(family, (where[0], port, *where[2:]))
                 port = int(listener.getsockname()[1])
                 self._listeners.append(listener)
+                self.bound.append((address, listener.fileno()))
                 self._pass_on(listener)
         except OSError as error:
-            raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+            raise CannotListen(f"can't listen on {address}: {reason_of(error)}") from None
         return TlsAddress(address.host, port)
+
+    def rename(self, tenants: Mapping[str, str]) -> None:
+        """Who connects from now on is named by these."""
+        self._tenants = tenants
 
     async def stop(self) -> None:
         """Let nobody in any more. Relays live for as long as their connections."""

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.agreement import check_devices
@@ -24,10 +26,11 @@ from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config, ConfigError, OnStop
-from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested
+from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested, TenantRulesChanged
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
-from gpulease.protocol.address import Address, TlsAddress
+from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
+from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
@@ -57,6 +60,7 @@ class Service:
         url: The web page's, "" if there is none.
         leaves_sessions: Whether its stop leaves sessions to the next daemon. Until it is told to stop, it does so
             wherever they can outlive it: that it can't start, or breaks, must not end them.
+        stale: Sockets that an earlier daemon left for addresses that are not listened on any more.
     """
 
     def __init__(
@@ -67,9 +71,12 @@ class Service:
         workers: Workers,
         recorder: Recorder,
         journal: Journal,
+        given: Sequence[GivenSocket] = (),
     ) -> None:
         self.addresses: list[Address] = []
         self.url = ""
+        self.stale: list[GivenSocket] = []
+        self._given = given
         self.leaves_sessions = config.state is not None
         self._cards = cards
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
@@ -90,27 +97,64 @@ class Service:
         self._web = None if http is None else WebDoor(http, config.of_sandbox, self._new_reader)
 
     async def start(self) -> None:
-        """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen."""
+        """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen or BadHandover."""
         self.runtime.headroom.watch(asyncio.get_running_loop())
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
         if self._remote is not None:
             await self._remote.start()
         elif self._config.tls is not None:
             _log.warning("the [tls] table is not used: no address of listen begins with tls:")
+        assigned = await self._assigned()
         for address in self._config.listen:
-            self.addresses.append(await self._listen(address))
+            self.addresses.append(await self._listen(address, assigned))
         if self._web is not None:
             self.url = await self._web.listen()
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self.runtime.health.is_listening = True
 
-    async def _listen(self, address: Address) -> Address:
+    async def _assigned(self) -> Assigned:
+        """Whose socket each is that was handed over."""
+        if not self._given:
+            return Assigned()
+        assigned = assign(self._given, {address: await _hosts_of(address) for address in self._config.listen})
+        self.stale = assigned.stale
+        for one in assigned.stale:
+            one.sock.close()
+        return assigned
+
+    async def _listen(self, address: Address, assigned: Assigned) -> Address:
+        given = assigned.of(address)
         if not isinstance(address, TlsAddress):
-            return await self._listeners.listen(address)
+            return await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
         if self._remote is None:
             raise CannotListen(f"can't listen on {address}: there are no certificates")
-        return await self._remote.listen(address)
+        return await self._remote.listen(address, given)
+
+    @property
+    def bound(self) -> list[tuple[Address, int]]:
+        """The listening sockets that this daemon made, each with its address as the settings have it."""
+        return self._listeners.bound + ([] if self._remote is None else self._remote.bound)
+
+    def leave_sockets(self) -> None:
+        """Somebody keeps the listening sockets open for the next daemon: their files stay when this one stops."""
+        self._listeners.leave_paths()
+
+    def take_settings(self, config: Config) -> None:
+        """What can be changed while it runs, from now on: see `supervisor.reloading`. What is not said of it stays."""
+        self.runtime.post(TenantRulesChanged(config.limits.tenants))
+        limits = replace(self._config.limits, tenants=config.limits.tenants)
+        self._config = replace(
+            self._config,
+            limits=limits,
+            tenant_of_uid=config.tenant_of_uid,
+            tenant_of_certificate=config.tenant_of_certificate,
+            max_connections=config.max_connections,
+            max_connections_per_tenant=config.max_connections_per_tenant,
+        )
+        self._doorkeeper.widen(config.max_connections, config.max_connections_per_tenant)
+        if self._remote is not None:
+            self._remote.rename(config.tenant_of_certificate)
 
     def may_end_sessions(self, *, is_interrupted: bool) -> None:
         """It was told to stop, by SIGINT if `is_interrupted`: sessions end with it if the operator wants that."""
@@ -165,11 +209,11 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def running_service(config: Config) -> AsyncIterator[Service]:
-    """A daemon that listens, until the block is left.
+async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> AsyncIterator[Service]:
+    """A daemon that listens, until the block is left; `given`: sockets that were handed over to it.
 
-    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt, JournalBroken, or
-    ConfigError for what shows on this host only, each with a sentence for the operator.
+    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt, JournalBroken,
+    BadHandover, or ConfigError for what shows on this host only, each with a sentence for the operator.
     """
     adopt_orphans()
     raise_descriptor_limit()
@@ -187,7 +231,7 @@ async def running_service(config: Config) -> AsyncIterator[Service]:
         cards = await _measured(source, facts, workers, state.journal)
         async with (
             recording(config, source.driver, cards) as recorder,
-            _serving(Service(config, source, cards, workers, recorder, state.journal)) as service,
+            _serving(Service(config, source, cards, workers, recorder, state.journal, given)) as service,
         ):
             yield service
         state.is_left = service.leaves_sessions
@@ -263,3 +307,15 @@ async def _serving(service: Service) -> AsyncIterator[Service]:
     finally:
         await service.stop()
         await service.runtime.stop()
+
+
+async def _hosts_of(address: Address) -> list[tuple[str, int]]:
+    """The IP addresses and port that a name stands for. Raises CannotListen."""
+    if isinstance(address, UnixAddress):
+        return []
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+    return [(str(entry[4][0]), int(entry[4][1])) for entry in found]

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from gpulease.daemon.core import KeptCard
+
+EX_UNAVAILABLE: Final = 69
+"""sysexits(3): a later start may succeed."""
 
 
 class CardsUnavailable(Exception):
@@ -12,11 +15,15 @@ class CardsUnavailable(Exception):
 
     Attributes:
         hint: What the operator can do, a sentence.
+        status: The exit status of a daemon that can't start for it, one of sysexits(3).
+        may_pass: Whether it may be over in a moment, so that trying again is worth while.
     """
 
-    def __init__(self, message: str, *, hint: str) -> None:
+    def __init__(self, message: str, *, hint: str, status: int = EX_UNAVAILABLE, may_pass: bool = False) -> None:
         super().__init__(message)
         self.hint = hint
+        self.status = status
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True)

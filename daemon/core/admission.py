@@ -1,11 +1,13 @@
 """Who is let in: the checks of an acquire, its placement, and the line of those who wait."""
 
+from dataclasses import replace
+
 from gpulease.daemon.core import denials, placement
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.effects import ArmHoldTimer, ArmWaitTimer, Denied, Effect
-from gpulease.daemon.core.events import AcquireRequested
+from gpulease.daemon.core.events import AcquireRequested, TenantRulesChanged
 from gpulease.daemon.core.leases import Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
 from gpulease.daemon.core.pool import Pool
@@ -44,8 +46,14 @@ class Admission:
     def __init__(self, book: Book, pool: Pool) -> None:
         self._book = book
         self._pool = pool
-        self._limits = book.limits
         self._rates = AcquireRates()
+
+    def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
+        """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
+        del now_ns, out
+        book = self._book
+        book.under_earlier_rules = {*book.live_by_tenant, *(waiter.acquire.tenant for waiter in book.line)}
+        book.limits = replace(book.limits, tenants=event.rules)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""
@@ -129,8 +137,8 @@ class Admission:
             ttl_ms=event.ttl_ms,
             request=event.request,
             created_ns=now_ns,
-            spawn_due_ns=now_ns + self._limits.spawn_timeout_s * NS_PER_S,
-            max_story_entries=self._limits.max_story_entries,
+            spawn_due_ns=now_ns + self._book.limits.spawn_timeout_s * NS_PER_S,
+            max_story_entries=self._book.limits.max_story_entries,
             max_kernel_ms=event.max_kernel_ms,
             waiting=event.waiting,
         )
@@ -166,26 +174,26 @@ class Admission:
                 f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
                 "Choose another at random.",
             )
-        if event.size_bytes < self._limits.min_size_bytes:
+        if event.size_bytes < self._book.limits.min_size_bytes:
             return denials.invalid(
                 f"A lease of {event.size_bytes} bytes was asked for; the smallest is"
-                f" {denials.size_text(self._limits.min_size_bytes)}.",
+                f" {denials.size_text(self._book.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
             )
         if event.wait_ms < 0:
             return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
-        if event.wait_ms > self._limits.max_wait_s * 1000:
+        if event.wait_ms > self._book.limits.max_wait_s * 1000:
             return denials.over_limit(
                 "max_wait_s",
                 f"A wait of {denials.duration_text(event.wait_ms)} was asked for, but this node lets nobody wait"
-                f" for more than {self._limits.max_wait_s} s",
+                f" for more than {self._book.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        return check_ttl(event.ttl_ms, self._limits, event.tenant)
+        return check_ttl(event.ttl_ms, self._book.limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Those in line count as if they were placed, so that placing them can't go over a limit later.
-        book, limits = self._book, self._limits
+        book, limits = self._book, self._book.limits
         if len(book.live) + len(book.line) >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
@@ -203,7 +211,7 @@ class Admission:
         return self._check_bytes(event)
 
     def _check_bytes(self, event: AcquireRequested) -> Denial | None:
-        bound = self._limits.tenants.of(event.tenant).max_vram_bytes
+        bound = self._book.limits.tenants.of(event.tenant).max_vram_bytes
         mine = self._book.bytes_by_tenant.get(event.tenant, 0) + self._book.line.bytes_of(event.tenant)
         if bound is None or mine + event.size_bytes <= bound:
             return None
@@ -216,7 +224,7 @@ class Admission:
         )
 
     def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
-        limits = self._limits.tenants.of(event.tenant)
+        limits = self._book.limits.tenants.of(event.tenant)
         wait_ns = self._rates.wait_ns(event.tenant, limits, now_ns)
         if not wait_ns or limits.acquires_per_minute is None:
             return None
@@ -224,7 +232,7 @@ class Admission:
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
         """Those of the cards that the tenant may use."""
-        devices = self._limits.tenants.of(tenant).devices
+        devices = self._book.limits.tenants.of(tenant).devices
         if devices is None:
             return selected
         return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
@@ -242,16 +250,16 @@ class Admission:
         )
 
     def _check_line(self, event: AcquireRequested) -> Denial | None:
-        if len(self._book.line) >= self._limits.max_waiting:
+        if len(self._book.line) >= self._book.limits.max_waiting:
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now and {self._limits.max_waiting} requests wait already, as many as may",
+                f"There is no room now and {self._book.limits.max_waiting} requests wait already, as many as may",
                 "Try again later, or on another node.",
             )
-        if self._book.line.count_of(event.tenant) >= self._limits.max_waiting_per_tenant:
+        if self._book.line.count_of(event.tenant) >= self._book.limits.max_waiting_per_tenant:
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now and {self._limits.max_waiting_per_tenant} requests of tenant"
+                f"There is no room now and {self._book.limits.max_waiting_per_tenant} requests of tenant"
                 f" {event.tenant!r} wait already, as many as one tenant may have in line",
                 "Wait for one of them to be answered.",
             )

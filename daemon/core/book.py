@@ -27,6 +27,7 @@ class Book:
         cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
         warm: The contexts of the pool, by number.
         drain_ns: When a drain ends what is left; None while the node is not drained.
+        under_earlier_rules: Tenants who had or awaited something when their bounds last changed: it stays theirs.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
 
@@ -44,6 +45,7 @@ class Book:
         self.cleared = RevokedIds()
         self.warm: dict[int, WarmContext] = {}
         self.line = WaitingLine(limits)
+        self.under_earlier_rules: set[str] = set()
         self.has_freed_room = False
         self.is_shutting_down = False
         self.drain_ns: int | None = None

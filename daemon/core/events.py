@@ -10,6 +10,7 @@ from enum import Enum
 
 from gpulease.daemon.core.keeping import KeptLease
 from gpulease.daemon.core.leases import Cause
+from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 
@@ -222,6 +223,13 @@ class DrainTimerFired:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantRulesChanged:
+    """The operator has other bounds for tenants."""
+
+    rules: TenantRules
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The daemon stops: nobody is let in, everybody is let go."""
 
@@ -249,5 +257,6 @@ Event = (
     | DrainRequested
     | DrainCancelled
     | DrainTimerFired
+    | TenantRulesChanged
     | ShutdownRequested
 )

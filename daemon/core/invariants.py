@@ -157,8 +157,8 @@ def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> No
 def _validate_counts(book: Book) -> None:
     limits = book.limits
     by_tenant = Counter(lease.tenant for lease in book.live.values())
-    # Bounds may have been lowered while leases outlived a daemon; whoever has some of those gets no more.
-    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored}
+    # Bounds may have been lowered while leases outlived a daemon, or since; whoever has some of those gets no more.
+    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
     on_cards = sum(len(account.warm) for account in book.accounts)
     _require(len(book.warm) == on_cards, f"{len(book.warm)} warm contexts, {on_cards} on cards.")
     _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
@@ -178,12 +178,13 @@ def _validate_counts(book: Book) -> None:
 
 def _validate_bytes(book: Book) -> None:
     by_tenant: Counter[str] = Counter()
-    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored}
+    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
     for lease in book.live.values():
         by_tenant[lease.tenant] += lease.size_bytes
         devices = book.limits.tenants.of(lease.tenant).devices
         card = book.account_by_uuid[lease.card_uuid].card
-        may_use = lease.is_restored or devices is None or any(card.answers_to(device) for device in devices)
+        is_older = lease.is_restored or lease.tenant in book.under_earlier_rules
+        may_use = is_older or devices is None or any(card.answers_to(device) for device in devices)
         _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
     _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
     for waiter in book.line:

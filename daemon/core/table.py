@@ -84,6 +84,7 @@ class LeaseTable:
             events.SessionCondemned: self._on_session_condemned,
             events.SessionFaulted: self._on_session_faulted,
             events.ShutdownRequested: self._on_shutdown_requested,
+            events.TenantRulesChanged: self._admission.on_rules_changed,
             events.TimerFired: self._on_timer_fired,
             events.WaitTimerFired: self._on_wait_timer_fired,
             events.WorkerExited: self._on_worker_exited,
@@ -208,7 +209,7 @@ class LeaseTable:
         lease = self._book.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
         denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
-            event.ttl_ms, self._limits, event.tenant if lease is None else lease.tenant
+            event.ttl_ms, self._book.limits, event.tenant if lease is None else lease.tenant
         )
         if denial is not None or lease is None or lease.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))

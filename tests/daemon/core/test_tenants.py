@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.core import CoreLimits, DenialReason, Denied, Effect, Renewed, RenewRequested, WorkerReady
+from gpulease.daemon.core import (
+    CoreLimits,
+    DenialReason,
+    Denied,
+    Effect,
+    Renewed,
+    RenewRequested,
+    TenantRulesChanged,
+    WorkerReady,
+)
 from gpulease.daemon.core.tenants import NS_PER_MINUTE, AcquireRates, TenantLimits, TenantRules
 
 from .scenario import Scenario, card, one
@@ -118,6 +127,27 @@ def test_no_window_has_more_than_the_burst_and_the_rate(per_minute: int, burst: 
             # It may come when it was told, and not before: looking costs nothing.
             assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns) == 0
             assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns - 1) > 0
+
+
+def test_other_bounds_are_for_what_is_asked_for_from_then_on() -> None:
+    scenario = scene(max_vram_bytes=150, max_ttl_s=100)
+    scenario.active(1, 100)
+    scenario.active(2, 50)
+    narrow = TenantLimits(max_vram_bytes=120, devices=("1",), max_leases=1, max_ttl_s=5)
+    scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: narrow})))
+    check_denied(scenario.acquire(3, 1, ttl_ms=5000), "max_leases")
+    check_denied(scenario.do(RenewRequested(9, 1, ANN, 10_000)), "max_ttl_s")
+    scenario.do(TenantRulesChanged(TenantRules()))
+    scenario.active(4, 30)
+
+
+def test_who_waits_stays_in_line_under_other_bounds() -> None:
+    scenario = scene()
+    scenario.active(1, 100, tenant="bob")
+    scenario.active(2, 100, tenant="bob")
+    assert not [effect for effect in scenario.acquire(3, 60, wait_ms=60_000) if isinstance(effect, Denied)]
+    scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: TenantLimits(max_vram_bytes=1)})))
+    check_denied(scenario.acquire(4, 1, wait_ms=60_000), "max_vram")
 
 
 def _copy(rates: AcquireRates) -> AcquireRates:

@@ -1,0 +1,79 @@
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import Denied
+from gpulease.daemon.config import Config
+from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.supervisor.reloading import RELOADED, settings_that_wait
+from helpers.service_manager import ServiceManager
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"tenant_of_uid": {7: "ann"}, "max_connections": 5}, []),
+        ({"vram_bytes": (1,), "audit_file_bytes": 2, "driver": "cpu"}, ["driver", "vram", "audit_file_size"]),
+        ({"state": Path("/state"), "max_connections": 5}, ["state"]),
+    ],
+)
+def test_what_takes_a_restart(change: dict[str, object], expected: list[str]) -> None:
+    assert settings_that_wait(Config(), replace(Config(), **change)) == expected  # type: ignore[arg-type]
+
+
+def test_limits_take_a_restart_and_tenants_bounds_do_not() -> None:
+    limits = Config().limits
+    rules = TenantRules(default=TenantLimits(max_leases=1))
+    assert settings_that_wait(Config(), Config(limits=replace(limits, tenants=rules))) == []
+    assert settings_that_wait(Config(), Config(limits=replace(limits, max_ttl_s=5, tenants=rules))) == ["limits"]
+
+
+def test_what_is_reloaded_are_settings() -> None:
+    assert all(hasattr(Config(), name) for name in RELOADED)
+
+
+def test_settings_are_read_again(manager: ServiceManager) -> None:
+    manager.start_ready(config="")
+    with manager.builder().acquire() as lease:
+        manager.configure("max_load_s = 60\n[tenants.default]\nmax_leases = 1\nmax_ttl_s = 60\n")
+        manager.send(signal.SIGHUP)
+        manager.wait_for("READY=1", times=2)
+        reloading = manager.said.index("RELOADING=1")
+        stamp = manager.said[reloading + 1]
+        assert stamp.startswith("MONOTONIC_USEC=")
+        assert stamp.removeprefix("MONOTONIC_USEC=").isdigit()
+        status = "STATUS=The settings were read again; to be taken at the next start: max_load_s."
+        assert manager.said[reloading + 2 :] == ["READY=1", status]
+        # What it has stays; what is asked for from now on is held against the new bounds.
+        with pytest.raises(Denied, match="max_leases"):
+            manager.builder().acquire()
+        with pytest.raises(Denied, match="max_ttl_s"):
+            lease.renew(61)
+    manager.configure("[tenants.default]\nmax_leases = 2\n")
+    manager.send(signal.SIGHUP)
+    manager.wait_for("READY=1", times=3)
+    with manager.builder().acquire(), manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
+        manager.builder().acquire()
+    assert manager.end() == 0
+
+
+def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
+    manager.start_ready(config="[tenants.default]\nmax_leases = 1\n")
+    for broken in ("no_such = 1\n", "[tenants.default\n", "[tenants.default]\nmax_leases = 0\n"):
+        manager.configure(broken)
+        heard = manager.said.count("READY=1")
+        manager.send(signal.SIGHUP)
+        manager.wait_for("READY=1", times=heard + 1)
+        assert manager.said[-1].startswith("STATUS=The settings stay as they were: ")
+    assert "ERROR   gpulease: the settings stay as they were: unknown setting 'no_such'" in manager.log()
+    with manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
+        manager.builder().acquire()
+    assert manager.end() == 0
+
+
+def test_without_a_file_there_is_nothing_to_read_again(manager: ServiceManager) -> None:
+    manager.start_ready()
+    assert manager.end(signal.SIGHUP) == -signal.SIGHUP
