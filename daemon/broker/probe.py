@@ -6,12 +6,16 @@ session may make the driver take besides, is what every lease there will cost th
 
 import asyncio
 import contextlib
+import itertools
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.insisting import insist
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
-from gpulease.daemon.core import Event, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.worker.spec import WorkerSpec
 
 PROBE_TIMEOUT_S: Final = 60.0
@@ -21,6 +25,7 @@ PROOF_TIMEOUT_S: Final = 10.0
 """For its bytes to come back."""
 
 _LOOK_S: Final = 0.02
+_OF_WORKERS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
 
 
 async def measure_overhead(source: CardSource, workers: Workers, cards: list[CardFacts]) -> list[int]:
@@ -30,38 +35,70 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
     """
     events: asyncio.Queue[Event] = asyncio.Queue()
     workers.deliver_to(events.put_nowait)
-    return [await _probe(source, workers, events, card, number) for number, card in enumerate(cards, start=1)]
+    numbers = itertools.count(1)
+
+    async def attempt(card: CardFacts) -> int:
+        return await _Probe(source, workers, events, card, next(numbers)).measure()
+
+    return [await insist(partial(attempt, card)) for card in cards]
 
 
-async def _probe(
-    source: CardSource, workers: Workers, events: asyncio.Queue[Event], card: CardFacts, number: int
-) -> int:
-    workers.spawn(WorkerSpec(number, card.uuid, 1, is_shared=False))
-    started = await _next_event(events, card)
-    if not isinstance(started, WorkerReady):
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One worker, by its number, on one card."""
+
+    source: CardSource
+    workers: Workers
+    events: asyncio.Queue[Event]
+    card: CardFacts
+    number: int
+
+    async def measure(self) -> int:
+        """What its context costs; it is gone when this returns. Raises CardsUnavailable."""
+        self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
+        started = await self._next()
+        pid = self.workers.pid(self.number)
+        if not isinstance(started, WorkerReady):
+            await self._end(started)
+            raise await self._why(started)
+        overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
+        await self._end(started)
+        await _wait_for_proof(self.source, self.card, pid)
+        self.workers.settle(self.number)
+        return overhead + self.source.reserve_bytes
+
+    async def _end(self, started: Event) -> None:
+        if not isinstance(started, WorkerExited):
+            self.workers.kill(self.number)
+            while not isinstance(await self._next(), WorkerExited):
+                pass
+
+    async def _why(self, started: Event) -> CardsUnavailable:
+        """The driver's own reason, if it has one."""
+        self.workers.settle(self.number)
+        driver_says = await asyncio.to_thread(self.source.why_no_context)
+        if driver_says is not None:
+            return driver_says
         reason = started.reason if isinstance(started, WorkerFailed | WorkerExited) else "its worker lost its context"
-        raise CardsUnavailable(
+        card = self.card
+        return CardsUnavailable(
             f"no context can be made on card {card.index} ({card.uuid}, {card.name}): {reason}",
             hint="Check that the driver works there, and without which measure of the sandbox (sandbox_without), or "
             "start with --driver cpu.",
         )
-    pid = workers.pid(number)
-    overhead = await asyncio.to_thread(source.process_bytes, card.uuid, pid)
-    workers.kill(number)
-    while not isinstance(await _next_event(events, card), WorkerExited):
-        pass
-    await _wait_for_proof(source, card, pid)
-    workers.settle(number)
-    return overhead + source.reserve_bytes
 
-
-async def _next_event(events: "asyncio.Queue[Event]", card: CardFacts) -> Event:
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(events.get(), PROBE_TIMEOUT_S)
-    raise CardsUnavailable(
-        f"card {card.index} ({card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
-        hint="Check that the driver works there, or start with --driver cpu.",
-    )
+    async def _next(self) -> Event:
+        """What is told next of this worker: of one before it some may be told late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                while True:
+                    event = await self.events.get()
+                    if isinstance(event, _OF_WORKERS) and event.lease_id == self.number:
+                        return event
+        raise CardsUnavailable(
+            f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
+            hint="Check that the driver works there, or start with --driver cpu.",
+        )
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:

@@ -23,7 +23,9 @@ from gpulease.daemon.broker.state import State, holding_state
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.web import WebDoor
 from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.broker.zygote import ZygoteBroken
 from gpulease.daemon.cards.choice import choose_cards
+from gpulease.daemon.cards.insisting import insist
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config, ConfigError, OnStop
 from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested, TenantRulesChanged
@@ -222,11 +224,11 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         _cards_of(config) as source,
         _workers_of(config, source, state) as workers,
     ):
-        facts = await asyncio.to_thread(source.discover, state.journal.cards)
+        facts = await insist(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
         _check_devices(config, facts)
-        await workers.start(state.take_zygotes())
+        await _start_workers(workers, state, source)
         _tell_what_is_off(workers)
         cards = await _measured(source, facts, workers, state.journal)
         async with (
@@ -247,7 +249,7 @@ def _check_devices(config: Config, facts: Sequence[CardFacts]) -> None:
 
 @contextlib.asynccontextmanager
 async def _cards_of(config: Config) -> AsyncIterator[CardSource]:
-    source = choose_cards(config.driver, config.vram_bytes)
+    source = await insist(lambda: asyncio.to_thread(choose_cards, config.driver, config.vram_bytes))
     try:
         yield source
     finally:
@@ -264,6 +266,17 @@ async def _workers_of(config: Config, source: CardSource, state: State) -> Async
             await workers.leave()
         else:
             await workers.stop()
+
+
+async def _start_workers(workers: Workers, state: State, source: CardSource) -> None:
+    try:
+        await workers.start(state.take_zygotes())
+    except ZygoteBroken:
+        # What they preload may be the very thing that is broken.
+        driver_says = await asyncio.to_thread(source.why_no_context)
+        if driver_says is not None:
+            raise driver_says from None
+        raise
 
 
 def _tell_what_is_off(workers: Workers) -> None:

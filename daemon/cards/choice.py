@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardSource, CardsUnavailable
+from gpulease.daemon.cards.source import EX_CONFIG, CardSource, CardsUnavailable
 
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
@@ -26,12 +26,16 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
         return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,))
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
-            "several vram sizes were given for real cards", hint="Give one, the most to lease of each card, or none."
+            "several vram sizes were given for real cards",
+            hint="Give one, the most to lease of each card, or none.",
+            status=EX_CONFIG,
         )
     try:
         from gpulease.daemon.cards.nvidia import NvidiaCards
     except ImportError as error:
         raise CardsUnavailable(
-            f"the cuda driver needs {error.name}, which is not installed", hint="pip install 'gpulease[daemon,cuda]'"
+            f"the cuda driver needs {error.name}, which is not installed",
+            hint="pip install 'gpulease[daemon,cuda]'",
+            status=EX_CONFIG,
         ) from None
     return NvidiaCards(vram_bytes[0] if vram_bytes else None)

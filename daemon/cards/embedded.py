@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
+from gpulease.daemon.cards.source import EX_CONFIG, CardFacts, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
@@ -43,6 +43,7 @@ class EmbeddedCards:
                 raise CardsUnavailable(
                     f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be pretended",
                     hint="Give a smaller --vram.",
+                    status=EX_CONFIG,
                 )
         self._sizes_bytes = tuple(sizes_bytes)
 
@@ -52,6 +53,10 @@ class EmbeddedCards:
             CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
             for index, size in enumerate(self._sizes_bytes)
         ]
+
+    def why_no_context(self) -> CardsUnavailable | None:
+        """There is no driver that could be broken."""
+        return None
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """What every worker holds of its card, as far as is pretended."""

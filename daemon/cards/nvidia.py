@@ -10,6 +10,9 @@ from typing import Any, Final
 
 import pynvml
 
+from gpulease.daemon.cards import cuinit
+from gpulease.daemon.cards.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, no_cards
+from gpulease.daemon.cards.host import look
 from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
@@ -44,14 +47,28 @@ class NvidiaCards:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise CardsUnavailable(f"NVML can't be used: {error}", hint=_hint(error)) from None
+            raise _unavailable(error) from None
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
         """All cards, with what is used on each now off its capacity, unless that was measured before."""
         try:
-            return [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
+            found = [self._facts(index, known) for index in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
-            raise CardsUnavailable(f"NVML can't list the cards: {error}", hint=_hint(error)) from None
+            raise _unavailable(error) from None
+        if not found:
+            raise no_cards(look()).as_error()
+        return found
+
+    def why_no_context(self) -> CardsUnavailable | None:
+        """Cards that NVML lists may be out of CUDA's reach all the same."""
+        answer = cuinit.ask()
+        if answer.number == 0:
+            return None
+        if answer.number is not None:
+            return diagnose(Library.CUDA, answer.number, look()).as_error()
+        if not answer.reason:
+            return NO_LIBRARY[Library.CUDA].as_error()
+        return CardsUnavailable(f"cuInit can't be called: {answer.reason}", hint="See `dmesg | grep NVRM`.")
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """What NVML says the process holds. Raises CardsUnavailable if it does not say.
@@ -61,7 +78,9 @@ class NvidiaCards:
         try:
             held = self._processes(card_uuid).get(pid, 0)
         except pynvml.NVMLError as error:
-            raise CardsUnavailable(f"NVML can't list what runs on {card_uuid}: {error}", hint=_hint(error)) from None
+            raise CardsUnavailable(
+                f"NVML can't list what runs on {card_uuid}: {error}", hint="See what nvidia-smi says of it."
+            ) from None
         if held == 0:
             raise CardsUnavailable(
                 f"NVML does not show what process {pid} holds on {card_uuid}",
@@ -88,7 +107,9 @@ class NvidiaCards:
         try:
             unattributed = self._used(card_uuid) - sum(self._processes(card_uuid).values())
         except pynvml.NVMLError as error:
-            raise CardsUnavailable(f"NVML can't say what the card holds: {error}", hint=_hint(error)) from None
+            raise CardsUnavailable(
+                f"NVML can't say what the card holds: {error}", hint="See what nvidia-smi says of it."
+            ) from None
         return unattributed if unattributed > self._allowed_bytes(card_uuid) else 0
 
     def _allowed_bytes(self, card_uuid: str) -> int:
@@ -104,6 +125,7 @@ class NvidiaCards:
             raise CardsUnavailable(
                 f"card {index} is in MIG mode, and leases on partitions are not supported",
                 hint="Turn MIG off on it, or hide it from the daemon.",
+                status=EX_OSERR,
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
@@ -139,11 +161,6 @@ def _is_partitioned(handle: Any) -> bool:
     return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def _hint(error: Any) -> str:
-    if isinstance(error, pynvml.NVMLError_LibraryNotFound):
-        return "Install the NVIDIA driver, or start with --driver cpu."
-    if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
-        return "The kernel module and the library differ: reboot, or reload the NVIDIA kernel module."
-    if isinstance(error, pynvml.NVMLError_NoPermission):
-        return "Let the daemon's user open /dev/nvidia*."
-    return "Check that nvidia-smi works for the daemon's user, or start with --driver cpu."
+def _unavailable(error: Any) -> CardsUnavailable:
+    """Why NVML failed, as far as number and host tell."""
+    return diagnose(Library.NVML, int(error.value), look()).as_error()

@@ -6,6 +6,9 @@ from typing import Final, Protocol
 
 from gpulease.daemon.core import KeptCard
 
+EX_CONFIG: Final = 78
+"""sysexits(3): what was asked for can't be had here. A restart would fail the same way."""
+
 EX_UNAVAILABLE: Final = 69
 """sysexits(3): a later start may succeed."""
 
@@ -62,6 +65,9 @@ class CardSource(Protocol):
 
     def discover(self, known: Mapping[str, KeptCard]) -> list[CardFacts]:
         """All cards, with what was measured of `known` ones before leases were on them. Raises CardsUnavailable."""
+
+    def why_no_context(self) -> CardsUnavailable | None:
+        """What the driver itself has against contexts, asked where a worker could make none; None if it has nothing."""
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """What a process holds on a card now, 0 if nothing."""

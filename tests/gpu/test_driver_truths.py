@@ -1,0 +1,32 @@
+"""A driver that works is found to work, and what hides its cards is told."""
+
+import pytest
+
+from gpulease.daemon.cards import cuinit
+from gpulease.daemon.cards.cuinit import Answer
+from gpulease.daemon.cards.diagnosis import Library, diagnose
+from gpulease.daemon.cards.host import look
+from gpulease.daemon.cards.nvidia import NvidiaCards
+from helpers.nvml import Cards
+
+pytestmark = pytest.mark.gpu
+
+NO_DEVICE = 100
+
+
+def test_a_whole_host(cards: Cards) -> None:
+    host = look()
+    assert host.module_version[:1].isdigit()
+    assert (host.missing, host.closed) == ((), ())
+    assert host.has_cards is not False
+    assert cuinit.ask() == Answer(0)
+    source = NvidiaCards()
+    assert source.why_no_context() is None
+    source.close()
+
+
+def test_cards_that_are_hidden(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    answer = cuinit.ask()
+    assert answer == Answer(NO_DEVICE)
+    assert "CUDA sees no card" in diagnose(Library.CUDA, NO_DEVICE, look()).message
