@@ -68,6 +68,9 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.supervisor.life import Supervised
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
+    cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, ZygoteBroken)
+    told_wrong = (BadHandover, ConfigError, TokensUnavailable)
+    supervised = Supervised.unheard()
     try:
         supervised = Supervised.taken_from(os.environ, os.getpid())
         config = load_config(path, overrides)
@@ -75,16 +78,12 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         load = None if path is None else partial(load_config, path, overrides)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
-    except (ConfigError, TokensUnavailable, BadHandover) as error:
-        return _fail(str(error), "", EXIT_CONFIG)
-    except CardsUnavailable as error:
-        return _fail(str(error), error.hint, error.status)
-    except (ZygoteBroken, CannotAdopt) as error:
-        return _fail(str(error), error.hint, EXIT_UNAVAILABLE)
-    except JournalBroken as error:
-        return _fail(str(error), error.hint, error.status)
-    except (CannotListen, CannotRecord) as error:
-        return _fail(str(error), "", EXIT_UNAVAILABLE)
+    except (*cannot_start, *told_wrong) as error:
+        supervised.tell_failure(str(error))
+        usual = EXIT_CONFIG if isinstance(error, told_wrong) else EXIT_UNAVAILABLE
+        return _fail(str(error), getattr(error, "hint", ""), getattr(error, "status", usual))
+    finally:
+        supervised.close()
     return 0
 
 

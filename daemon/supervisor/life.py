@@ -31,6 +31,19 @@ class Supervised:
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
         return cls(notifier, every_s, take_sockets(environment, pid))
 
+    @classmethod
+    def unheard(cls) -> "Supervised":
+        """One that nobody supervises."""
+        return cls(Notifier(), None, ())
+
+    def tell_failure(self, text: str) -> None:
+        """Why it ends, for `systemctl status`."""
+        self._notifier.tell_status(text)
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._notifier.close()
+
     async def serve(self, config: Config, load: Callable[[], Config] | None = None) -> None:
         """Run the daemon until it is told to stop; `load` reads its settings again. Raises as `running_service`."""
         told: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -40,7 +53,6 @@ class Supervised:
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked_early.set)
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._notifier.close)
             async with self._notifier.starting():
                 self._notifier.tell_status("Making a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))

@@ -1,0 +1,161 @@
+"""`gpulease install-service`: the daemon's units for systemd, printed or installed."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpulease.client.cli.private_daemon import CannotStart
+
+UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
+"""Beside the client's folder, in a checkout as in an installation."""
+
+PLACES: Final = {
+    "gpuleased.service": "etc/systemd/system/gpuleased.service",
+    "gpuleased.socket": "etc/systemd/system/gpuleased.socket",
+    "gpulease-tls.socket": "etc/systemd/system/gpulease-tls.socket",
+    "gpulease-devices.service": "etc/systemd/system/gpulease-devices.service",
+    "gpulease.tmpfiles": "etc/tmpfiles.d/gpulease.conf",
+    "gpulease.sysusers": "etc/sysusers.d/gpulease.conf",
+    "gpuleased.toml": "etc/gpulease/gpuleased.toml",
+}
+"""The administrator's folders (systemd.unit(5), tmpfiles.d(5), sysusers.d(5)); a package would take those in /usr."""
+
+OPERATORS_OWN: Final = "gpuleased.toml"
+"""Written once, and the operator's from then on."""
+
+FILE_MODE: Final = 0o644
+
+NEXT_STEPS: Final = """\
+Then:
+  systemd-sysusers && systemd-tmpfiles --create     # the group gpulease, the workers' user, /run/gpulease
+  usermod -aG gpulease USER                         # for each who may lease
+  systemctl daemon-reload
+  systemctl enable --now gpuleased.socket gpuleased.service
+  gpulease info"""
+
+_HIDDEN: Final = ("/tmp", "/var/tmp")
+_HOMES: Final = ("/home", "/root", "/run/user")
+_EXEC_START: Final = re.compile(r"^ExecStart=/usr/bin/gpuleased(?= )", re.MULTILINE)
+_PROTECT_HOME: Final = re.compile(r"^ProtectHome=yes$", re.MULTILINE)
+_SPECIAL: Final = re.compile(r'([\\"])')
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The Python that the daemon runs in.
+
+    Attributes:
+        command: What starts the daemon, before its options.
+        variables: What must be set for it, NAME=VALUE each.
+        folders: What it is read from.
+    """
+
+    command: tuple[str, ...]
+    variables: tuple[str, ...]
+    folders: tuple[Path, ...]
+
+    def under(self, tops: Sequence[str]) -> Path | None:
+        """The first of its folders that lies in one of these, if any does."""
+        return next((folder for folder in self.folders for top in tops if folder.is_relative_to(top)), None)
+
+
+def this_environment() -> Environment:
+    """The one that this command runs in. Raises CannotStart if the daemon is not there."""
+    daemon = find_spec("gpulease.daemon")
+    if daemon is None or daemon.origin is None:
+        raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
+    package = Path(daemon.origin)
+    own = (package, package.resolve(), Path(sys.executable), Path(sys.executable).resolve(), Path(sys.base_prefix))
+    script = Path(sys.executable).with_name("gpuleased")
+    if script.exists():
+        return Environment((str(script),), (), own)
+    # From a checkout: the interpreter is told where its packages lie.
+    variables = (f"PYTHONPATH={package.parents[2]}",)
+    return Environment((sys.executable, "-P", "-m", "gpulease.daemon"), variables, own)
+
+
+def filled_in(name: str, text: str, environment: Environment) -> str:
+    """A file of ours with that environment's paths."""
+    if name != "gpuleased.service":
+        return text
+    lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
+    program, *options = environment.command
+    lines.append(f"ExecStart={' '.join([quoted(program), *(quoted(word, is_option=True) for word in options)])}")
+    text = _EXEC_START.sub(lambda _: "\n".join(lines), text)
+    if environment.under(_HOMES) is not None:
+        text = _PROTECT_HOME.sub("# The daemon's Python lies in a home.\nProtectHome=read-only", text)
+    return text
+
+
+def quoted(word: str, *, is_option: bool = False) -> str:
+    """A word as systemd reads it back (systemd.syntax(7), "Quoting"; systemd.unit(5), "Specifiers").
+
+    `is_option`: of a command line behind the program, where variables are put in (systemd.service(5), "Command lines").
+    """
+    doubled = word.replace("%", "%%")
+    escaped = _SPECIAL.sub(r"\\\1", doubled.replace("$", "$$") if is_option else doubled)
+    return f'"{escaped}"' if re.search(r"[\s'\"\\;]", word) else escaped
+
+
+@click.command("install-service")
+@click.option("--install", "installs", is_flag=True, help="Write the files below --root, as root; else print them.")
+@click.option("--print", "prints", is_flag=True, help="Print the files; the default.")
+@click.option(
+    "--root",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("/"),
+    help="The top of the file system to install into; / if it is not said.",
+)
+def install_service(installs: bool, prints: bool, root: Path) -> None:
+    """Print the daemon's units for systemd, its settings and what else it needs, or install them."""
+    environment = this_environment()
+    files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
+    hidden = environment.under(_HIDDEN)
+    if hidden is not None:
+        complaint = f"the service would not see {hidden}: it has a {_HIDDEN[0]} of its own (PrivateTmp=)"
+        if installs and root == Path("/"):
+            raise CannotStart(f"{complaint}; install gpulease elsewhere, in /opt/gpulease for one")
+        click.echo(f"gpulease: {complaint}", err=True)
+    if prints or not installs:
+        for name, text in files.items():
+            click.echo(f"# --- /{PLACES[name]}\n{text}")
+        return
+    for line in _install(files, root):
+        click.echo(line)
+    click.echo(NEXT_STEPS)
+
+
+def _install(files: dict[str, str], root: Path) -> Iterator[str]:
+    for name, text in files.items():
+        path = root / PLACES[name]
+        try:
+            yield f"{path} {_write(path, text, is_operators=name == OPERATORS_OWN)}"
+        except OSError as error:
+            fix = "; do this as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
+            raise CannotStart(f"{path} can't be written: {error.strerror}{fix}") from None
+
+
+def _write(path: Path, text: str, *, is_operators: bool) -> str:
+    """Write a file whole or not at all; what came of it, for people. Raises OSError."""
+    if path.exists():
+        if path.read_text("utf-8", errors="replace") == text:
+            return "is as it should be"
+        if is_operators:
+            return "is left as it is: it is yours"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        os.fchmod(fd, FILE_MODE)
+    was_there = path.exists()
+    new.rename(path)
+    return "is replaced" if was_there else "is written"

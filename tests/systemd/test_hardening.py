@@ -1,0 +1,104 @@
+"""The daemon under the unit's own hardening: it does all it does without, and workers are shut in no less."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuBuilder, GpuSession
+from gpulease.client.blocking import ask
+from gpulease.client.cli.service import UNITS
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke
+from helpers.daemon import MARK, Daemon, python_environment
+from helpers.hardened import MISSING
+from helpers.kernels import check_main_job
+from helpers.processes import marked
+from helpers.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can shut a process in so"),
+    pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed"),
+]
+
+
+class Hardened:
+    """A daemon that was started as gpuleased.service starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"unix:{folder}/d.sock"
+        self.log = folder / "log"
+        self.mark = uuid.uuid4().hex
+        (folder / "config.toml").write_text(f'state = "{folder}/state"\nsocket_mode = "0666"\n')
+        command = [sys.executable, "-P", "-m", "helpers.hardened", str(UNITS / "gpuleased.service"), str(folder)]
+        command += [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu", "--vram", "1GiB"]
+        command += ["--listen", self.address, "--config", str(folder / "config.toml")]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment() | {MARK: self.mark, "GPULEASE_CPU_CACHE": ""},
+            )
+
+    def wait_until_it_listens(self) -> None:
+        def listens() -> bool:
+            if self.process.poll() == MISSING:
+                pytest.skip(self.log.read_text())
+            assert self.process.poll() is None, self.log.read_text()
+            return "listens on" in self.log.read_text()
+
+        wait_until(listens, "the daemon listens", 30.0, seen=self.log.read_text)
+
+
+@pytest.fixture
+def hardened() -> Iterator[Hardened]:
+    with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as name:
+        daemon = Hardened(Path(name))
+        try:
+            daemon.wait_until_it_listens()
+            yield daemon
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.process.wait(15) == 0, daemon.log.read_text()
+        finally:
+            for info in marked(f"{MARK}={daemon.mark}"):
+                os.kill(info.pid, signal.SIGKILL)
+            daemon.process.wait()
+
+
+def sandbox(address: str) -> dict[str, bool]:
+    reply = ask(Opcode.GET_INVENTORY, Empty(), address)
+    assert isinstance(reply, Inventory)
+    return {found["measure"]: found["on"] for found in reply.details[0]["sandbox"]}
+
+
+def test_it_leases_ends_and_shuts_in_as_without(hardened: Hardened, daemon: Daemon) -> None:
+    assert sandbox(hardened.address) == sandbox(daemon.address)
+    assert sandbox(hardened.address)["user"], "workers are another user"
+    with GpuBuilder(hardened.address).min_vram(1 << 20).acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+        # Its worker is another user's process: to end it is a right of its own.
+        ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a test"), hardened.address)
+    with GpuBuilder(hardened.address).min_vram(1 << 20).acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+    assert " ERROR " not in hardened.log.read_text()
+
+
+def test_it_can_neither_write_elsewhere_nor_reach_a_network(hardened: Hardened) -> None:
+    status = Path(f"/proc/{hardened.process.pid}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0b111100000, "setuid, setgid, setpcap, kill"
+    assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+    networks = {
+        name: os.readlink(f"/proc/{pid}/ns/net") for name, pid in (("own", "self"), ("its", hardened.process.pid))
+    }
+    assert networks["own"] != networks["its"]

@@ -1,0 +1,61 @@
+"""The example of the daemon's settings: it can be used as it is, and names every setting there is."""
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+from gpulease.client.cli.service import UNITS
+from gpulease.daemon.config import Config, load_config
+from gpulease.daemon.core import CoreLimits
+from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.tls_settings import TlsSettings
+
+TEXT = (UNITS / "gpuleased.toml").read_text()
+
+DEFAULTS = {"warm_contexts", "max_connections", "max_connections_per_tenant", "max_load_s", "audit_required"}
+DEFAULTS |= {"audit_file_bytes", "audit_keep_files", "sandbox", "sandbox_without", "require_token"}
+"""Settings that stand there with the value they have if they are not made."""
+
+IN_OTHER_WORDS = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size", "max_vram_bytes": "max_vram"}
+
+
+def all_made(tmp_path: Path) -> Config:
+    """With every setting that is not made taken as made."""
+    path = tmp_path / "all.toml"
+    path.write_text(re.sub(r'^#(?=[a-z_\["0-9])', "", TEXT, flags=re.MULTILINE))
+    return load_config(path, {})
+
+
+def test_it_can_be_used_as_it_is() -> None:
+    config = load_config(UNITS / "gpuleased.toml", {})
+    assert config.limits == CoreLimits()
+    assert config.tls is None
+
+
+def test_every_setting_is_there() -> None:
+    for kind in (Config, CoreLimits, TenantLimits, TlsSettings):
+        for item in fields(kind):
+            name = IN_OTHER_WORDS.get(item.name, item.name)
+            table = name in ("limits", "tls", "tenants", "tenant_of_uid", "tenant_of_certificate", "grace_ms")
+            wanted = rf"^#?\[.*\b{name}\b.*\]$" if table else rf"^#?{name} = "
+            assert re.search(wanted, TEXT, re.MULTILINE), f"{kind.__name__}: {name}"
+
+
+def test_every_setting_has_a_comment() -> None:
+    """Of its own, or of the group it stands in; some say all by their names."""
+    above = ""
+    for line in TEXT.splitlines():
+        if re.match(r"^#?\w+ = ", line):
+            assert above.startswith("#"), line
+        above = line
+
+
+def test_what_is_not_made_has_its_default(tmp_path: Path) -> None:
+    found, default = all_made(tmp_path), Config()
+    for name in DEFAULTS:
+        assert getattr(found, name) == getattr(default, name), name
+    assert replace(found.limits, tenants=TenantRules()) == CoreLimits()
+    assert found.limits.grace_ms == CoreLimits().grace_ms
+    assert found.tls is not None
+    for name in ("operators", "max_connections", "max_connections_per_tenant"):
+        assert getattr(found.tls, name) == getattr(TlsSettings(Path(), Path(), Path()), name)
