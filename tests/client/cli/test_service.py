@@ -102,7 +102,7 @@ def test_a_python_in_a_home_can_be_read() -> None:
     at_home = Environment((f"{HOME}/bin/gpuleased",), (f"PYTHONPATH={HOME}/my code",), (Path(HOME),))
     filled = filled_in("gpuleased.service", text, at_home)
     assert "\nProtectHome=read-only\n" in filled
-    assert '\nEnvironment=f"PYTHONPATH={HOME}/my code"\nExecStart=/home/ann/bin/gpuleased --config' in filled
+    assert f'\nEnvironment="PYTHONPATH={HOME}/my code"\nExecStart={HOME}/bin/gpuleased --config' in filled
 
 
 def test_this_environment_starts_a_daemon() -> None:
