@@ -116,19 +116,50 @@ class Listeners:
 
     async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
-        for sock in given:
+        # Not by its own way of binding: that leaves out, and says nothing of it, what it may make no socket for.
+        for sock in given or await self._bind_tcp(address):
             _check_loopback(address, str(sock.getsockname()[0]))
+            port = int(sock.getsockname()[1])
             self._servers.append(await loop.create_server(self._factory, sock=sock, backlog=BACKLOG))
-        if given:
-            return TcpAddress(address.host, int(given[0].getsockname()[1]))
+        return TcpAddress(address.host, port)
+
+    async def _bind_tcp(self, address: TcpAddress) -> list[socket.socket]:
+        """For every address of its name, with one port; not for one of a family that this host is without."""
+        loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        hosts = {str(entry[4][0]) for entry in found}
-        for host in hosts:
-            _check_loopback(address, host)
-        server = await loop.create_server(self._factory, host=sorted(hosts), port=address.port, backlog=BACKLOG)
-        self._servers.append(server)
-        self._bound += [(address, sock.fileno()) for sock in server.sockets]
-        return TcpAddress(address.host, int(server.sockets[0].getsockname()[1]))
+        port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
+        for family, where in sorted({(entry[0], entry[4]) for entry in found}):
+            _check_loopback(address, str(where[0]))
+            try:
+                bound.append(bound_at(family, (where[0], port, *where[2:])))
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT:
+                    lacking.append(error)
+                    continue
+                for sock in bound:
+                    sock.close()
+                raise
+            port = int(bound[0].getsockname()[1])
+        if not bound:
+            raise lacking[0]
+        self._bound += [(address, sock.fileno()) for sock in bound]
+        return bound
+
+
+def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
+    """A TCP socket that listens there. Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setblocking(False)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _check_place(path: Path, address: UnixAddress) -> None:

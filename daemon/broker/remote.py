@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
+from gpulease.daemon.broker.listening import CannotListen, bound_at, reason_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.journal import Journal, KeptRelay
@@ -128,7 +128,7 @@ class RemoteDoor:
             found = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, where in sorted({(entry[0], entry[4]) for entry in found}):
                 # All of a name's addresses have one port, also where the kernel chooses it.
-                listener = _bound(family, (where[0], port, *where[2:]))
+                listener = bound_at(family, (where[0], port, *where[2:]))
                 port = int(listener.getsockname()[1])
                 self._listeners.append(listener)
                 self.bound.append((address, listener.fileno()))
@@ -311,21 +311,6 @@ class RemoteDoor:
                 continue
             _log.info("the gate for remote tenants is back")
             return
-
-
-def _bound(family: int, where: tuple[Any, ...]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.setblocking(False)
-        listener.bind(where)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _adopt(pid: int, left: Callable[[int], None]) -> None:

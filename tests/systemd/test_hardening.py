@@ -1,8 +1,10 @@
 """The daemon under the unit's own hardening: it does all it does without, and workers are shut in no less."""
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +17,14 @@ import pytest
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.blocking import ask
 from gpulease.client.cli.service import UNITS
+from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke
 from helpers.daemon import MARK, Daemon, python_environment
 from helpers.hardened import MISSING
 from helpers.kernels import check_main_job
 from helpers.processes import marked
+from helpers.remote import Pki
 from helpers.waiting import wait_until
 
 pytestmark = [
@@ -30,17 +34,24 @@ pytestmark = [
 
 
 class Hardened:
-    """A daemon that was started as gpuleased.service starts it."""
+    """A daemon that was started as gpuleased.service starts it.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        given: A TCP socket that is handed over to it, if any.
+    """
+
+    def __init__(self, folder: Path, config: str = "", given: socket.socket | None = None, *listen: str) -> None:
         self.folder = folder
         self.address = f"unix:{folder}/d.sock"
         self.log = folder / "log"
         self.mark = uuid.uuid4().hex
-        (folder / "config.toml").write_text(f'state = "{folder}/state"\nsocket_mode = "0666"\n')
+        (folder / "config.toml").write_text(f'state = "{folder}/state"\nsocket_mode = "0666"\n{config}')
+        fds = [] if given is None else [given.fileno()]
         command = [sys.executable, "-P", "-m", "helpers.hardened", str(UNITS / "gpuleased.service"), str(folder)]
+        command += [sys.executable, "-P", "-m", "helpers.handing_over", ",".join(map(str, fds))]
         command += [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu", "--vram", "1GiB"]
-        command += ["--listen", self.address, "--config", str(folder / "config.toml")]
+        command += ["--config", str(folder / "config.toml")]
+        command += [part for address in (self.address, *listen) for part in ("--listen", address)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -48,6 +59,7 @@ class Hardened:
                 stdout=log,
                 stderr=log,
                 env=python_environment() | {MARK: self.mark, "GPULEASE_CPU_CACHE": ""},
+                pass_fds=fds,
             )
 
     def wait_until_it_listens(self) -> None:
@@ -59,20 +71,32 @@ class Hardened:
 
         wait_until(listens, "the daemon listens", 30.0, seen=self.log.read_text)
 
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(15) == 0, self.log.read_text()
+
+    def discard(self) -> None:
+        for info in marked(f"{MARK}={self.mark}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(info.pid, signal.SIGKILL)
+        self.process.wait()
+
 
 @pytest.fixture
-def hardened() -> Iterator[Hardened]:
+def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as name:
-        daemon = Hardened(Path(name))
-        try:
-            daemon.wait_until_it_listens()
-            yield daemon
-            daemon.process.send_signal(signal.SIGTERM)
-            assert daemon.process.wait(15) == 0, daemon.log.read_text()
-        finally:
-            for info in marked(f"{MARK}={daemon.mark}"):
-                os.kill(info.pid, signal.SIGKILL)
-            daemon.process.wait()
+        yield Path(name)
+
+
+@pytest.fixture
+def hardened(folder: Path) -> Iterator[Hardened]:
+    daemon = Hardened(folder)
+    try:
+        daemon.wait_until_it_listens()
+        yield daemon
+        daemon.stop()
+    finally:
+        daemon.discard()
 
 
 def sandbox(address: str) -> dict[str, bool]:
@@ -102,3 +126,29 @@ def test_it_can_neither_write_elsewhere_nor_reach_a_network(hardened: Hardened) 
         name: os.readlink(f"/proc/{pid}/ns/net") for name, pid in (("own", "self"), ("its", hardened.process.pid))
     }
     assert networks["own"] != networks["its"]
+
+
+def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> None:
+    pki = Pki.make(folder / "pki")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tls:127.0.0.1:{listener.getsockname()[1]}"
+        daemon = Hardened(folder, pki.settings(), listener, address)
+        try:
+            daemon.wait_until_it_listens()
+            with pki.builder(address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+                check_main_job(session)
+            daemon.stop()
+        finally:
+            daemon.discard()
+
+
+def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
+    daemon = Hardened(folder, "", None, "tcp:127.0.0.1:0")
+    try:
+        status = daemon.process.wait(30)
+        if status == MISSING:
+            pytest.skip(daemon.log.read_text())
+        assert status == EXIT_UNAVAILABLE, daemon.log.read_text()
+        assert "can't listen on tcp:127.0.0.1:0: this process may make no such socket" in daemon.log.read_text()
+    finally:
+        daemon.discard()
