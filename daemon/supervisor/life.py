@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import signal
 from collections.abc import Callable, MutableMapping, Sequence
@@ -62,7 +63,9 @@ class Supervised:
                 _log.info("gpuleased %s is to be seen at %s", VERSION, service.url)
             await self._leave_in_keeping(service)
             await self._notifier.tell_surely("READY=1", status(_ready_text(service)))
-            self._watchdog.start()
+            if self._watchdog.start():
+                # What ends a loop that is stuck is SIGABRT: then the log gets to know where it was.
+                faulthandler.enable()
             stack.callback(self._watchdog.stop)
             if load is not None:
                 reloading = Reloading(service, self._notifier, load, config)

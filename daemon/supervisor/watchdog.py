@@ -4,7 +4,6 @@ It is the loop itself that does it: a thread would go on while the loop is stuck
 """
 
 import asyncio
-import faulthandler
 from collections.abc import MutableMapping
 from typing import Final
 
@@ -33,7 +32,7 @@ def interval_s(environment: MutableMapping[str, str], pid: int) -> float | None:
 class Watchdog:
     """Feeds the service manager's watchdog from the running loop, twice in each interval, until it is stopped.
 
-    One that is not fed sends SIGABRT: where this process was then is written to its log (faulthandler).
+    One that is not fed sends SIGABRT.
     """
 
     def __init__(self, notifier: Notifier, every_s: float | None) -> None:
@@ -41,11 +40,12 @@ class Watchdog:
         self._pause_s = 0.0 if every_s is None else every_s / 2
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """From now on."""
-        if self._pause_s and self._notifier.is_heard:
-            faulthandler.enable()
+    def start(self) -> bool:
+        """From now on; False if nobody watches."""
+        is_watched = bool(self._pause_s) and self._notifier.is_heard
+        if is_watched:
             self._feed()
+        return is_watched
 
     def _feed(self) -> None:
         self._notifier.tell("WATCHDOG=1")

@@ -7,6 +7,7 @@ import pytest
 
 from gpulease.daemon.cards import cuinit
 from gpulease.daemon.cards.cuinit import Answer, ask
+from helpers.daemon import python_environment
 from helpers.made_libraries import make, make_cuda
 
 
@@ -14,6 +15,7 @@ from helpers.made_libraries import make, make_cuda
 def _searched_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ld.so(8) finds a test's libraries before the host's."""
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
 
 
 @pytest.mark.parametrize("number", [0, 100, 803, 999])

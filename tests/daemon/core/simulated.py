@@ -41,6 +41,7 @@ from gpulease.daemon.core import (
     RevokeDone,
     SetDeadline,
     SpawnWorker,
+    TenantRulesChanged,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -52,6 +53,7 @@ from gpulease.daemon.core import (
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk
@@ -127,6 +129,11 @@ class Shell:
         for effect in effects:
             self.execute(effect)
         return effects
+
+    def change_rules(self, rules: TenantRules) -> None:
+        waiting = {waiter.tenant for waiter in self.table.waiting()}
+        self.tenants.change(rules, waiting | {lease.tenant for lease in self.table.snapshots()})
+        self.send(TenantRulesChanged(rules))
 
     def request(self, event: Event, number: int) -> None:
         self.open_requests.add(number)
@@ -284,6 +291,7 @@ class Shell:
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
         self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past())
+        self.tenants.change(LIMITS.tenants, (kept.tenant for kept in contents.leases))
         self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
         self.asked_to_prove, self.once = set(), {(kind, number) for kind, number in self.once if kind is Granted}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}

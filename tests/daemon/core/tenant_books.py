@@ -1,6 +1,7 @@
 """What each tenant has, kept apart from the table's own books."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gpulease.daemon.core import Card, CoreLimits
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
@@ -14,16 +15,33 @@ RULES = TenantRules(
 )
 
 
+NARROW = TenantRules(default=TenantLimits(max_vram_bytes=200, max_leases=1, max_ttl_s=2, devices=("1",)))
+WIDE = TenantRules()
+"""Others that an operator may change them to."""
+
+
 class TenantBooks:
-    """Leases by their tenants."""
+    """Leases by their tenants.
+
+    Attributes:
+        exempt: Tenants who had or awaited something when the rules changed.
+    """
 
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
         self.leases: dict[int, tuple[str, int]] = {}
+        self.exempt: set[str] = set()
+
+    def change(self, rules: TenantRules, exempt: Iterable[str]) -> None:
+        """Others hold from now on, but for what these tenants have and wait for."""
+        self.limits = replace(self.limits, tenants=rules)
+        self.exempt |= set(exempt)
 
     def check_spawn(self, lease_id: int, tenant: str, size_bytes: int, card: Card, unproved: Iterable[int]) -> None:
         """Fails if a lease is one more than its tenant may have; `unproved` are all that may hold bytes."""
         self.leases[lease_id] = tenant, size_bytes
+        if tenant in self.exempt:
+            return
         own = self.limits.tenants.of(tenant)
         sizes = [size for other in unproved for name, size in (self.leases.get(other, ("", 0)),) if name == tenant]
         assert sum(sizes) <= (own.max_vram_bytes or sum(sizes)), "a tenant has more bytes than it may have"
@@ -32,4 +50,5 @@ class TenantBooks:
 
     def max_ttl_s(self, tenant: str) -> int:
         """The longest time to live that the tenant may be granted."""
-        return self.limits.tenants.of(tenant).max_ttl_s or self.limits.max_ttl_s
+        own = None if tenant in self.exempt else self.limits.tenants.of(tenant).max_ttl_s
+        return own or self.limits.max_ttl_s

@@ -35,9 +35,11 @@ from gpulease.daemon.core import (
     WarmUp,
     WorkerExited,
 )
+from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .simulated import CARDS, MS, Shell
+from .tenant_books import NARROW, RULES, WIDE
 
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
 ANY = st.integers(min_value=0, max_value=1 << 16)
@@ -230,6 +232,11 @@ class AnyOrder(RuleBasedStateMachine):
     def cancel_drain(self, luck: int) -> None:
         if luck % 4 == 1 or self.shell.table.drain_ns is None:
             self.ask(DrainCancelled)
+
+    @rule(luck=ANY, rules=st.sampled_from([RULES, NARROW, WIDE]))
+    def rules_change(self, luck: int, rules: TenantRules) -> None:
+        if luck % 8 == 1:
+            self.shell.change_rules(rules)
 
     @rule(luck=ANY)
     def shutdown(self, luck: int) -> None:

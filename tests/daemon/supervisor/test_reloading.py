@@ -77,3 +77,4 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
 def test_without_a_file_there_is_nothing_to_read_again(manager: ServiceManager) -> None:
     manager.start_ready()
     assert manager.end(signal.SIGHUP) == -signal.SIGHUP
+    assert "WATCHDOG=1" not in manager.said, "nobody asked for a sign of life"

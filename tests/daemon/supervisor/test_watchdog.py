@@ -1,9 +1,13 @@
+import asyncio
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.supervisor.watchdog import interval_s
+from gpulease.daemon.supervisor.notifying import Notifier
+from gpulease.daemon.supervisor.watchdog import Watchdog, interval_s
 from helpers.processes import process_info
 from helpers.service_manager import ServiceManager
 from helpers.waiting import wait_until
@@ -28,6 +32,26 @@ def test_how_often(environment: dict[str, str], expected: float | None) -> None:
     assert environment == {}
 
 
+def test_it_is_the_loop_that_feeds_it(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(str(tmp_path / "n"))
+        heard.setblocking(False)
+
+        async def main() -> None:
+            notifier = Notifier(str(tmp_path / "n"))
+            watchdog = Watchdog(notifier, 0.02)
+            watchdog.start()
+            assert heard.recv(100) == b"WATCHDOG=1"
+            time.sleep(0.1)  # noqa: ASYNC251  # The loop is stuck.
+            with pytest.raises(BlockingIOError):
+                heard.recv(100)
+            await asyncio.get_running_loop().sock_recv(heard, 100)
+            watchdog.stop()
+            notifier.close()
+
+        asyncio.run(main())
+
+
 def test_a_loop_that_goes_round_shows_it_and_one_that_is_stuck_does_not(manager: ServiceManager) -> None:
     manager.start_ready(watchdog_s=0.2)
     assert manager.process is not None
@@ -45,9 +69,3 @@ def test_a_loop_that_goes_round_shows_it_and_one_that_is_stuck_does_not(manager:
     # What a service manager does about it.
     assert manager.end(signal.SIGABRT) == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in manager.log()
-
-
-def test_without_being_asked_nothing_is_shown(manager: ServiceManager) -> None:
-    manager.start_ready()
-    assert manager.end() == 0
-    assert "WATCHDOG=1" not in manager.said
