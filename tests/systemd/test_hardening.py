@@ -1,14 +1,9 @@
 """The daemon under the unit's own hardening: it does all it does without, and workers are shut in no less."""
 
-import contextlib
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,70 +11,19 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.blocking import ask
-from gpulease.client.cli.service import UNITS
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke
-from helpers.daemon import MARK, Daemon, python_environment
+from helpers.daemon import Daemon
 from helpers.hardened import MISSING
+from helpers.hardened_daemon import Hardened
 from helpers.kernels import check_main_job
-from helpers.processes import marked
 from helpers.remote import Pki
-from helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can shut a process in so"),
     pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed"),
 ]
-
-
-class Hardened:
-    """A daemon that was started as gpuleased.service starts it.
-
-    Args:
-        given: A TCP socket that is handed over to it, if any.
-    """
-
-    def __init__(self, folder: Path, config: str = "", given: socket.socket | None = None, *listen: str) -> None:
-        self.folder = folder
-        self.address = f"unix:{folder}/d.sock"
-        self.log = folder / "log"
-        self.mark = uuid.uuid4().hex
-        (folder / "config.toml").write_text(f'state = "{folder}/state"\nsocket_mode = "0666"\n{config}')
-        fds = [] if given is None else [given.fileno()]
-        command = [sys.executable, "-P", "-m", "helpers.hardened", str(UNITS / "gpuleased.service"), str(folder)]
-        command += [sys.executable, "-P", "-m", "helpers.handing_over", ",".join(map(str, fds))]
-        command += [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu", "--vram", "1GiB"]
-        command += ["--config", str(folder / "config.toml")]
-        command += [part for address in (self.address, *listen) for part in ("--listen", address)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=python_environment() | {MARK: self.mark, "GPULEASE_CPU_CACHE": ""},
-                pass_fds=fds,
-            )
-
-    def wait_until_it_listens(self) -> None:
-        def listens() -> bool:
-            if self.process.poll() == MISSING:
-                pytest.skip(self.log.read_text())
-            assert self.process.poll() is None, self.log.read_text()
-            return "listens on" in self.log.read_text()
-
-        wait_until(listens, "the daemon listens", 30.0, seen=self.log.read_text)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(15) == 0, self.log.read_text()
-
-    def discard(self) -> None:
-        for info in marked(f"{MARK}={self.mark}"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(info.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture
