@@ -59,6 +59,9 @@ class Recorder:
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """A request that never got to the lease table; `lease_id` is 0 if it named none."""
 
+    def reloaded(self, config: str) -> None:
+        """The settings were read again; `config` is the digest of those that hold now."""
+
     def denial(self) -> Denial | None:
         """Why no lease can be granted at present, if it is for want of the log."""
         return None
@@ -160,6 +163,10 @@ class LogRecorder(Recorder):
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
         told = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
         self._record((Kind.DENY, told | lease))
+
+    def reloaded(self, config: str) -> None:
+        """As above."""
+        self._record((Kind.OPERATOR, {"action": "reload", "config": config}))
 
     # --- what the log demands ---
 

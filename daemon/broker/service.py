@@ -16,7 +16,7 @@ from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import CannotListen, Listeners
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
-from gpulease.daemon.broker.recording import recording
+from gpulease.daemon.broker.recording import config_digest, recording
 from gpulease.daemon.broker.remote import RemoteDoor
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.state import State, holding_state
@@ -81,6 +81,7 @@ class Service:
         self._given = given
         self.leaves_sessions = config.state is not None
         self._cards = cards
+        self._recorder = recorder
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
         tokens = TokenOffice(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
@@ -157,6 +158,7 @@ class Service:
         self._doorkeeper.widen(config.max_connections, config.max_connections_per_tenant)
         if self._remote is not None:
             self._remote.rename(config.tenant_of_certificate)
+        self._recorder.reloaded(config_digest(self._config))
 
     def may_end_sessions(self, *, is_interrupted: bool) -> None:
         """It was told to stop, by SIGINT if `is_interrupted`: sessions end with it if the operator wants that."""

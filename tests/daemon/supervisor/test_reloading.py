@@ -8,6 +8,7 @@ from gpulease.client import Denied
 from gpulease.daemon.config import Config
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
 from gpulease.daemon.supervisor.reloading import RELOADED, settings_that_wait
+from helpers import audit_log
 from helpers.service_manager import ServiceManager
 
 
@@ -72,6 +73,23 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
     with manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
         manager.builder().acquire()
     assert manager.end() == 0
+
+
+def test_the_audit_log_has_the_digest_of_what_holds(manager: ServiceManager) -> None:
+    log = manager.folder / "audit"
+    first = audit_log.config(log)
+    manager.start_ready(config=first)
+    for config in (f"max_connections = 7\n{first}", first):
+        manager.configure(config)
+        heard = manager.said.count("READY=1")
+        manager.send(signal.SIGHUP)
+        manager.wait_for("READY=1", times=heard + 1)
+    assert manager.end() == 0
+    start, changed, back, _ = audit_log.records(log)
+    assert [one["kind"] for one in (start, changed, back)] == ["start", "operator", "operator"]
+    assert changed["data"]["action"] == back["data"]["action"] == "reload"
+    assert start["data"]["config"] == back["data"]["config"] != changed["data"]["config"]
+    audit_log.check_whole(log)
 
 
 def test_without_a_file_there_is_nothing_to_read_again(manager: ServiceManager) -> None:
