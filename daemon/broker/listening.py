@@ -100,6 +100,8 @@ class Listeners:
         try:
             sock.bind(address.path)
             os.chmod(address.path, self._socket_mode)
+            # At once: who sees the file may connect.
+            sock.listen(BACKLOG)
         except OSError:
             sock.close()
             raise
