@@ -332,6 +332,8 @@ def _check(config: Config) -> None:
         raise ConfigError("nothing to listen on")
     if len(set(config.listen)) < len(config.listen):
         raise ConfigError("an address stands twice in listen")
+    if config.http in config.listen:
+        raise ConfigError("http and listen have the same address")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
     if config.max_connections < 1:

@@ -20,6 +20,7 @@ PLACES: Final = {
     "gpuleased.service": "etc/systemd/system/gpuleased.service",
     "gpuleased.socket": "etc/systemd/system/gpuleased.socket",
     "gpulease-tls.socket": "etc/systemd/system/gpulease-tls.socket",
+    "gpulease-http.socket": "etc/systemd/system/gpulease-http.socket",
     "gpulease-devices.service": "etc/systemd/system/gpulease-devices.service",
     "gpulease.tmpfiles": "etc/tmpfiles.d/gpulease.conf",
     "gpulease.sysusers": "etc/sysusers.d/gpulease.conf",

@@ -194,7 +194,7 @@ def reason_of(error: OSError) -> str:
     if error.errno == errno.EAFNOSUPPORT:
         return (
             "this process may make no such socket; under systemd a .socket unit hands it over"
-            " (gpulease-tls.socket), or RestrictAddressFamilies= and PrivateNetwork= allow it"
+            " (gpulease-tls.socket, gpulease-http.socket), or RestrictAddressFamilies= and PrivateNetwork= allow it"
         )
     return error.strerror or str(error)
 

@@ -111,7 +111,7 @@ class Service:
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
         if self._web is not None:
-            self.url = await self._web.listen()
+            self.url = await self._web.listen(assigned.of(http) if (http := self._config.http) else ())
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self.runtime.health.is_listening = True
@@ -120,7 +120,9 @@ class Service:
         """Whose socket each is that was handed over."""
         if not self._given:
             return Assigned()
-        assigned = assign(self._given, {address: await _hosts_of(address) for address in self._config.listen})
+        http = self._config.http
+        addresses = [*self._config.listen, *([http] if http else [])]
+        assigned = assign(self._given, {address: await _hosts_of(address) for address in addresses})
         self.stale = assigned.stale
         for one in assigned.stale:
             one.sock.close()
@@ -137,7 +139,8 @@ class Service:
     @property
     def bound(self) -> list[tuple[Address, int]]:
         """The listening sockets that this daemon made, each with its address as the settings have it."""
-        return self._listeners.bound + ([] if self._remote is None else self._remote.bound)
+        doors = [door for door in (self._listeners, self._remote, self._web) if door is not None]
+        return [one for door in doors for one in door.bound]
 
     def leave_sockets(self) -> None:
         """Somebody keeps the listening sockets open for the next daemon: their files stay when this one stops."""

@@ -12,16 +12,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import BACKLOG, CannotListen
+from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.config import ConfigError
 from gpulease.daemon.processes import exit_text
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.web.settings import BadToken, HttpSettings
+from gpulease.protocol.address import Address
 
 START_TIMEOUT_S: Final = 30.0
 """For the process to be there: it imports an HTTP server, which a cold disk takes seconds for."""
@@ -45,9 +46,14 @@ _log = logging.getLogger("gpulease.web")
 
 
 class WebDoor:
-    """The web process and what it was given. Raises ConfigError for a token that can't be used."""
+    """The web process and what it was given. Raises ConfigError for a token that can't be used.
+
+    Attributes:
+        bound: The descriptor of the socket that was made here, if one was, with its address.
+    """
 
     def __init__(self, settings: HttpSettings, sandbox: SandboxSettings, make_connection: MakeConnection) -> None:
+        self.bound: list[tuple[Address, int]] = []
         self._settings = settings
         self._sandbox = sandbox
         self._make_connection = make_connection
@@ -66,19 +72,27 @@ class WebDoor:
         self._delay_s = RESTART_DELAY_S
         self._began_s = 0.0
 
-    async def listen(self) -> str:
-        """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen."""
-        address = self._settings.address
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            where = str(address).removeprefix("tcp:")
-            raise CannotListen(f"can't serve the web page at {where}: {error.strerror or error}") from None
+    async def listen(self, given: Sequence[socket.socket] = ()) -> str:
+        """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen.
+
+        `given`: a socket that listens there already.
+        """
+        self._listener = given[0] if given else self._bind()
         self._listener.setblocking(False)
         await self._start()
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+    def _bind(self) -> socket.socket:
+        address = self._settings.address
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            where = str(address).removeprefix("tcp:")
+            raise CannotListen(f"can't serve the web page at {where}: {reason_of(error)}") from None
+        self.bound.append((address, listener.fileno()))
+        return listener
 
     async def stop(self) -> None:
         """Show nothing any more."""

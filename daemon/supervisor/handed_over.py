@@ -137,8 +137,8 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
             owner = next((address for address, hosts in listen.items() if _answers_for(one.sock, address, hosts)), None)
             if owner is None:
                 raise BadHandover(
-                    f"the service manager handed over a socket at {one}, which listen does not name:"
-                    f" it has {', '.join(map(str, listen))}; name it there, or take it out of the .socket unit"
+                    f"the service manager handed over a socket at {one}, which neither listen nor http names:"
+                    f" there are {', '.join(map(str, listen))}; name it there, or take it out of the .socket unit"
                 )
         assigned.by_address.setdefault(owner, []).append(one)
     for address, those in list(assigned.by_address.items()):

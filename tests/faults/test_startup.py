@@ -157,6 +157,7 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
         ("vram = [6]", "it must be a string or a list of strings"),
         ('listen = ["ftp:there"]', "'ftp:there' is not an address"),
         ("listen = 5", "setting listen"),
+        ('listen = "tcp:127.0.0.1:9400"\nhttp = "127.0.0.1:9400"', "http and listen have the same address"),
         ('max_connections = "many"', "setting max_connections"),
         (
             "max_connections = 1\nmax_connections_per_tenant = 2",

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from helpers.hardened import MISSING
 from helpers.hardened_daemon import Hardened
 from helpers.kernels import check_main_job
 from helpers.remote import Pki
+from helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can shut a process in so"),
@@ -81,6 +83,20 @@ def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> No
             daemon.wait_until_it_listens()
             with pki.builder(address, pki.ann).acquire() as lease, GpuSession(lease) as session:
                 check_main_job(session)
+            daemon.stop()
+        finally:
+            daemon.discard()
+
+
+def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        daemon = Hardened(folder, f'http = "{place}"\n', listener)
+        try:
+            daemon.wait_until_it_listens()
+            wait_until(lambda: "is to be seen at" in daemon.log.read_text(), "the page is served")
+            with urllib.request.urlopen(f"http://{place}/healthz", timeout=30) as reply:
+                assert reply.status == 200
             daemon.stop()
         finally:
             daemon.discard()

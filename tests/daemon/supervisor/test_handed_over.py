@@ -156,8 +156,8 @@ def test_a_unit_s_socket_that_nobody_names(folder: Path, listen: str) -> None:
     with unix_listener(folder / "d") as sock, pytest.raises(BadHandover) as raised:
         assign([GivenSocket(sock, "gpuleased.socket")], hosts(listen))
     assert str(raised.value) == (
-        f"the service manager handed over a socket at unix:{folder}/d (gpuleased.socket), which listen does not name:"
-        f" it has {listen}; name it there, or take it out of the .socket unit"
+        f"the service manager handed over a socket at unix:{folder}/d (gpuleased.socket), which neither listen nor http"
+        f" names: there are {listen}; name it there, or take it out of the .socket unit"
     )
 
 
