@@ -10,7 +10,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.config import Config
 from gpulease.daemon.supervisor import watchdog
-from gpulease.daemon.supervisor.handed_over import GivenSocket, kept_name, take_sockets
+from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.supervisor.notifying import Notifier, status
 from gpulease.daemon.supervisor.reloading import Reloading
 from gpulease.daemon.version import VERSION
@@ -30,7 +30,12 @@ class Supervised:
     def taken_from(cls, environment: MutableMapping[str, str], pid: int) -> "Supervised":
         """All of it, out of the environment: it is this process's, and no child's. Raises BadHandover."""
         notifier, every_s = Notifier.taken_from(environment), watchdog.interval_s(environment, pid)
-        return cls(notifier, every_s, take_sockets(environment, pid))
+        try:
+            return cls(notifier, every_s, take_sockets(environment, pid))
+        except BadHandover as error:
+            notifier.tell_status(str(error))
+            notifier.close()
+            raise
 
     @classmethod
     def unheard(cls) -> "Supervised":

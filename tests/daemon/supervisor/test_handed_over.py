@@ -201,6 +201,16 @@ def test_a_socket_that_listen_does_not_name(manager: ServiceManager) -> None:
     assert f"gpuleased: the service manager handed over a socket at unix:{manager.folder}/other" in manager.log()
 
 
+def test_what_is_no_socket_is_told_before_anything_is_begun(manager: ServiceManager) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        manager.start(units=[(sock, "gpuleased.socket")])
+        assert manager.wait_for_exit() == 78
+    (said,) = manager.said
+    assert said.startswith(
+        "STATUS=descriptor 3 (gpuleased.socket), which the service manager handed over, is no listening"
+    )
+
+
 def test_who_connects_while_the_daemon_restarts_waits(manager: ServiceManager) -> None:
     config = f'state = "{manager.folder}/state"\non_stop = "keep"\nsocket_mode = "0600"\n'
     manager.start_ready("--listen", "tcp:127.0.0.1:0", config=config)
