@@ -15,13 +15,16 @@ from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text
 from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
 from gpulease.client.core.wish import address_of, milliseconds
-from gpulease.client.errors import InvalidRequest
+from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.events import LeaseEvents
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
 POLL_S: Final = 0.2
 """Between two looks at who is left."""
+
+AWAY_S: Final = 30.0
+"""For a daemon that is being restarted while somebody waits."""
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -53,8 +56,8 @@ def _milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> 
 def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json: bool) -> None:
     """Empty the node: no new leases, tenants warned, and what is left ended by a deadline.
 
-    Given again, the new deadline counts. The node stays drained until --cancel, or until the daemon is started anew.
-    With --wait, exit status 1 if memory of a lease could not be proved free.
+    Given again, the new deadline counts. The node stays drained until --cancel, or, without `state`, until its daemon
+    is started anew. With --wait, exit status 1 if memory of a lease could not be proved free, or the drain is over.
     """
     if cancel:
         if wait or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE:
@@ -68,7 +71,9 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
     if not as_json:
         _show(status, [], as_json)
     while _left(with_fenced=False):
+        _check_drained()
         time.sleep(POLL_S)
+    _check_drained()
     fenced = _left(with_fenced=True)
     if as_json:
         _show(status, fenced, as_json)
@@ -80,8 +85,29 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
         sys.exit(EXIT_FAILED)
 
 
+def _check_drained() -> None:
+    """Whoever waits for a node to be empty must not believe it of one that grants again. Raises InvalidRequest."""
+    if all(card.get("drain_left_ms") is None for card in _ask_patiently(Opcode.GET_INVENTORY).details):
+        raise InvalidRequest(
+            "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
+            "Drain it again",
+        )
+
+
+def _ask_patiently(op: Opcode) -> Any:
+    """Ask again while the daemon is away: with `state` the next one goes on with the drain. Raises Disconnected."""
+    until = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return ask(op, Empty())
+        except Disconnected:
+            if time.monotonic() > until:
+                raise
+        time.sleep(POLL_S)
+
+
 def _left(*, with_fenced: bool) -> list[str]:
-    found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    found = _ask_patiently(Opcode.LEASE_LIST_ACTIVE).report
     return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
 
 

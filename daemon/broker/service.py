@@ -147,7 +147,11 @@ class Service:
         self._listeners.leave_paths()
 
     def take_settings(self, config: Config) -> None:
-        """What can be changed while it runs, from now on: see `supervisor.reloading`. What is not said of it stays."""
+        """What can be changed while it runs, from now on: see `supervisor.reloading`. What is not said of it stays.
+
+        Raises ConfigError, and changes nothing, if a tenant's cards are not all here.
+        """
+        _check_devices(config, self._cards)
         self.runtime.post(TenantRulesChanged(config.limits.tenants))
         limits = replace(self._config.limits, tenants=config.limits.tenants)
         self._config = replace(
@@ -232,7 +236,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         facts = await insist(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
-        _check_devices(config, facts)
+        _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
         await _start_workers(workers, state, source)
         _tell_what_is_off(workers)
         cards = await _measured(source, facts, workers, state.journal)
@@ -244,8 +248,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         state.is_left = service.leaves_sessions
 
 
-def _check_devices(config: Config, facts: Sequence[CardFacts]) -> None:
-    cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0, one.is_partition) for one in facts]
+def _check_devices(config: Config, cards: Sequence[Card]) -> None:
     try:
         check_devices(config.limits.tenants, cards)
     except ValueError as error:

@@ -71,10 +71,10 @@ class Reloading:
     async def _reload(self) -> str:
         try:
             config = await asyncio.to_thread(self._load)
+            self._service.take_settings(config)
         except ConfigError as error:
             _log.error("the settings stay as they were: %s", error)
             return f"The settings stay as they were: {error}"
-        self._service.take_settings(config)
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
             _log.warning("the settings were read again; %s will be taken at the next start", ", ".join(waiting))

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +20,7 @@ from gpulease.client.cli.__main__ import main
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Drain, DrainStatus, Empty, LeaseRef, LeaseSubscribe, LeaseUnsubscribe, Ping
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
@@ -235,6 +238,41 @@ def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callab
     lasting.restart()
     assert left_ms() is None
     lasting.now.builder().acquire().free()
+
+
+@contextmanager
+def waiting_for_it(address: str, within: str) -> Iterator["subprocess.Popen[str]"]:
+    """`gpulease drain --wait`, once it waits."""
+    command = [sys.executable, "-P", "-m", "gpulease.client.cli", "drain", "--within", within, "--wait"]
+    with subprocess.Popen(
+        command,
+        env=python_environment() | {ADDRESS_VARIABLE: address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "The node grants nothing any more" in process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_who_waits_for_an_empty_node_outlives_its_daemon(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting()
+    lasting.now.builder().acquire()
+    with waiting_for_it(lasting.address, "2s") as process:
+        lasting.restart()
+        output, _ = process.communicate(timeout=30)
+        assert (process.returncode, output) == (0, "No lease is left.\n")
+    ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
+    lease = lasting.now.builder().acquire()
+    with waiting_for_it(lasting.address, "1h") as process:
+        ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
+        output, _ = process.communicate(timeout=30)
+        assert (process.returncode, "not drained any more" in output) == (1, True), output
+    lease.free()
 
 
 def test_what_is_left_at_its_deadline_is_ended_by_the_next_daemon(start_lasting: Callable[..., LastingDaemon]) -> None:

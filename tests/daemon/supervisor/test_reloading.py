@@ -12,6 +12,9 @@ from helpers import audit_log
 from helpers.service_manager import ServiceManager
 
 
+BAD_RULES = ("max_leases = 0", "devices = [99]")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -63,7 +66,7 @@ def test_settings_are_read_again(manager: ServiceManager) -> None:
 
 def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
     manager.start_ready(config="[tenants.default]\nmax_leases = 1\n")
-    for broken in ("no_such = 1\n", "[tenants.default\n", "[tenants.default]\nmax_leases = 0\n"):
+    for broken in ("no_such = 1\n", "[tenants.default\n", *(f"[tenants.default]\n{line}\n" for line in BAD_RULES)):
         manager.configure(broken)
         heard = manager.said.count("READY=1")
         manager.send(signal.SIGHUP)
