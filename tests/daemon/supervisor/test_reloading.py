@@ -11,7 +11,6 @@ from gpulease.daemon.supervisor.reloading import RELOADED, settings_that_wait
 from helpers import audit_log
 from helpers.service_manager import ServiceManager
 
-
 BAD_RULES = ("max_leases = 0", "devices = [99]")
 
 
