@@ -295,6 +295,10 @@ class Shell:
         self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
         self.asked_to_prove, self.once = set(), {(kind, number) for kind, number in self.once if kind is Granted}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
+        for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
+            if number not in self.ended and (Granted, number) not in self.once:
+                # Nobody was told of it, and its worker went back to the pool: it is nowhere.
+                del self.spawned[number]
         for kept in contents.leases:
             self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive))
         for number in sorted(found - {kept.warm_id for kept in contents.warm}):
