@@ -58,7 +58,9 @@ class Link:
     # --- asking ---
 
     def request(self, op: Opcode, body: Body, session_id: int = 0) -> tuple[int, bytes]:
-        """(number, bytes to send) of a request whose result will be taken."""
+        """(number, bytes to send) of a request whose result will be taken. Raises LinkEnded if none will ever come."""
+        if self.end is not None:
+            raise LinkEnded(self.end)
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
         self._awaited.add(request_id)
         return request_id, frame

@@ -100,6 +100,16 @@ def test_a_failed_read_is_no_data() -> None:
     assert result.status is Status.INVALID_HANDLE
 
 
+def test_nothing_is_asked_of_a_stream_that_is_over() -> None:
+    link, server = Link(), Connection(Role.SERVER, max_payload_bytes=MAX_PAYLOAD_BYTES)
+    number, frame = link.request(Opcode.HELLO, Hello(0, "a", ()))
+    feed(link, server.send_reply(_received(server, frame), HelloReply(0, "b", 1 << 20, ())), 1 << 20)
+    link.end_of_stream("closed")
+    link.take(number)
+    with pytest.raises(LinkEnded, match="closed"):
+        link.request(Opcode.GET_INVENTORY, Empty())
+
+
 def test_the_first_end_counts_and_results_come_before_it() -> None:
     link, server = attached()
     number, frame = link.request(Opcode.SYNC, Empty())
