@@ -1,7 +1,6 @@
 """`gpuleased`: the daemon in the foreground."""
 
 import asyncio
-import logging
 import os
 import sys
 from functools import partial
@@ -10,6 +9,10 @@ from typing import Any, Final
 
 import click
 
+from gpulease.daemon.event_loop import loop_factory
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.settings import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.version import VERSION
 
 EXIT_CONFIG: Final = 78
@@ -32,6 +35,7 @@ EXIT_UNAVAILABLE: Final = 69
 )
 @click.option("--http", metavar="HOST:PORT", help="A web page, health and metrics, on loopback.")
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="Settings.")
+@click.option("--log-format", type=click.Choice(FORMATS), help="For people on a terminal, else JSON, is the default.")
 @click.option("-v", "--verbose", is_flag=True, help="Log what helps to find a fault.")
 @click.version_option(VERSION, prog_name="gpuleased")
 def main(
@@ -41,16 +45,15 @@ def main(
     warm_contexts: int | None,
     http: str | None,
     config: Path | None,
+    log_format: str | None,
     verbose: bool,
 ) -> None:
     """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-    )
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    begin_logging(LogStyle(log_format or "auto"))
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
-    overrides |= {"warm_contexts": warm_contexts, "http": http}
+    overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
+    if verbose:
+        overrides["log_level"] = "debug"
     sys.exit(_run(config, overrides))
 
 
@@ -74,9 +77,10 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         supervised = Supervised.taken_from(os.environ, os.getpid())
         config = load_config(path, overrides)
+        begin_logging(config.of_log)
         # A daemon without a file has nothing to read again: there SIGHUP ends it, as it ends others of a terminal.
         load = None if path is None else partial(load_config, path, overrides)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
     except (*cannot_start, *told_wrong) as error:
         supervised.tell_failure(str(error))
@@ -87,17 +91,12 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def _loop_factory() -> Any:
-    """Prefer uvloop; asyncio's own loop does the same, slower."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
 def _fail(message: str, hint: str, status: int) -> int:
-    click.echo(f"gpuleased: {message.rstrip('.')}.{' ' + hint if hint else ''}", err=True)
+    flush_logs()
+    if is_for_people():
+        click.echo(f"gpuleased: {message.rstrip('.')}.{' ' + hint if hint else ''}", err=True)
+    else:
+        tell(LogEvent.DAEMON_FAILED, message, hint=hint, status=status)
     return status
 
 

@@ -13,6 +13,7 @@ from gpulease.daemon.agreement import check_bounds, check_tenants
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import Cause, CoreLimits
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.logs.settings import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
 from gpulease.daemon.tenant_names import check_tenant
@@ -92,6 +93,8 @@ class Config:
         sandbox: "available" for every measure that the host has, "required" for all or no start.
         worker_user: Who workers are; None for nobody if the daemon is root, else for the daemon's own user.
         sandbox_without: Measures that the operator does without.
+        log_format: How it logs: "auto", "human" or "json".
+        log_level: From which level on: "debug", "info", "warning" or "error".
         max_load_s: How long an image may compile before its lease ends.
         tls: What it takes to be reached by remote tenants; None to listen for none.
         tenant_of_certificate: Whose leases those of a certificate's holder are. If it is empty, a certificate says so
@@ -122,6 +125,8 @@ class Config:
     sandbox: str = "available"
     worker_user: str | None = None
     sandbox_without: frozenset[Measure] = frozenset()
+    log_format: str = "auto"
+    log_level: str = "info"
     max_load_s: int = 120
     tls: TlsSettings | None = None
     tenant_of_certificate: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -134,6 +139,11 @@ class Config:
     def of_http(self) -> HttpSettings | None:
         """What is said of the web page, in one."""
         return None if self.http is None else HttpSettings(self.http, self.http_hosts, self.http_token_file)
+
+    @property
+    def of_log(self) -> LogStyle:
+        """What is said of the log, in one."""
+        return LogStyle(self.log_format, self.log_level)
 
     @property
     def of_sandbox(self) -> SandboxSettings:
@@ -212,7 +222,7 @@ def _convert(key: str, value: Any) -> Any:
             return frozenset(_measure(text) for text in _texts(value))
         if key == "worker_user":
             return _user(value)
-        if key in ("driver", "sandbox"):
+        if key in ("driver", "sandbox", "log_format", "log_level"):
             return str(value)
         if key == "on_stop":
             return _on_stop(value)
@@ -342,6 +352,10 @@ def _check(config: Config) -> None:
         raise ConfigError("max_connections_per_tenant must be between 1 and max_connections")
     if not 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS:
         raise ConfigError(f"warm_contexts is {config.warm_contexts}; it must be between 0 and {MAX_WARM_CONTEXTS}")
+    if config.log_format not in FORMATS:
+        raise ConfigError(f"log_format is {config.log_format!r}; it must be one of {', '.join(FORMATS)}")
+    if config.log_level not in LEVELS:
+        raise ConfigError(f"log_level is {config.log_level!r}; it must be one of {', '.join(LEVELS)}")
     if config.sandbox not in MODES:
         raise ConfigError(f"sandbox is {config.sandbox!r}; it must be {' or '.join(MODES)}")
     if config.max_load_s < 1:

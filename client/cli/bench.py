@@ -14,11 +14,13 @@ from typing import Any, Final
 
 import click
 
+from gpulease.client.bench.core import run_core
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.gateway import request_figures
 from gpulease.client.bench.graphs import graph_figures
 from gpulease.client.bench.kernels import kernel_figures
 from gpulease.client.bench.leased import acquisition, bulk_copies, copy_sizes, hot_path, warm_acquisition
+from gpulease.client.bench.load import run_load
 from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.stream import stream_rates
@@ -38,6 +40,9 @@ GATE_FLIPS: Final = 400
 
 WARM_CONTEXTS: Final = 2
 """Of the private daemon that warm leases are measured on: one to take, and one that the next is made beside."""
+
+LEASES: Final = 30
+"""Acquired one after the other, and left to expire, and revoked."""
 
 REQUEST_CONTEXTS: Final = 4
 """Of the pool that requests of one lease each are measured on."""
@@ -141,24 +146,43 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--leases",
     type=_POSITIVE,
-    default=30,
-    show_default=True,
-    help="Leases acquired and freed, and as many left to expire, and revoked.",
+    help="Acquired and freed, and as many left to expire, and revoked: 30. At a time: with --load 200, --core 10,000.",
 )
 @click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
 @click.option(
     "--tls", default="", help="Where it listens for TLS; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files."
 )
 @click.option("--gateway", is_flag=True, help="Instead, requests a second on one lease each, on private daemons.")
+@click.option("--core", is_flag=True, help="Instead, the lease core alone: grants and renewals a second, lateness.")
+@click.option("--load", is_flag=True, help="Instead, whether a private daemon grows under leases that come and go.")
+@click.option("--minutes", type=click.FloatRange(min=0.01), default=10.0, show_default=True, help="Of --load.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
-    driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str, gateway: bool, as_json: bool
+    driver: str,
+    rounds: int,
+    launches: int,
+    leases: int | None,
+    tcp: str,
+    tls: str,
+    gateway: bool,
+    core: bool,
+    load: bool,
+    minutes: float,
+    as_json: bool,
 ) -> None:
     """Measure leases on the daemon that runs, or on a private one."""
+    if load or core:
+        run_load(leases, minutes, as_json) if load else run_core(leases, as_json)
+        return
     if gateway:
         figures = _requests(driver)
         click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
         return
+    report = _beside_direct_calls(driver, rounds, launches, leases or LEASES, tcp, tls)
+    click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+
+
+def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
@@ -203,7 +227,7 @@ def bench(
         report["acquire_to_bare"] = round(lease_figures["acquire_p50_ms"] / bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
-    click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
+    return report
 
 
 def _requests(driver: str) -> dict[str, dict[str, dict[str, float]]]:

@@ -6,7 +6,6 @@ can't be recorded in time is revoked before anybody hears of it.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ from gpulease.daemon.audit.writer import Writer
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.core import Denial, Denied, Effect, Event, Granted, RevokeRequested
 from gpulease.daemon.core.denials import not_recorded
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.protocol.capabilities import names_of
 
 MAX_WAIT_S: Final = 5.0
 """For a grant's record to become durable. A tenant that waits longer is better off elsewhere."""
 
 US_PER_MS: Final = 1000
-
-_log = logging.getLogger("gpulease.audit")
 
 OnOutcome = Callable[[Granted | Denied], None]
 
@@ -134,7 +133,7 @@ class LogRecorder(Recorder):
             for told in self._witness.saw(event, effects, now_ns):
                 self._record(told, now_ns)
         except Exception:
-            _log.exception("could not record %r", event)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {event!r}")
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
@@ -195,7 +194,7 @@ class LogRecorder(Recorder):
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
             why = self._writer.problem() or "the disk is too slow"
-            _log.error("the last records are not in the audit log: %s", why)
+            tell(LogEvent.AUDIT_SHORT, reason=why)
 
     def _record(self, told: Told, now_ns: int = 0) -> None:
         if self._writer is None:

@@ -5,7 +5,6 @@ it keeps what it has, opens the log anew every second, finds out what reached th
 record that says what happened.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from typing import Any, Final
 from gpulease.daemon.audit.files import AuditLog, FolderInUse
 from gpulease.daemon.audit.inbox import Inbox
 from gpulease.daemon.audit.records import FORMAT, Draft, Kind, Link
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 MAX_GROUP: Final = 2048
 """Records of one sync: bounds how long those in it wait for each other."""
@@ -32,8 +33,6 @@ STOP_TIMEOUT_S: Final = 5.0
 
 NS_PER_S: Final = 1_000_000_000
 NS_PER_US: Final = 1000
-
-_log = logging.getLogger("gpulease.audit")
 
 
 def draft_of(kind: Kind, data: dict[str, Any], now_ns: int = 0) -> Draft:
@@ -129,7 +128,7 @@ class Writer:
                 self._fail(error)
             except Exception as error:
                 # A fault of ours. Without this thread nothing would be written any more, and nothing would say so.
-                _log.exception("the audit log can't be written")
+                tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the audit log")
                 self._fail(error)
             if is_last and (self._failure or not len(self._inbox)):
                 self._close()
@@ -158,17 +157,17 @@ class Writer:
     def _succeed(self, log: AuditLog, before: Link, now_ns: int) -> None:
         self._is_begun = True
         if self._opening is not None:
-            _log.info("the audit log goes on behind record %d, %s", before.seq, before.hash)
+            tell(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
             if log.found:
-                _log.warning("the audit log was not as it was left: %s", log.found)
+                tell(LogEvent.AUDIT_NOT_AS_LEFT, reason=str(log.found))
         if self._failure:
-            _log.warning("the audit log is written again")
+            tell(LogEvent.AUDIT_BACK)
             self._failure = ""
         self._durable += self._unsynced + len(self._pending)
         self._pending, self._opening, self._attempted, self._unsynced = [], None, [], 0
         self._on_change()
         if self._inbox.dropped > self._told_dropped:
-            _log.warning("%d records found no room and are not in the audit log", self._inbox.dropped)
+            tell(LogEvent.AUDIT_DROPPED, count=self._inbox.dropped)
             self._told_dropped = self._inbox.dropped
         while (superfluous := log.superfluous()) is not None:
             path, told = superfluous
@@ -180,7 +179,7 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         if not self._failure:
             self._failed_us = time.monotonic_ns() // NS_PER_US
-            _log.error("the audit log can't be written: %s", error)
+            tell(LogEvent.AUDIT_FAILING, reason=str(error))
         said = error.strerror if isinstance(error, OSError) else str(error)
         self._failure = said or type(error).__name__
         self._on_change()
@@ -198,8 +197,8 @@ class Writer:
             try:
                 self._log.sync_head()
             except OSError as error:
-                _log.error("the audit log's head can't be written: %s", error)
-            _log.info("the audit log ends with record %d, %s", self._log.link.seq, self._log.link.hash)
+                tell(LogEvent.AUDIT_HEAD_FAILING, reason=str(error))
+            tell(LogEvent.AUDIT_CLOSED, record=self._log.link.seq, hash=self._log.link.hash)
             self._log.close()
             self._log = None
 

@@ -5,7 +5,6 @@ is ended: a lease goes on only if it was kept and its own worker lives.
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -17,6 +16,8 @@ from gpulease.daemon.broker.denials import cause_of
 from gpulease.daemon.broker.finding import FoundWorker
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.core import Cause, Event, KeptLease, LeaseRestored, LeaseState, WorkerFound
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended, name_of
 from gpulease.daemon.worker.page import PageState
 
@@ -26,8 +27,6 @@ broker's doing."""
 
 STRAY_TIMEOUT_S: Final = 5.0
 """For a worker that lost its zygote to be gone: the kernel kills it with its parent."""
-
-_log = logging.getLogger("gpulease.adoption")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ def adopt(
             workers.settle(adoption.event.kept.lease_id)
     going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
     if adoptions:
-        _log.info("an earlier daemon left %d leases and workers; %d go on", len(adoptions), going_on)
+        tell(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)
 
 
 def end_stray(lease_id: int, pid: int) -> None:
@@ -153,7 +152,7 @@ def end_stray(lease_id: int, pid: int) -> None:
     try:
         if name_of(pid) != worker_name(lease_id):
             return
-        _log.warning("lease %032x: its worker, process %d, has no zygote; it is ended", lease_id, pid)
+        tell(LogEvent.WORKER_STRAY, lease_id=lease_id, worker_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         has_ended(pidfd, STRAY_TIMEOUT_S)

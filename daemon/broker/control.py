@@ -5,7 +5,6 @@ that attaches to a session leaves the broker altogether: its socket goes to the 
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Final, cast
@@ -15,6 +14,8 @@ from gpulease.daemon.broker.peers import Peer, identify
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.requests import Desk
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.version import AGENT
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol.connection import (
@@ -62,8 +63,6 @@ WRITE_BUFFER_BYTES: Final = 256 << 10
 EVENT_BUFFER_BYTES: Final = 32 << 10
 """What a peer may have left unread, events and replies, before events are dropped for it. So a subscriber that never
 reads costs this much, and is not cut off for what it did not ask for one by one."""
-
-_log = logging.getLogger("gpulease.control")
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -139,7 +138,8 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._transport = None
         self._deadlines.stop_all()
         if self._desk is not None:
-            self._desk.leave()
+            self._desk.close()
+            self._desk = None
         self._release(self)
 
     def pause_writing(self) -> None:
@@ -173,7 +173,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         try:
             self._transport.write(self._connection.send_reply(request, result))
         except LocalProtocolError:
-            _log.exception("%s could not be answered", request.op.name)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
             failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
             self._transport.write(self._connection.send_failure(request, failure))
 

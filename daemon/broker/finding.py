@@ -4,7 +4,6 @@ Everything here blocks, with bounds: it is done before the daemon listens.
 """
 
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended, name_of
 from gpulease.daemon.worker.page import PageState, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -34,8 +35,6 @@ END_TIMEOUT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
 _UCRED: Final = struct.Struct("3i")
-
-_log = logging.getLogger("gpulease.adoption")
 
 
 class CannotAdopt(Exception):
@@ -235,7 +234,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
     try:
         if name_of(pid) != ZYGOTE_NAME:
             raise CannotAdopt(f"process {pid} listens at {path} and is no zygote", hint=hint)
-        _log.error("zygote %d does not answer; it is killed, and its sessions with it", pid)
+        tell(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if not has_ended(pidfd, END_TIMEOUT_S):

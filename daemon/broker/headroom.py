@@ -7,9 +7,12 @@ where there is room for it, and what goes on gets what was kept back.
 
 import asyncio
 import contextlib
-import logging
 import mmap
+import time
 from typing import Any, Final
+
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 RESERVE_BYTES: Final = 32 << 20
 """Kept back: addresses, of which no page is touched. For the stack of a thread that looks at a card, 8 MiB, and the
@@ -19,7 +22,9 @@ ROOM_BYTES: Final = 2 << 20
 """What a single event may take at most: a message of 128 KiB, a worker's page, and an arena of Python's objects, 1 MiB.
 """
 
-_log = logging.getLogger("gpulease")
+LOOK_NS: Final = 1_000_000
+"""Between two looks for room at the least, where nothing new is to begin: the events of a millisecond are served from
+the same arena. A look waits for whatever thread has a page mapped meanwhile, for 0.1 ms on a busy host."""
 
 
 class Headroom:
@@ -31,17 +36,24 @@ class Headroom:
 
     def __init__(self) -> None:
         self.is_short = False
+        self._looked_ns = 0
         self._reserve: mmap.mmap | None = None
         self._keep_back()
 
     def secure(self) -> None:
         """See that there is room for one more event, if need be by giving up the reserve."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_ns >= LOOK_NS:
+            self._looked_ns = now_ns
+            self._look()
+
+    def _look(self) -> None:
         if not _has_room(ROOM_BYTES) and self._reserve is not None:
             self.give_up()
 
     def is_enough(self) -> bool:
         """Whether something new may begin: there is room besides the reserve, which is kept back again if so."""
-        self.secure()
+        self._look()
         if self.is_short and _has_room(RESERVE_BYTES + ROOM_BYTES):
             self._keep_back()
         return not self.is_short
@@ -53,7 +65,7 @@ class Headroom:
         self._reserve.close()
         self._reserve = None
         self.is_short = True
-        _log.error("out of memory: nothing new is begun until there is some; leases go on and end as ever")
+        tell(LogEvent.MEMORY_SHORT)
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give it up when anything that `loop` called met the end of memory: what the kernel has is read again then."""
@@ -79,7 +91,7 @@ class Headroom:
             self.is_short = True
         elif self.is_short:
             self.is_short = False
-            _log.warning("there is memory again")
+            tell(LogEvent.MEMORY_BACK)
 
 
 def _mapping(size_bytes: int) -> mmap.mmap:

@@ -6,7 +6,6 @@ between which the loop goes round, and however many ask, one text is made at a t
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,6 +19,8 @@ from gpulease.daemon.broker.worker import Worker
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.core import Effect, Event, LeaseTable
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.metrics import families
 from gpulease.daemon.metrics.exposition import CONTENT_TYPE, Content, NodeCollector, chunks
 from gpulease.daemon.metrics.state import AuditFacts, NodeFacts, gauges
@@ -35,8 +36,6 @@ BEAT_S: Final = 1.0
 LOOK_TIMEOUT_S: Final = 1.0
 """For the cards to say what they hold; a driver that hangs costs the scrape one family, and is not asked again until
 it has answered."""
-
-_log = logging.getLogger("gpulease.metrics")
 
 OnText = Callable[[Metrics | Failure], None]
 
@@ -85,7 +84,7 @@ class NodeMetrics:
         try:
             self._tally.saw(event, effects, now_ns)
         except Exception:
-            _log.exception("could not count %r", event)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {event!r}")
 
     def refused(self, operation: str, status: Status) -> None:
         """A request was refused that never got to the lease table."""
@@ -126,7 +125,7 @@ class NodeMetrics:
                         on_text(result)
                     except Exception:
                         # A bug of ours; the others that asked are to be told all the same.
-                        _log.exception("could not answer with the metrics")
+                        tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
         finally:
             self._scrape = None
 
@@ -138,7 +137,7 @@ class NodeMetrics:
                 await asyncio.sleep(0)
         except Exception:
             # A bug of ours, in what no lease depends on.
-            _log.exception("the metrics can't be told")
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
             return Failure(Status.INTERNAL, "the metrics can't be told", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 

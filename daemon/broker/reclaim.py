@@ -1,12 +1,13 @@
 """Waiting for the proof that a dead worker's bytes are back, without blocking the loop."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.cards.source import CardSource
 from gpulease.daemon.core import Event, ReclaimProved
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 FIRST_LOOK_DELAY_S: Final = 0.002
 """Before the second look at the card. The driver gives bytes back some milliseconds after the reap (74 ms seen for
@@ -14,8 +15,6 @@ FIRST_LOOK_DELAY_S: Final = 0.002
 
 MAX_LOOK_DELAY_S: Final = 0.1
 """Between two looks in the end: the core fences the slice when its own timer runs out, and looks are not free."""
-
-_log = logging.getLogger("gpulease.reclaim")
 
 
 class Reclaimer:
@@ -57,7 +56,7 @@ class Reclaimer:
                 missing = f"the card can't be looked at: {error}"
             if not missing:
                 break
-            _log.debug("lease %032x: %s", lease_id, missing)
+            tell(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
         self._post(ReclaimProved(lease_id))

@@ -5,7 +5,6 @@ The broker holds the listening sockets, so that they outlive a gate that dies; i
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import subprocess
@@ -19,6 +18,8 @@ from gpulease.daemon.broker.listening import CannotListen, bound_at, reason_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.journal import Journal, KeptRelay
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import started_ticks
 from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.identity import IdentityFiles
@@ -55,8 +56,6 @@ _UNKNOWN: Final = Peer("", is_operator=False, is_known=False, is_relayed=True)
 
 MakeConnection = Callable[[Peer, Failure | None], asyncio.BaseProtocol]
 """A control connection of that peer; with a failure, one that says it and closes."""
-
-_log = logging.getLogger("gpulease.relay")
 
 
 class RemoteDoor:
@@ -182,7 +181,7 @@ class RemoteDoor:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError as error:
-                _log.error("relay %d won't end if its certificate is revoked: %s", pid, error.strerror)
+                tell(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
                 return
             try:
                 # If somebody has waited for it already, the number may be anybody's.
@@ -251,7 +250,7 @@ class RemoteDoor:
         self._enter(pid, relay)
         if refusal is None:
             self._journal.remember_relay(KeptRelay(pid, relay.started_ticks, relay.tenant, relay.serial))
-        _log.debug("relay %d: %s from %s, certificate %s", pid, peer, message["peer"], message["serial"])
+        tell(LogEvent.RELAY_ARRIVED, relay_pid=pid, tenant=peer.tenant, peer=message["peer"], serial=message["serial"])
         if refusal is not None:
             self._complaints.add(f"{peer.tenant or 'nobody'} from {message['peer']}", refusal.message)
         sock.setblocking(False)
@@ -296,7 +295,7 @@ class RemoteDoor:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(CannotListen("the gate for remote tenants died as it started; its log says why"))
         elif not self._is_stopping:
-            _log.error("the gate for remote tenants died: it will be started again; connections that are open go on")
+            tell(LogEvent.GATE_DIED)
             task = asyncio.get_running_loop().create_task(self._restart())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -307,9 +306,9 @@ class RemoteDoor:
             try:
                 await self.start()
             except CannotListen as error:
-                _log.error("the gate for remote tenants can't be started: %s", error)
+                tell(LogEvent.GATE_NOT_STARTED, reason=str(error))
                 continue
-            _log.info("the gate for remote tenants is back")
+            tell(LogEvent.GATE_BACK)
             return
 
 

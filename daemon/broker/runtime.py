@@ -5,7 +5,6 @@ entered twice.
 """
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ from gpulease.daemon.core import (
     HoldTimerFired,
     KillWorker,
     LeaseEnded,
-    LeaseSnapshot,
     LeaseState,
     LeaseTable,
     Outcome,
@@ -61,14 +59,15 @@ from gpulease.daemon.core import (
     Warned,
 )
 from gpulease.daemon.journal import Journal
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.chronicle import Chronicle
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 NS_PER_S = 1_000_000_000
 
 OnOutcome = Callable[[Outcome], None]
-
-_log = logging.getLogger("gpulease.leases")
 
 
 class Runtime:
@@ -86,15 +85,15 @@ class Runtime:
     ) -> None:
         self.table = table
         self.tokens = tokens
-        self.teller = Teller(table)
+        self.teller = Teller(table, self._warned)
         self.turns = Turns()
         self.headroom = Headroom()
         self.workers = workers
-        self.recorder = recorder
+        self.recorder = Chronicle(recorder, workers.pid)
         self.journal = journal or Journal()
         self.health = Health(table, workers, self.journal, recorder, self.headroom)
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
-        recorder.observe(table.get, self.post)
+        self.recorder.observe(table.get, self.post)
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
         self._source = source
@@ -136,9 +135,7 @@ class Runtime:
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.took_over()
         if self.table.drain_ns is not None:
-            _log.warning(
-                "this node is being drained, as it was when the daemon ended: gpulease drain --cancel ends that"
-            )
+            tell(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
         if self.workers.serving():
             self._watchman.start()
@@ -192,6 +189,9 @@ class Runtime:
         finally:
             self._is_busy = False
 
+    def _warned(self, lease_id: int, left_ms: int, reason: str) -> None:
+        self.recorder.warned(lease_id, left_ms, reason)
+
     # --- effects out ---
 
     def _tell(self, effects: list[Effect]) -> None:
@@ -199,7 +199,7 @@ class Runtime:
             self.teller.saw(effects)
         except Exception:
             # A bug of ours, in what nobody's lease depends on.
-            _log.exception("could not tell of %r", effects)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
 
     def _try(self, effect: Effect) -> None:
         try:
@@ -207,7 +207,7 @@ class Runtime:
         except Exception:
             # A bug of ours; the effects behind this one, another tenant's perhaps, must be carried out all the same.
             # What this one was to bring about is missed by the lease's timers, which end it.
-            _log.exception("could not carry out %r", effect)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -241,10 +241,10 @@ class Runtime:
                 self._arm_drain(due_ns)
             case Warned():
                 pass  # the teller's to tell
-            case WarmEnded():
-                self._end_warm(effect)
+            case WarmEnded(warm_id):
+                self._let_go(warm_id)
             case LeaseEnded(lease):
-                self._end(lease)
+                self._let_go(lease.lease_id)
             case _:
                 self._answer(effect)
 
@@ -288,17 +288,6 @@ class Runtime:
     def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
         delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
         return asyncio.get_running_loop().call_later(delay_s, self.post, event)
-
-    def _end(self, lease: LeaseSnapshot) -> None:
-        self._let_go(lease.lease_id)
-        cause = lease.cause.value if lease.cause is not None else "unknown"
-        _log.info("lease %032x %s: %s %s", lease.lease_id, lease.state.value, cause, lease.reason)
-
-    def _end_warm(self, ended: WarmEnded) -> None:
-        self._let_go(ended.warm_id)
-        level = logging.WARNING if ended.is_fenced else logging.INFO
-        state = "fenced" if ended.is_fenced else "gone"
-        _log.log(level, "a warm context on card %s is %s: %s", ended.card_uuid, state, ended.reason)
 
     def _let_go(self, number: int) -> None:
         """Nothing is to be done any more about a lease or warm context."""

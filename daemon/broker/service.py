@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -30,6 +29,8 @@ from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config, ConfigError, OnStop
 from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested, TenantRulesChanged
 from gpulease.daemon.journal import Journal
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
 from gpulease.protocol.address import Address, TlsAddress, UnixAddress
@@ -50,8 +51,6 @@ _STOPPING: Final = Failure(Status.DISCONNECTED, "the daemon is stopping", hint="
 _LEAVING: Final = Failure(
     Status.BUSY, "the daemon is being restarted; leases go on", hint="Connect again in a moment, and ask again."
 )
-
-_log = logging.getLogger("gpulease")
 
 
 class Service:
@@ -106,7 +105,7 @@ class Service:
         if self._remote is not None:
             await self._remote.start()
         elif self._config.tls is not None:
-            _log.warning("the [tls] table is not used: no address of listen begins with tls:")
+            tell(LogEvent.TLS_NOT_USED)
         assigned = await self._assigned()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
@@ -290,7 +289,7 @@ async def _start_workers(workers: Workers, state: State, source: CardSource) -> 
 def _tell_what_is_off(workers: Workers) -> None:
     for found in workers.findings():
         if not found["on"]:
-            _log.warning("the workers' sandbox is without %s: %s", found["measure"], found["detail"])
+            tell(LogEvent.SANDBOX_OFF, measure=found["measure"], reason=found["detail"])
 
 
 async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
@@ -304,16 +303,16 @@ async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Wor
     for fact in facts:
         overhead = overheads[fact.uuid]
         cards.append(Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, overhead, fact.is_partition))
-        _log.info(
-            "card %d %s %s: %d bytes to lease, %d more for each context",
-            fact.index,
-            fact.uuid,
-            fact.name,
-            fact.capacity_bytes,
-            overhead,
+        tell(
+            LogEvent.CARD_FOUND,
+            index=fact.index,
+            card=fact.uuid,
+            name=fact.name,
+            capacity_bytes=fact.capacity_bytes,
+            overhead_bytes=overhead,
         )
     if unknown and is_beside_others:
-        _log.warning("cards were measured beside workers of an earlier daemon: start again for all of their capacity")
+        tell(LogEvent.CARD_CROWDED)
     elif unknown:
         measured = [KeptCard(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
         journal.remember_cards(measured)

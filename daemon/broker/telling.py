@@ -86,10 +86,15 @@ class Subscription:
 
 
 class Teller:
-    """Everybody's subscriptions."""
+    """Everybody's subscriptions.
 
-    def __init__(self, table: LeaseTable) -> None:
+    Args:
+        on_warning: Called with a lease, its milliseconds and why, whenever it is told that it ends soon.
+    """
+
+    def __init__(self, table: LeaseTable, on_warning: Callable[[int, int, str], None] = lambda *_: None) -> None:
         self._table = table
+        self._on_warning = on_warning
         self._by_lease: dict[int, list[Subscription]] = {}
         self._by_tenant: Counter[str] = Counter()
         self._told: dict[int, Key] = {}
@@ -200,6 +205,8 @@ class Teller:
             cause=standing.cause,
             reason=standing.reason.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore"),
         )
+        if standing.phase is Phase.WARNING:
+            self._on_warning(lease_id, event.left_ms, standing.reason)
         for subscription in listeners:
             if subscription.may_see(lease_id) and not subscription.tell(event):
                 self._unread.add(subscription)

@@ -5,7 +5,6 @@ The broker holds the socket, so that it outlives a web process that dies; it nev
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -19,6 +18,8 @@ from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.config import ConfigError
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import exit_text
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.web.settings import BadToken, HttpSettings
@@ -41,8 +42,6 @@ READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=Tru
 """Who the web process is: one who sees all and may do nothing."""
 
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
-
-_log = logging.getLogger("gpulease.web")
 
 
 class WebDoor:
@@ -199,8 +198,8 @@ class WebDoor:
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_exception(CannotListen("the web process died as it started; the log says why"))
             return
-        how = "" if status is None else f" ({exit_text(status << 8 if status >= 0 else -status)})"
-        _log.error("the web process died%s: it will be started again; leases are none of its", how)
+        how = None if status is None else exit_text(status << 8 if status >= 0 else -status)
+        tell(LogEvent.WEB_DIED, reason=how)
         self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
@@ -212,7 +211,7 @@ class WebDoor:
             try:
                 await self._start()
             except CannotListen as error:
-                _log.error("the web process can't be started: %s", error)
+                tell(LogEvent.WEB_NOT_STARTED, reason=str(error))
                 continue
-            _log.info("the web process is back")
+            tell(LogEvent.WEB_BACK)
             return

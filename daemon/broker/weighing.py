@@ -6,16 +6,14 @@ and once a second besides. A session that is over, or whose figure can't be had,
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.core import Cause, Event, LeaseState, LeaseTable, SessionCondemned
-
-_log = logging.getLogger("gpulease.weighing")
-
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 ROUND_S: Final = 1.0
 """Between two looks at every session: what no rule foresaw is found within this. A look takes 0.1 ms."""
@@ -85,5 +83,5 @@ class Weigher:
             )
         # A worker that ended meanwhile is not on the card any more, and its end is told by whoever reaped it.
         if self._workers.is_alive(lease_id):
-            _log.warning("lease %032x: %s", lease_id, reason)
+            tell(LogEvent.WORKER_OVER_SLICE, lease_id=lease_id, reason=reason)
             self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))

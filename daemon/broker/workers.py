@@ -6,7 +6,6 @@ it, until its end was told.
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ from gpulease.daemon.broker.worker import Ended, Worker
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
@@ -33,8 +34,6 @@ ZYGOTE_RESTART_DELAY_S: Final = 1.0
 MAX_REASON_CHARS: Final = 1000
 """Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
 of leases, and the audit log."""
-
-_log = logging.getLogger("gpulease.workers")
 
 
 class Workers:
@@ -235,7 +234,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(ours, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        _log.warning("lease %032x: no worker can be started: %s", spec.lease_id, error.strerror)
+        tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.lease_id, reason=error.strerror)
         ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}")
         asyncio.get_running_loop().call_soon(self._post, ended)
 
@@ -330,10 +329,10 @@ class Workers:
             else:
                 self._watch_orphan(worker)
         if zygote is not self._zygote:
-            _log.info("an earlier daemon's zygote has ended")
+            tell(LogEvent.ZYGOTE_LEFT)
             self._earlier.remove(zygote)
             return
-        _log.error("the zygote died: every session ends with it; it will be started again")
+        tell(LogEvent.ZYGOTE_DIED)
         self._restart = asyncio.get_running_loop().create_task(self._restart_zygote())
 
     async def _restart_zygote(self) -> None:
@@ -343,9 +342,9 @@ class Workers:
             try:
                 await self._zygote.start()
             except ZygoteBroken as error:
-                _log.error("the zygote can't be started: %s %s", error, error.hint)
+                tell(LogEvent.ZYGOTE_NOT_STARTED, reason=str(error), hint=error.hint)
                 continue
-            _log.info("the zygote is back")
+            tell(LogEvent.ZYGOTE_BACK)
             return
 
     def _watch_orphan(self, worker: Worker) -> None:
@@ -396,4 +395,4 @@ class Workers:
 
 
 def _not_delivered(event: Event) -> None:
-    _log.warning("nobody was told of %r", event)
+    tell(LogEvent.DAEMON_FAULT, doing=f"telling nobody of {event!r}")

@@ -7,7 +7,6 @@ revoked before anybody hears of it.
 import asyncio
 import contextlib
 import heapq
-import logging
 import os
 import time
 from collections import deque
@@ -42,6 +41,8 @@ from gpulease.daemon.journal.following import Follower
 from gpulease.daemon.journal.rows import Change, KeptRelay, RowKind, number_key, spent_key
 from gpulease.daemon.journal.store import Store
 from gpulease.daemon.journal.writer import Writer
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 MAX_WAIT_S: Final = 5.0
 """For what an outcome says to become durable. A tenant that waits longer is better off elsewhere."""
@@ -49,8 +50,6 @@ MAX_WAIT_S: Final = 5.0
 NS_PER_MS: Final = 1_000_000
 
 OnOutcome = Callable[[Outcome], None]
-
-_log = logging.getLogger("gpulease.journal")
 
 
 class Journal:
@@ -167,7 +166,7 @@ class FileJournal(Journal):
         try:
             changes = self._follower.changes(event, effects, self._table, self._pid_of)
         except Exception:
-            _log.exception("could not follow %r", event)
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
             self._fault = "the daemon could not follow what happened to a lease"
             return
         if changes:
@@ -228,7 +227,7 @@ class FileJournal(Journal):
         """As above. The lease table is at rest by now."""
         is_whole = await asyncio.to_thread(self._writer.stop)
         if not is_whole:
-            _log.error("the last changes are not in the journal: %s", self.problem() or "the disk is too slow")
+            tell(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -296,7 +295,7 @@ class FileJournal(Journal):
             held.tell(problem)
         except Exception:
             # A bug of ours; whoever else waits must be told all the same.
-            _log.exception("could not tell an outcome")
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:

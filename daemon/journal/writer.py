@@ -3,7 +3,6 @@
 If the disk refuses, nothing is dropped: the same changes are tried again every second, and those that came since.
 """
 
-import logging
 import sqlite3
 import threading
 import time
@@ -13,6 +12,8 @@ from typing import Final
 
 from gpulease.daemon.journal.rows import Change
 from gpulease.daemon.journal.store import Store
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 MAX_GROUP: Final = 1024
 """Batches of changes in one commit: bounds how long those in it wait for each other."""
@@ -27,8 +28,6 @@ STOP_TIMEOUT_S: Final = 5.0
 """For the last changes when the daemon stops; a hung disk must not keep it."""
 
 NS_PER_S: Final = 1_000_000_000
-
-_log = logging.getLogger("gpulease.journal")
 
 
 class Writer:
@@ -123,14 +122,14 @@ class Writer:
             self._fail(error)
         except Exception as error:
             # A fault of ours. Without this thread nothing would be granted any more, and nothing would say why.
-            _log.exception("the journal can't be written")
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the journal")
             self._fail(error)
         else:
             self.durable += len(group)
             self.commits += 1
             group.clear()
             if self._failure:
-                _log.warning("the journal is written again")
+                tell(LogEvent.JOURNAL_BACK)
                 self._failure = ""
         finally:
             self._busy_since_ns = 0
@@ -139,7 +138,7 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         if not self._failure:
-            _log.error("the journal can't be written: %s", said)
+            tell(LogEvent.JOURNAL_FAILING, reason=said)
         self._failure = said or type(error).__name__
 
 

@@ -1,11 +1,11 @@
 """`python -m gpulease.daemon.relay CHANNEL_FD PARENT_PID MAX MAX_PER_TENANT FILES...`: started by the broker."""
 
-import logging
 import signal
 import socket
 import sys
 
 from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.logs.settings import go_on_logging
 from gpulease.daemon.processes import die_with_parent, set_name
 from gpulease.daemon.relay.gate import Gate, get_ready
 from gpulease.daemon.relay.identity import BadIdentity, IdentityFiles
@@ -16,7 +16,7 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenan
     die_with_parent(parent_pid)
     set_name("gpul-gate")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    go_on_logging("gate")
     channel = socket.socket(fileno=channel_fd)
     try:
         gate = Gate(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)

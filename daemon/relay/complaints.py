@@ -1,17 +1,17 @@
 """What is logged of strangers: they can go on for ever, the log can't."""
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Final
+
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 PAUSE_S: Final = 1.0
 """Between two lines."""
 
 MAX_CHARS: Final = 200
 """Of what a line says of a peer."""
-
-_log = logging.getLogger("gpulease.relay")
 
 
 class Complaints:
@@ -27,7 +27,6 @@ class Complaints:
         if self._clock() < self._next:
             self._left_out += 1
             return
-        more = f" ({self._left_out} more since the last such line)" if self._left_out else ""
-        _log.warning("turned away %s: %s%s", peer, why[:MAX_CHARS], more)
+        tell(LogEvent.STRANGER_REFUSED, peer=peer, reason=why[:MAX_CHARS], suppressed=self._left_out or None)
         self._next = self._clock() + PAUSE_S
         self._left_out = 0

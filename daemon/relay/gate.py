@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import os
 import select
 import signal
@@ -15,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.settings import stop_logging
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import exit_text
 from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.crowd import first_of_the_fewest, first_of_the_largest
@@ -44,8 +46,6 @@ everybody's relays by opening what is refused again and again."""
 
 EXIT_BUG: Final = 70
 """EX_SOFTWARE of sysexits(3)."""
-
-_log = logging.getLogger("gpulease.relay")
 
 
 @dataclass(slots=True)
@@ -227,13 +227,13 @@ class Gate:
             return
         try:
             self._identity = Identity(self._files)
-            _log.info("read the node's certificate, its key and whom it believes again")
+            tell(LogEvent.GATE_IDENTITY)
             self._complaint_about_files = ""
         except BadIdentity as error:
             self._identity = None
             if str(error) != self._complaint_about_files:
                 self._complaint_about_files = str(error)
-                _log.error("no remote tenant can connect: %s", error)
+                tell(LogEvent.GATE_CLOSED, reason=str(error))
 
     def _look_for_revoked(self) -> None:
         """End connections whose certificates were revoked after they were made."""
@@ -245,11 +245,11 @@ class Gate:
         revoked = frozenset() if self._identity is None else self._identity.revoked
         for pid, holder in self._relays.items():
             if holder.serial in revoked:
-                _log.warning("relay %d ends: certificate %X was revoked", pid, holder.serial)
+                tell(LogEvent.RELAY_REVOKED, relay_pid=pid, serial=f"{holder.serial:X}")
                 os.kill(pid, signal.SIGKILL)
         for pidfd, serial in self._orphans.items():
             if serial in revoked:
-                _log.warning("an earlier gate's relay ends: certificate %X was revoked", serial)
+                tell(LogEvent.RELAY_REVOKED, serial=f"{serial:X}")
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
@@ -283,6 +283,7 @@ class Gate:
     ) -> NoReturn:
         status = EXIT_BUG
         try:
+            stop_logging()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             net.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -346,7 +347,7 @@ class Gate:
                 return
             self._relays.pop(pid, None)
             if status:
-                _log.warning("relay %d %s", pid, exit_text(status))
+                tell(LogEvent.RELAY_ENDED, relay_pid=pid, reason=exit_text(status))
             send_message(self._channel, {"op": "left", "pid": pid})
 
 

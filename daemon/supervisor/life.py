@@ -3,19 +3,19 @@
 import asyncio
 import contextlib
 import faulthandler
-import logging
 import signal
 from collections.abc import Callable, MutableMapping, Sequence
 
+from gpulease.daemon.broker.collecting import collect_rarely
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.config import Config
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.supervisor import watchdog
 from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.supervisor.notifying import Notifier, status
 from gpulease.daemon.supervisor.reloading import Reloading
 from gpulease.daemon.version import VERSION
-
-_log = logging.getLogger("gpulease")
 
 
 class Supervised:
@@ -63,9 +63,11 @@ class Supervised:
                 self._notifier.tell_status("Making a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))
             for address in service.addresses:
-                _log.info("gpuleased %s listens on %s", VERSION, address)
+                message = f"gpuleased {VERSION} listens on {address}"
+                tell(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
             if service.url:
-                _log.info("gpuleased %s is to be seen at %s", VERSION, service.url)
+                message = f"gpuleased {VERSION} is to be seen at {service.url}"
+                tell(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             await self._leave_in_keeping(service)
             await self._notifier.tell_surely("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
@@ -78,9 +80,10 @@ class Supervised:
                 stack.push_async_callback(reloading.stop)
                 if asked_early.is_set():
                     reloading.ask()
+            collect_rarely()
             number = await told
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
-            _log.info("stopping")
+            tell(LogEvent.DAEMON_STOPPING)
             await self._notifier.tell_surely("STOPPING=1", status("Stopping."))
 
     async def _leave_in_keeping(self, service: Service) -> None:

@@ -1,7 +1,6 @@
 """`python -m gpulease.daemon.web CHANNEL_FD PARENT_PID SANDBOX`: started by the broker."""
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -9,6 +8,7 @@ import sys
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, receive_message, send_message
+from gpulease.daemon.logs.settings import go_on_logging
 from gpulease.daemon.processes import die_with_parent, set_name
 from gpulease.daemon.sandbox.measures import SandboxBroken
 from gpulease.daemon.sandbox.needs import Needs
@@ -35,7 +35,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     set_name("gpul-web")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    go_on_logging("web", opens_own=False)
     spare_the_log()
     channel = socket.socket(fileno=channel_fd)
     try:

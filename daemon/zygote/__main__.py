@@ -21,6 +21,9 @@ from typing import Any, Final, NoReturn
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.settings import go_on_logging, stop_logging
+from gpulease.daemon.logs.telling import tell as log
 from gpulease.daemon.processes import die_with_parent, exit_text, set_name, survive_stderr
 from gpulease.daemon.sandbox.measures import SandboxBroken
 from gpulease.daemon.sandbox.plan import Plan
@@ -72,7 +75,7 @@ class Zygote:
             end.setblocking(False)
         self._pid = os.getpid()
         self._poll = select.poll()
-        self._sayings = Sayings(self._poll)
+        self._sayings = Sayings(self._poll, self._log_saying)
         self._is_retired = False
 
     def run(self) -> None:
@@ -219,6 +222,7 @@ class Zygote:
         status = 1
         try:
             # First of all: nothing of another lease, nor of the broker, stays open here.
+            stop_logging()
             self._keeper.close()
             self._sayings.close()
             close_all(not_its)
@@ -242,6 +246,10 @@ class Zygote:
             return WorkerExit.NO_CONTEXT
         begin = stand_by if spec.is_warm else live
         return begin(spec, self._driver, channel, page_fd)
+
+    def _log_saying(self, pid: int, line: str, lost_lines: int) -> None:
+        lease_id = self._keeper.lease_of(pid)
+        log(LogEvent.WORKER_SAID, lease_id=lease_id, worker_pid=pid, said=line, lost_lines=lost_lines or None)
 
     def _drain_wakeup(self) -> None:
         try:
@@ -280,6 +288,7 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
         listener.listen()
         listener.setblocking(False)
     survive_stderr()
+    go_on_logging("zygote")
     set_name(ZYGOTE_NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=channel_fd)

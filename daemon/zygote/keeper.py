@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.overrun import overran_on
 from gpulease.daemon.worker.page import PageState, flip_word, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -114,6 +116,11 @@ class Keeper:
                 self._ended[kept.serial] = kept
         return kept
 
+    def lease_of(self, pid: int) -> int:
+        """The lease, or warm context, of a worker; 0 if it is reaped."""
+        kept = self._living.get(pid)
+        return 0 if kept is None else kept.spec.lease_id
+
     def forget(self, serial: int) -> None:
         """Nobody needs to know any more that it was."""
         self._ended.pop(serial, None)
@@ -174,6 +181,7 @@ class Keeper:
             yield kept.kill_due_ns
         else:
             kept.is_killed = True
+            tell(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.lease_id, worker_pid=kept.pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
 

@@ -6,7 +6,6 @@ that was taken over could empty a log that is a file, or write others' lines int
 
 import os
 import select
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,11 @@ SAID_BYTES_PER_S: Final = 16 << 10
 BURST_BYTES: Final = 1 << 20
 """Of all workers at once, after they were silent for a minute."""
 
-MAX_LINE_BYTES: Final = 1000
-"""Of one line; what is longer is several. Less than PIPE_BUF, so that a log with any room has room for it."""
+MAX_LINE_BYTES: Final = 900
+"""Of one line; what is longer is several. Less than what a record shows of a text."""
+
+RECORD_BYTES: Final = 250
+"""What a record has besides what was said. Stops a kernel from filling the log with lines of one character."""
 
 _READ_BYTES: Final = 4096
 
@@ -35,6 +37,7 @@ class _Pipe:
     pid: int
     said_bytes: int = 0
     begun: bytes = b""
+    lost_lines: int = 0
 
 
 class Sayings:
@@ -42,17 +45,17 @@ class Sayings:
 
     Args:
         poll: Tells of the descriptors that `hear` is to be called with.
-        write: Takes a line for the log; None for standard error.
+        log: Called with a worker's process id, a line of its, and how many before it were lost.
     """
 
     def __init__(
         self,
         poll: "select.poll",
-        write: Callable[[str], object] | None = None,
+        log: Callable[[int, str, int], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._poll = poll
-        self._write = write or write_if_there_is_room
+        self._log = log
         self._clock = clock
         self._pipes: dict[int, _Pipe] = {}
         self._left_bytes = float(BURST_BYTES)
@@ -77,9 +80,9 @@ class Sayings:
             pipe.begun = b""
         for line in lines:
             for at in range(0, len(line), MAX_LINE_BYTES):
-                self._pass_on(pipe.pid, line[at : at + MAX_LINE_BYTES])
+                self._pass_on(pipe, line[at : at + MAX_LINE_BYTES])
         if pipe.said_bytes > MAX_SAID_BYTES:
-            self._pass_on(pipe.pid, f"(it has said {MAX_SAID_BYTES} bytes; the rest is lost)".encode())
+            self._pass_on(pipe, f"(it has said {MAX_SAID_BYTES} bytes; the rest is lost)".encode())
         if pipe.said_bytes > MAX_SAID_BYTES or not data:
             self._poll.unregister(fd)
             del self._pipes[fd]
@@ -91,13 +94,17 @@ class Sayings:
             os.close(fd)
         self._pipes.clear()
 
-    def _pass_on(self, pid: int, line: bytes) -> None:
+    def _pass_on(self, pipe: _Pipe, line: bytes) -> None:
         now_s = self._clock()
         self._left_bytes = min(BURST_BYTES, self._left_bytes + (now_s - self._counted_s) * SAID_BYTES_PER_S)
         self._counted_s = now_s
-        if len(line) <= self._left_bytes:
-            self._left_bytes -= len(line)
-            self._write(f"worker {pid}: {_shown(line)}\n")
+        pipe.said_bytes += RECORD_BYTES
+        if len(line) + RECORD_BYTES > self._left_bytes:
+            pipe.lost_lines += 1
+            return
+        self._left_bytes -= len(line) + RECORD_BYTES
+        self._log(pipe.pid, line.decode(errors="backslashreplace"), pipe.lost_lines)
+        pipe.lost_lines = 0
 
 
 def say_to(fd: int) -> None:
@@ -106,17 +113,3 @@ def say_to(fd: int) -> None:
     for standard in (1, 2):
         os.dup2(fd, standard)
     os.close(fd)
-
-
-def write_if_there_is_room(line: str) -> None:
-    """To standard error, unless that would wait: whoever reads the log must not hold up the zygote."""
-    poll = select.poll()
-    poll.register(2, select.POLLOUT)
-    if poll.poll(0):
-        sys.stderr.write(line)
-
-
-def _shown(line: bytes) -> str:
-    """With nothing in it that a terminal would obey, or take for another line."""
-    text = line.decode(errors="backslashreplace")
-    return "".join(char if char.isprintable() or char == "\t" else f"\\x{ord(char):02x}" for char in text)

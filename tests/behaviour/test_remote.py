@@ -224,7 +224,7 @@ def test_a_revocation_ends_what_is_open_and_lets_in_no_more(
         with pytest.raises(Disconnected):
             own.builder(daemon.tls_address, own.bob).acquire()
         session.sync()
-    daemon.allowed_trouble.append("no remote tenant can connect: crl")
+    daemon.allowed_trouble.append('no remote tenant can connect  reason="crl')
 
 
 def test_a_connection_ends_with_its_certificate(daemon: Daemon, pki: Pki) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,7 +109,10 @@ def test_a_kernel_that_prints_fills_no_log_and_forges_no_line(daemon: Daemon) ->
         wait_until(is_cut_off, "it is cut off", seen=lambda: len(daemon.log()))
         check_main_job(session)
     forged = [line for line in daemon.log().splitlines() if "forged" in line]
-    assert all(line.startswith(f"worker {pid}: ") for line in forged)
+    record = re.compile(
+        rf"[-\d]+ [:.\d]+ INFO +a worker or its kernel says:  lease_id={lease.lease_id:032x} worker_pid={pid} said="
+    )
+    assert all(record.match(line) for line in forged)
     assert 0 < sum(map(len, forged)) < 3 * MAX_SAID_BYTES
 
 

@@ -28,6 +28,7 @@ class Disk:
     """A daemon's: full or not."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
+        self._daemon = daemon
         self._pid = daemon.process.pid
         self._folder = folder
         _, self._hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
@@ -35,6 +36,7 @@ class Disk:
     def fill(self) -> None:
         """No file grows beyond what the log has, and a few bytes: the next record is torn."""
         size = log_files(self._folder)[-1].stat().st_size
+        self._daemon.shorten_log()
         assert size > 2 * PAGE_BYTES, "the broker's other files, pages for workers, must still fit"
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (size + 100, self._hard))
 

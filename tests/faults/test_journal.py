@@ -49,10 +49,12 @@ class Disk:
     """A daemon's: full or not. Two pages fit, which a worker's page needs; no commit does."""
 
     def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
         self._pid = daemon.process.pid
         _, self._hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
 
     def fill(self) -> None:
+        self._daemon.shorten_log()
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (2 * PAGE_BYTES, self._hard))
 
     def empty(self) -> None:

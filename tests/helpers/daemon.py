@@ -30,9 +30,11 @@ STOP_LIMIT_S: Final = 15.0
 MARK: Final = "GPULEASE_TEST_DAEMON"
 FOLDER: Final = "GPULEASE_TEST_FOLDER"
 
-_TROUBLE: Final = re.compile(r" (ERROR|CRITICAL) |^(?:worker \d+: )?Traceback|Exception ignored", re.MULTILINE)
-_TCP: Final = re.compile(r"listens on (tcp:\S+)")
-_TLS: Final = re.compile(r"listens on (tls:\S+)")
+_TROUBLE: Final = re.compile(
+    r' (ERROR|CRITICAL) |"level":"(error|critical)"|^Traceback| said="?Traceback|Exception ignored', re.MULTILINE
+)
+_TCP: Final = re.compile(r'listens on (tcp:[^\s"]+)')
+_TLS: Final = re.compile(r'listens on (tls:[^\s"]+)')
 
 
 def python_environment() -> dict[str, str]:
@@ -50,12 +52,13 @@ class Faults:
     withhold_proof_while: Path | None = None
     inflate_while: Path | None = None
     hang_syncs_while: Path | None = None
+    leaks_descriptors: bool = False
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
         flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while")}
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
-        return json.dumps({"constants": self.constants} | paths)
+        return json.dumps({"constants": self.constants, "leaks_descriptors": self.leaks_descriptors} | paths)
 
 
 class Daemon:
@@ -79,6 +82,7 @@ class Daemon:
         folder: Path | None = None,
         listens: bool = True,
         stderr: int | None = None,
+        log_format: str = "human",
     ) -> None:
         # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
@@ -89,7 +93,7 @@ class Daemon:
         self._owns_folder = folder is None
         self._mark = uuid.uuid4().hex
         self._listeners = 1 + tcp + tls
-        arguments = ["--driver", driver] + ["--listen", self.address] * listens
+        arguments = ["--driver", driver, "--log-format", log_format] + ["--listen", self.address] * listens
         arguments += ["--listen", "tcp:127.0.0.1:0"] * tcp
         arguments += ["--listen", "tls:127.0.0.1:0"] * tls
         arguments += [part for size in vram for part in ("--vram", size)]
@@ -98,7 +102,9 @@ class Daemon:
             arguments += ["--config", str(self.folder / "config.toml")]
         module = ["gpulease.daemon"] if faults is None else ["helpers.faulty_daemon", faults.as_argument()]
         self._log_path = self.folder / f"log-{self._mark}"
-        with self._log_path.open("wb") as log:
+        self._earlier_log = ""
+        # To append, so that it can be made short again.
+        with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *module, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -159,7 +165,12 @@ class Daemon:
 
     def log(self) -> str:
         """All it has logged."""
-        return self._log_path.read_text(errors="replace")
+        return self._earlier_log + self._log_path.read_text(errors="replace")
+
+    def shorten_log(self) -> None:
+        """Begin its file anew, for a disk that is about to be full: the log is to find room there."""
+        self._earlier_log = self.log()
+        os.truncate(self._log_path, 0)
 
     def trouble(self) -> list[str]:
         """Logged lines that speak of an error and were not allowed."""

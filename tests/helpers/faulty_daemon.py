@@ -1,8 +1,9 @@
 """`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
 
-FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3), and three
-paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes back; as long as `inflate_while`
-does, every worker seems to hold a terabyte; as long as `hang_syncs_while` does, no file gets to the disk.
+FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3);
+`leaks_descriptors`, whether one is left open with each worker; and three paths. As long as `withhold_proof_while`
+exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
+as long as `hang_syncs_while` does, no file gets to the disk.
 """
 
 import importlib
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gpulease.daemon.__main__ import main
+from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.embedded import EmbeddedCards
 from gpulease.daemon.cards.source import CardSource
+from gpulease.daemon.worker.spec import WorkerSpec
 
 
 def break_things(faults: dict[str, Any]) -> None:
@@ -28,6 +31,8 @@ def break_things(faults: dict[str, Any]) -> None:
     if faults["withhold_proof_while"] is not None:
         for cards in card_sources():
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
+    if faults["leaks_descriptors"]:
+        leak_descriptors()
     if faults["hang_syncs_while"] is not None:
         hang_syncs(Path(faults["hang_syncs_while"]))
     if faults["inflate_while"] is not None:
@@ -37,6 +42,17 @@ def break_things(faults: dict[str, Any]) -> None:
             return 1 << 40 if inflated.exists() else 0
 
         EmbeddedCards.process_bytes = process_bytes  # type: ignore[method-assign]
+
+
+def leak_descriptors() -> None:
+    """As somebody does who forgets to close one."""
+    spawn = Workers.spawn
+
+    def leaking(self: Workers, spec: WorkerSpec) -> None:
+        os.open(os.devnull, os.O_RDONLY)
+        spawn(self, spec)
+
+    Workers.spawn = leaking  # type: ignore[method-assign]
 
 
 def hang_syncs(flag: Path) -> None:

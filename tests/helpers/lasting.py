@@ -21,12 +21,18 @@ class LastingDaemon:
     """
 
     def __init__(
-        self, *, vram: Sequence[str] = ("6GiB",), config: str = "", driver: str = "cpu", tls: bool = False
+        self,
+        *,
+        vram: Sequence[str] = ("6GiB",),
+        config: str = "",
+        driver: str = "cpu",
+        tls: bool = False,
+        log_format: str = "human",
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
         self.state = self.folder / "state"
         self.config = f'state = "{self.state}"\n{config}'
-        self._vram, self._driver, self._tls = vram, driver, tls
+        self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
         self._all: list[Daemon] = []
         self.now: Daemon
 
@@ -45,6 +51,7 @@ class LastingDaemon:
             folder=self.folder,
             faults=faults,
             stderr=stderr,
+            log_format=self._log_format,
         )
         self._all.append(daemon)
         self.now = daemon

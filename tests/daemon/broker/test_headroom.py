@@ -7,6 +7,7 @@ from helpers.daemon import python_environment
 
 SCRIPT = """
 import asyncio, resource
+from gpulease.daemon.broker import headroom
 from gpulease.daemon.broker.headroom import RESERVE_BYTES, ROOM_BYTES, Headroom
 
 def leave(room_bytes):
@@ -17,6 +18,7 @@ def fail(kind):
     raise kind("nothing to do with the reserve")
 
 room = Headroom()
+headroom.LOOK_NS = 0
 assert room.is_enough() and not room.is_short
 leave(ROOM_BYTES + (1 << 20))
 room.secure()

@@ -21,6 +21,7 @@ from gpulease.daemon.cards.embedded import EmbeddedCards
 from gpulease.daemon.cards.source import CardsUnavailable
 from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
 from gpulease.daemon.journal import Journal
+from gpulease.daemon.logs.telling import ATTRIBUTE
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Metrics
 from gpulease.protocol.opcodes import Status
@@ -128,10 +129,10 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
         assert answer.status is Status.INTERNAL
 
     asyncio.run(run())
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "could not count ShutdownRequested()",
-        "the metrics can't be told",
-        "could not answer with the metrics",
+    assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
+        "counting ShutdownRequested()",
+        "telling the metrics",
+        "answering with the metrics",
     ]
 
 

@@ -2,6 +2,7 @@ import logging
 
 import pytest
 
+from gpulease.daemon.logs.telling import ATTRIBUTE
 from gpulease.daemon.relay.complaints import MAX_CHARS, Complaints
 
 
@@ -13,7 +14,8 @@ def test_a_flood_of_strangers_is_a_line_a_second(caplog: pytest.LogCaptureFixtur
             complaints.add("1.2.3.4", "x" * 1000)
         now = 101.0
         complaints.add("5.6.7.8", "late")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"turned away 1.2.3.4: {'x' * MAX_CHARS}",
-        "turned away 5.6.7.8: late (999 more since the last such line)",
+    told = [getattr(record, ATTRIBUTE)[1] for record in caplog.records]
+    assert told == [
+        {"peer": "1.2.3.4", "reason": "x" * MAX_CHARS, "suppressed": None},
+        {"peer": "5.6.7.8", "reason": "late", "suppressed": 999},
     ]

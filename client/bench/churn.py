@@ -1,0 +1,223 @@
+"""Leases that come, work, are renewed and end in every way, as many at a time as wanted, on one daemon."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable
+from typing import Final, TypeVar
+
+import numpy as np
+
+from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
+from gpulease.client.blocking import ask
+from gpulease.client.core.launching import KernelArguments
+from gpulease.client.errors import GpuLeaseError, LeaseExpired, Revoked
+from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.verify.scene import Breach, worker_pid
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, LeaseRevoke
+
+T = TypeVar("T")
+
+SLICE_BYTES: Final = 1 << 20
+VALUES: Final = 1024
+GRID: Final = (4, 1, 1)
+BLOCK: Final = (256, 1, 1)
+
+AT_A_TIME: Final = 8
+"""Acquires under way together: a host has so many cores to start processes on."""
+
+TTL_S: Final = 120.0
+REST_TTL_S: Final = 120.0
+"""Of a lease while all rest, so that none ends then."""
+
+ENDINGS: Final = ("free", "expire", "drop", "kill", "revoke", "free", "free")
+"""How leases end, in turn."""
+
+EXPIRY_PART: Final = 0.25
+"""Of a life: how long a lease that is left to expire is asked for."""
+
+PATIENCE_S: Final = 120.0
+"""For all to be at rest, or for a lease that ended to be told of: past this something hangs."""
+
+REFUSED_LOOK_S: Final = 0.05
+
+_X: Final = np.arange(VALUES, dtype=np.float32)
+
+
+class Churn:
+    """The load.
+
+    Args:
+        address: The daemon.
+        leases: How many at a time.
+        life_s: How long one lives, on the average.
+        image: PTX with `scale`.
+
+    Attributes:
+        took_ms: Of each control operation that succeeded.
+        ended: How many leases ended in each way.
+        surprises: What should not have happened, in words.
+    """
+
+    def __init__(self, address: str, leases: int, life_s: float, image: bytes, seed: int = 1) -> None:
+        self.took_ms: defaultdict[str, list[float]] = defaultdict(list)
+        self.ended: Counter[str] = Counter()
+        self.surprises: list[str] = []
+        self._address, self._leases, self._life_s, self._image = address, leases, life_s, image
+        self._random = random.Random(seed)
+        self._endings = itertools.cycle(ENDINGS)
+        self._acquiring = asyncio.Semaphore(AT_A_TIME)
+        self._rest, self._resume, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Condition()
+        self._resting = 0
+
+    @contextlib.asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        """The load, until the block is left."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._slot()) for _ in range(self._leases)]
+            tasks.append(group.create_task(self._look_around()))
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """All leases are there, attached and renewed, and nobody asks for anything, until the block is left."""
+        self._resume.clear()
+        self._rest.set()
+        try:
+            async with asyncio.timeout(PATIENCE_S), self._changed:
+                await self._changed.wait_for(lambda: self._resting == self._leases + 1)
+            yield
+        finally:
+            self._rest.clear()
+            self._resume.set()
+
+    # --- one lease after the other ---
+
+    async def _slot(self) -> None:
+        while True:
+            ending = next(self._endings)
+            if ending == "expire" and self._rest.is_set():
+                ending = "free"
+            try:
+                self.ended[await self._live(ending)] += 1
+            except (GpuLeaseError, Breach, TimeoutError) as error:
+                self.surprises.append(f"{ending}: {type(error).__name__}: {error}")
+                # Whoever has made a mistake in a loop must not do it as fast as it can.
+                await asyncio.sleep(1.0)
+
+    async def _live(self, ending: str) -> str:
+        """One lease, from its acquire to its end; how it ended."""
+        ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
+        builder = AsyncGpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
+        async with self._acquiring:
+            lease = await self._timed("acquire", builder.acquire())
+        if ending == "expire":
+            return await self._let_expire(lease)
+        async with await self._timed("attach", AsyncGpuSession(lease).open()) as session:
+            await self._work(session)
+            for _ in range(2):
+                await self._hold(lease, self._random.uniform(0.25, 0.75) * self._life_s)
+                await self._timed("renew", lease.renew(TTL_S))
+                await self._timed("query", lease.query())
+                await self._work(session)
+            await self._end(ending, lease, session)
+            return ending
+
+    async def _let_expire(self, lease: AsyncGpuLease) -> str:
+        """It is not renewed. On a busy host it may be over before it is used."""
+        with contextlib.suppress(LeaseExpired):
+            async with AsyncGpuSession(lease) as session:
+                await self._work(session)
+                await _until_refused(session, self._rest)
+            # All are to rest, and this one would end meanwhile.
+            await lease.free()
+            return "free"
+        return "expire"
+
+    async def _end(self, ending: str, lease: AsyncGpuLease, session: AsyncGpuSession) -> None:
+        match ending:
+            case "free":
+                await session.close()
+                await self._timed("free", lease.free())
+            case "kill":
+                os.kill(await asyncio.to_thread(worker_pid, lease.lease_id), signal.SIGKILL)
+                with contextlib.suppress(GpuLeaseError):
+                    await _until_refused(session)
+            case "revoke":
+                revoke = LeaseRevoke(lease.lease_id, "load")
+                await self._timed("revoke", asyncio.to_thread(ask, Opcode.LEASE_REVOKE, revoke, self._address))
+                with contextlib.suppress(Revoked):
+                    await _until_refused(session)
+            case "drop":
+                pass  # Its last reference goes: the lease is given back without an answer.
+
+    async def _work(self, session: AsyncGpuSession) -> None:
+        module = await session.module_load(self._image)
+        buffer = await session.mem_alloc(_X.nbytes)
+        await session.mem_write(buffer, 0, _X)
+        args: KernelArguments = KernelArgs().push_buffer(buffer).push_u32(VALUES).push_f32(2.0)
+        await session.launch(module, "scale", GRID, BLOCK, args)
+        await session.sync()
+        read = np.frombuffer(await session.mem_read(buffer, 0, _X.nbytes), np.float32)
+        if not np.array_equal(read, 2 * _X):
+            raise Breach("a kernel's result is wrong")
+        await session.mem_free(buffer)
+        await session.module_unload(module)
+
+    async def _hold(self, lease: AsyncGpuLease, seconds: float) -> None:
+        """Let time go by, and rest when all do."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._rest.wait()
+            except TimeoutError:
+                return
+            await lease.renew(REST_TTL_S)
+            await self._wait_for_the_others()
+
+    async def _wait_for_the_others(self) -> None:
+        await self._count(1)
+        await self._resume.wait()
+        await self._count(-1)
+
+    async def _count(self, change: int) -> None:
+        async with self._changed:
+            self._resting += change
+            self._changed.notify_all()
+
+    # --- an operator ---
+
+    async def _look_around(self) -> None:
+        while True:
+            for name, op in (("inventory", Opcode.GET_INVENTORY), ("list", Opcode.LEASE_LIST_ACTIVE)):
+                await self._timed(name, asyncio.to_thread(ask, op, Empty(), self._address))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._rest.wait()
+            if self._rest.is_set():
+                await self._wait_for_the_others()
+
+    async def _timed(self, name: str, operation: Awaitable[T]) -> T:
+        started = time.perf_counter()
+        result = await operation
+        self.took_ms[name].append((time.perf_counter() - started) * 1e3)
+        return result
+
+
+async def _until_refused(session: AsyncGpuSession, unless: asyncio.Event | None = None) -> None:
+    """Ask on until the session's end is told, or `unless` is set. Raises what it is told by, or TimeoutError."""
+    async with asyncio.timeout(PATIENCE_S):
+        while unless is None or not unless.is_set():
+            await session.sync()
+            await asyncio.sleep(REFUSED_LOOK_S)

@@ -1,0 +1,110 @@
+"""What the daemon's processes hold, as /proc says (proc(5))."""
+
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gpulease.protocol.address import UnixAddress, parse_address
+
+LOOKS: Final = 3
+"""At descriptors and threads, for the least of them: a connection that is being closed is there a moment longer."""
+
+LOOK_S: Final = 0.1
+
+_NAMES: Final = (("RSS, KiB", "rss_kib"), ("PSS, KiB", "pss_kib"), ("fds", "fds"), ("threads", "threads"))
+_PROC: Final = Path("/proc")
+_UCRED: Final = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One process. RSS and PSS are KiB; the PSS is 0 where this user may not see it."""
+
+    rss_kib: int
+    pss_kib: int
+    fds: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprints:
+    """The broker, its zygotes and its workers at one moment."""
+
+    broker: Footprint
+    zygote: Footprint
+    workers: int
+    worker_pss_kib: float
+
+    def series(self) -> dict[str, float]:
+        """Everything by name."""
+        told = {
+            f"{name} {what}": float(getattr(footprint, field))
+            for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
+            for what, field in (
+                ("RSS, KiB", "rss_kib"),
+                ("PSS, KiB", "pss_kib"),
+                ("fds", "fds"),
+                ("threads", "threads"),
+            )
+        }
+        return told | {"workers": float(self.workers), "worker PSS, mean KiB": self.worker_pss_kib}
+
+
+def broker_pid(address: str) -> int:
+    """Who listens at a Unix socket: the kernel knows who called listen(2) (unix(7), SO_PEERCRED). Raises ValueError."""
+    parsed = parse_address(address)
+    if not isinstance(parsed, UnixAddress):
+        raise ValueError(f"{address} is not a Unix socket: only a daemon of this host can be looked at")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(parsed.path)
+        pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid)
+
+
+def footprints_of(broker: int) -> Footprints:
+    """Of a daemon at rest, by its broker's process id. Raises OSError if it is gone or may not be looked at."""
+    (zygote,) = [pid for pid, name in _children(broker) if name == "gpul-zygote"]
+    workers = [pid for pid, _ in _children(zygote)]
+    shares = [_pss_kib(pid) for pid in workers]
+    mean_kib = sum(shares) / len(shares) if shares else 0.0
+    return Footprints(_footprint(broker), _footprint(zygote), len(workers), mean_kib)
+
+
+def _footprint(pid: int) -> Footprint:
+    looks = []
+    for look in range(LOOKS):
+        time.sleep(LOOK_S if look else 0)
+        looks.append((len(os.listdir(_PROC / str(pid) / "fd")), len(os.listdir(_PROC / str(pid) / "task"))))
+    fds, threads = map(min, zip(*looks, strict=True))
+    return Footprint(_field_kib(pid, "status", "VmRSS"), _pss_kib(pid), fds, threads)
+
+
+def _children(parent: int) -> list[tuple[int, str]]:
+    found = []
+    for entry in os.listdir(_PROC):
+        if entry.isdigit():
+            try:
+                name, _, rest = (_PROC / entry / "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue  # It ended while it was looked at.
+            if int(rest.split()[1]) == parent:
+                found.append((int(entry), name))
+    return found
+
+
+def _pss_kib(pid: int) -> int:
+    try:
+        return _field_kib(pid, "smaps_rollup", "Pss")
+    except OSError:
+        return 0
+
+
+def _field_kib(pid: int, file: str, name: str) -> int:
+    for line in (_PROC / str(pid) / file).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,181 @@
+"""`python -m gpulease.client.bench.load`: whether a daemon under load grows, and how long it takes to answer.
+
+Leases come and go for minutes on a daemon of its own, which keeps a journal and an audit log. Now and then all rest, as
+many of them as are wanted, and what the daemon's processes hold is read. It must not have grown: see `BOUNDS`.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from gpulease.client.bench.churn import SLICE_BYTES, Churn
+from gpulease.client.bench.figures import percentile
+from gpulease.client.bench.flatness import Trend, trend_of
+from gpulease.client.bench.footprint import Footprints, broker_pid, footprints_of
+from gpulease.client.cli.demo import transform_ptx
+from gpulease.client.cli.private_daemon import private_daemon
+from gpulease.client.cli.tables import table
+
+BOUNDS: Final = {
+    "broker RSS, KiB": 2048.0,
+    "broker fds": 2.0,
+    "broker threads": 1.0,
+    "zygote RSS, KiB": 2048.0,
+    "zygote fds": 2.0,
+    "zygote threads": 0.5,
+    "workers": 0.5,
+    "worker PSS, mean KiB": 512.0,
+}
+"""By how much a line through the second half of the looks may rise over that half. A thousand leases that each leave
+two KiB, or one in five hundred that leaves a descriptor, are told."""
+
+PLACES: Final = 2
+"""Room for so many times the leases: on a busy host many are still being proved free while others begin."""
+
+THREADS: Final = 32
+"""Of the client, for what blocks: no operator's request is to wait for another one's answer."""
+
+LIFE_S: Final = 40.0
+"""Of a lease, on the average: five come and go each second if there are 200."""
+
+LOOKS: Final = 20
+"""At the daemon's processes."""
+
+# What is remembered of ended leases is full before the second half begins.
+_SETTINGS: Final = """\
+state = "{folder}/state"
+audit = "{folder}/audit"
+[limits]
+max_tombstones = 256
+max_leases_per_tenant = {leases}
+"""
+
+
+@click.command()
+@click.option("--leases", type=click.IntRange(min=1), default=200, show_default=True, help="At a time.")
+@click.option("--minutes", type=click.FloatRange(min=0.01), default=10.0, show_default=True, help="Of load.")
+@click.option("--life", "life_s", type=float, default=LIFE_S, show_default=True, help="Seconds that a lease lives.")
+@click.option("--looks", type=click.IntRange(min=3), default=LOOKS, show_default=True, help="At rest, in that time.")
+@click.option("--address", default="", help="Of a daemon of this host that runs, instead of a private one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def main(leases: int, minutes: float, life_s: float, looks: int, address: str, as_json: bool) -> None:
+    """Keep so many leases busy, and exit with 1 if the daemon grows or errs."""
+    report = measure(leases, minutes, life_s, looks, address, _silent if as_json else click.echo)
+    click.echo(json.dumps(report, indent=2) if as_json else tables(report))
+    sys.exit(0 if report["is_flat"] and not report["surprises"] else 1)
+
+
+def run_load(leases: int | None, minutes: float, as_json: bool) -> None:
+    """The same from `gpulease bench --load`."""
+    options = ["--minutes", str(minutes)] + (["--leases", str(leases)] if leases else []) + ["--json"] * as_json
+    main.main(options, standalone_mode=False)
+
+
+def measure(
+    leases: int, minutes: float, life_s: float, looks: int, address: str, say: Callable[[str], object]
+) -> dict[str, Any]:
+    """The report; `say` is told of each look. Raises CannotStart, or ValueError if the daemon can't be looked at."""
+    with contextlib.ExitStack() as stack:
+        if not address:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
+            settings = _SETTINGS.format(folder=folder, leases=PLACES * leases)
+            vram = (str(PLACES * leases * SLICE_BYTES),)
+            address = stack.enter_context(private_daemon("cpu", vram, settings=settings))
+        churn = Churn(address, leases, life_s, transform_ptx())
+        at_s, seen = asyncio.run(_looks(churn, broker_pid(address), minutes * 60, looks, say))
+    series = {name: [look.series()[name] for look in seen] for name in seen[0].series()}
+    trends = {name: trend_of(at_s, series[name], bound) for name, bound in BOUNDS.items()}
+    return {
+        "leases": leases,
+        "minutes": minutes,
+        "ended": dict(churn.ended),
+        "surprises": churn.surprises,
+        "control_ms": {name: _figures(samples) for name, samples in churn.took_ms.items()},
+        "at_s": at_s,
+        "series": series,
+        "trends": {name: _told(series[name], trend) for name, trend in trends.items()},
+        "is_flat": all(trend.is_flat for trend in trends.values()),
+    }
+
+
+async def _looks(
+    churn: Churn, broker: int, seconds: float, looks: int, say: Callable[[str], object]
+) -> tuple[list[float], list[Footprints]]:
+    at_s: list[float] = []
+    seen: list[Footprints] = []
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+    began = time.monotonic()
+    async with churn.going_on():
+        for look in range(looks):
+            await asyncio.sleep(max(0.0, began + seconds * (look + 1) / looks - time.monotonic()))
+            async with churn.at_rest():
+                seen.append(await asyncio.to_thread(footprints_of, broker))
+                at_s.append(round(time.monotonic() - began, 3))
+            one = seen[-1]
+            say(
+                f"{at_s[-1]:7.1f} s  broker {one.broker.rss_kib} KiB {one.broker.fds} fds {one.broker.threads} threads"
+                f"  zygote {one.zygote.rss_kib} KiB {one.zygote.fds} fds"
+                f"  {one.workers} workers of {one.worker_pss_kib:.0f} KiB  {sum(churn.ended.values())} leases ended"
+            )
+    return at_s, seen
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report for people."""
+    control = [
+        [name, str(figures["count"]), *(f"{figures[part]:.1f}" for part in ("p50", "p99", "max"))]
+        for name, figures in report["control_ms"].items()
+    ]
+    trends = [
+        [
+            name,
+            f"{told['first']:.0f}",
+            f"{told['last']:.0f}",
+            f"{told['growth']:+.1f}",
+            f"{told['bound']:g}",
+            told["is"],
+        ]
+        for name, told in report["trends"].items()
+    ]
+    ended = ", ".join(f"{count} by {ending}" for ending, count in sorted(report["ended"].items()))
+    return "\n\n".join(
+        [
+            f"{report['leases']} leases at a time for {report['minutes']:g} minutes; ended: {ended}",
+            table(["control operation, ms", "count", "p50", "p99", "max"], control),
+            table(["held at rest", "first", "last", "growth, 2nd half", "may be", ""], trends),
+            *report["surprises"][:20],
+            f"{len(report['surprises'])} surprises; {'flat' if report['is_flat'] else 'NOT FLAT'}",
+        ]
+    )
+
+
+def _told(values: list[float], trend: Trend) -> dict[str, Any]:
+    return {
+        "first": values[0],
+        "last": values[-1],
+        "growth": round(trend.growth, 2),
+        "bound": trend.bound,
+        "is": "flat" if trend.is_flat else "GROWS",
+    }
+
+
+def _figures(samples: list[float]) -> dict[str, float]:
+    parts = {f"p{part}": round(percentile(samples, part), 3) for part in (50, 99)}
+    return {"count": len(samples), **parts, "max": round(max(samples), 3)}
+
+
+def _silent(message: str) -> None:
+    """Say nothing."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Every event that the daemon logs: its name, its level, what it says and which fields it may have.
+
+Names are what people search for and alerts are made of: they stay what they are. The README's table is this one.
+"""
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+DEBUG: Final = logging.DEBUG
+INFO: Final = logging.INFO
+WARNING: Final = logging.WARNING
+ERROR: Final = logging.ERROR
+
+_LEASE: Final = ("lease_id", "tenant", "card", "size_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of event.
+
+    Attributes:
+        name: Dotted: what it is about, what happened.
+        level: One of `logging`'s.
+        message: What happened, in words; nothing in it is a tenant's.
+        fields: What its records may have besides those that all have. `_s`, `_ms` and `_bytes` are units.
+    """
+
+    name: str
+    level: int
+    message: str
+    fields: tuple[str, ...] = ()
+
+
+class LogEvent(Enum):
+    """All of them."""
+
+    LEASE_REQUESTED = Kind(
+        "lease.requested",
+        INFO,
+        "a lease is asked for",
+        ("lease_id", "tenant", "size_bytes", "ttl_ms", "wait_ms", "exclusivity", "wanted_card"),
+    )
+    LEASE_QUEUED = Kind("lease.queued", INFO, "the request waits in line", ("lease_id", "tenant"))
+    LEASE_PLACED = Kind("lease.placed", INFO, "a worker is to serve the lease", (*_LEASE, "is_warm", "waited_ms"))
+    WORKER_READY = Kind("worker.ready", INFO, "the worker has its context", ("lease_id", "worker_pid", "took_ms"))
+    WORKER_FAILED = Kind("worker.failed", WARNING, "the worker has no context", ("lease_id", "worker_pid", "reason"))
+    LEASE_GRANTED = Kind(
+        "lease.granted",
+        INFO,
+        "lease granted",
+        (*_LEASE, "worker_pid", "generation", "exclusivity", "ttl_ms", "took_ms"),
+    )
+    LEASE_ADOPTED = Kind(
+        "lease.adopted",
+        INFO,
+        "lease of an earlier daemon taken over",
+        (*_LEASE, "worker_pid", "generation", "ttl_ms"),
+    )
+    SESSION_ATTACHED = Kind(
+        "session.attached", INFO, "a connection went to the worker", ("lease_id", "tenant", "worker_pid")
+    )
+    SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
+    LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_LEASE, "generation", "ttl_ms", "by"))
+    LEASE_WARNED = Kind(
+        "lease.warned", INFO, "who listens is told that the lease ends soon", ("lease_id", "left_ms", "reason")
+    )
+    LEASE_ENDING = Kind(
+        "lease.ending", INFO, "lease over", (*_LEASE, "worker_pid", "cause", "reason", "held_ms", "late_ms")
+    )
+    WORKER_KILLED = Kind("worker.killed", DEBUG, "the worker is killed", ("lease_id", "worker_pid"))
+    WORKER_KILLED_ALONE = Kind(
+        "worker.killed_alone",
+        INFO,
+        "the worker is killed by its zygote: no broker is there",
+        ("lease_id", "worker_pid"),
+    )
+    WORKER_EXITED = Kind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
+    LEASE_RECLAIMED = Kind(
+        "lease.reclaimed",
+        INFO,
+        "memory proved free",
+        (*_LEASE, "cause", "reason", "held_ms", "reclaim_ms"),
+    )
+    LEASE_FENCED = Kind(
+        "lease.fenced",
+        WARNING,
+        "memory could not be proved free: it is fenced",
+        (*_LEASE, "cause", "reason", "held_ms", "reclaim_ms"),
+    )
+    LEASE_UNFENCED = Kind("lease.unfenced", INFO, "an operator has cleared the fence", (*_LEASE, "by"))
+    REQUEST_DENIED = Kind(
+        "request.denied",
+        INFO,
+        "request denied",
+        ("operation", "tenant", "lease_id", "denial", "reason", "size_bytes", "ttl_ms", "wanted_card"),
+    )
+    OPERATOR_ACTED = Kind(
+        "operator.acted",
+        INFO,
+        "an operator's request is done",
+        ("action", "by", "lease_id", "reason", "outcome", "count", "contexts", "card", "within_ms", "took_ms"),
+    )
+    TOKEN_ISSUED = Kind("token.issued", INFO, "a token was issued", ("lease_id", "tenant", "by", "permissions"))
+    WORKER_SAID = Kind(
+        "worker.said", INFO, "a worker or its kernel says:", ("lease_id", "worker_pid", "said", "lost_lines")
+    )
+    WORKER_NOT_STARTED = Kind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
+    WORKER_OVER_SLICE = Kind("worker.over_slice", WARNING, "a lease takes more than it has", ("lease_id", "reason"))
+    WARM_GONE = Kind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
+    WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
+    DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
+    DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased has a web page", ("url", "version"))
+    DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
+    DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
+    DAEMON_FAULT = Kind("daemon.fault", ERROR, "a fault of the daemon's own: tell its makers", ("doing", "traceback"))
+    CARD_FOUND = Kind(
+        "card.found", INFO, "card to lease", ("index", "card", "name", "capacity_bytes", "overhead_bytes")
+    )
+    CARD_CROWDED = Kind(
+        "card.crowded",
+        WARNING,
+        "cards were measured beside workers of an earlier daemon: start again for all of their capacity",
+    )
+    SANDBOX_OFF = Kind("sandbox.off", WARNING, "the workers' sandbox is without", ("measure", "reason"))
+    SESSIONS_FOUND = Kind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
+    WORKER_STRAY = Kind(
+        "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
+    )
+    RECLAIM_AWAITED = Kind("reclaim.awaited", DEBUG, "the memory is not shown free yet", ("lease_id", "reason"))
+    ZYGOTE_DIED = Kind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be started again")
+    ZYGOTE_NOT_STARTED = Kind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
+    ZYGOTE_BACK = Kind("zygote.back", INFO, "the zygote is back")
+    ZYGOTE_LEFT = Kind("zygote.left", INFO, "an earlier daemon's zygote has ended")
+    ZYGOTE_HUNG = Kind(
+        "zygote.hung", ERROR, "a zygote does not answer; it is killed, and its sessions with it", ("zygote_pid",)
+    )
+    JOURNAL_FAILING = Kind("journal.failing", ERROR, "the journal can't be written", ("reason",))
+    JOURNAL_BACK = Kind("journal.back", WARNING, "the journal is written again")
+    JOURNAL_SHORT = Kind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
+    AUDIT_CONTINUED = Kind("audit.continued", INFO, "the audit log goes on", ("record", "hash"))
+    AUDIT_NOT_AS_LEFT = Kind("audit.not_as_left", WARNING, "the audit log was not as it was left", ("reason",))
+    AUDIT_FAILING = Kind("audit.failing", ERROR, "the audit log can't be written", ("reason",))
+    AUDIT_HEAD_FAILING = Kind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
+    AUDIT_BACK = Kind("audit.back", WARNING, "the audit log is written again")
+    AUDIT_DROPPED = Kind("audit.dropped", WARNING, "records found no room and are not in the audit log", ("count",))
+    AUDIT_SHORT = Kind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
+    AUDIT_CLOSED = Kind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
+    MEMORY_SHORT = Kind(
+        "memory.short", ERROR, "out of memory: nothing new is begun until there is some; leases go on and end as ever"
+    )
+    MEMORY_BACK = Kind("memory.back", WARNING, "there is memory again")
+    GATE_DIED = Kind(
+        "gate.died",
+        ERROR,
+        "the gate for remote tenants died: it will be started again; connections that are open go on",
+    )
+    GATE_NOT_STARTED = Kind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
+    GATE_BACK = Kind("gate.back", INFO, "the gate for remote tenants is back")
+    GATE_IDENTITY = Kind("gate.identity", INFO, "read the node's certificate, its key and whom it believes again")
+    GATE_CLOSED = Kind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
+    WEB_DIED = Kind(
+        "web.died", ERROR, "the web process died: it will be started again; leases are none of its", ("reason",)
+    )
+    WEB_NOT_STARTED = Kind("web.not_started", ERROR, "the web process can't be started", ("reason",))
+    WEB_BACK = Kind("web.back", INFO, "the web process is back")
+    TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
+    DRAIN_GOES_ON = Kind(
+        "drain.goes_on",
+        WARNING,
+        "this node is being drained, as it was when the daemon ended: gpulease drain --cancel ends that",
+    )
+    RELAY_ARRIVED = Kind("relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial"))
+    RELAY_REVOKED = Kind("relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial"))
+    RELAY_NOT_WATCHED = Kind(
+        "relay.not_watched", ERROR, "a relay won't end if its certificate is revoked", ("relay_pid", "reason")
+    )
+    RELAY_ENDED = Kind("relay.ended", WARNING, "a relay ended badly", ("relay_pid", "reason"))
+    STRANGER_REFUSED = Kind(
+        "stranger.refused", WARNING, "turned away who would connect", ("peer", "reason", "suppressed")
+    )
+    LOG_SUPPRESSED = Kind(
+        "log.suppressed", WARNING, "a tenant's events were too many to be logged", ("tenant", "of_event", "count")
+    )
+    LOG_DROPPED = Kind("log.dropped", WARNING, "whoever reads the log is too slow: records were dropped", ("count",))
+    LOG_OTHER = Kind("log.other", INFO, "what a library says, at its own level", ("logger", "traceback"))
+
+    # Members are looked up with every record; `Enum` hashes their names.
+    __hash__ = object.__hash__
+
+    @property
+    def level(self) -> int:
+        """One of `logging`'s."""
+        return self.value.level

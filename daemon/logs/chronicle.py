@@ -1,0 +1,320 @@
+"""What the log tells of leases: each one's story, from the request to the proof that its memory is free.
+
+What the audit log's witness tells is told here too, and what that leaves out: requests before they are granted, the
+line, the workers. What a tenant can repeat at will is bounded for each tenant and event; what is left out is counted.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from gpulease.daemon.audit.budget import Budgets
+from gpulease.daemon.audit.recorder import OnOutcome, Recorder
+from gpulease.daemon.audit.records import Kind
+from gpulease.daemon.audit.witness import Told, Witness
+from gpulease.daemon.capabilities.claims import Claims
+from gpulease.daemon.core import (
+    FIRST_WARM_ID,
+    AcquireRequested,
+    Cause,
+    Denial,
+    Denied,
+    Effect,
+    Event,
+    Granted,
+    KillWorker,
+    LeaseEnded,
+    LeaseSnapshot,
+    RenameWorker,
+    RequesterGone,
+    SpawnWorker,
+    WarmEnded,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import is_told, tell
+from gpulease.protocol.capabilities import names_of
+
+COUNT_EVERY_S: Final = 10.0
+"""How soon it is told that a tenant's events were left out."""
+
+MAX_COUNTS: Final = 50
+"""Lines that tell it at once; those of more tenants and events are summed up in one more."""
+
+NS_PER_MS: Final = 1_000_000
+US_PER_MS: Final = 1000
+
+MAX_JSON_INTEGER: Final = (1 << 53) - 1
+"""What JSON's readers can hold; a tenant's number that is larger is told as this one (RFC 8259, section 6)."""
+
+_EVENT_OF: Final = {
+    Kind.GRANT: LogEvent.LEASE_GRANTED,
+    Kind.ADOPT: LogEvent.LEASE_ADOPTED,
+    Kind.RENEW: LogEvent.LEASE_RENEWED,
+    Kind.DENY: LogEvent.REQUEST_DENIED,
+    Kind.ATTACH: LogEvent.SESSION_ATTACHED,
+    Kind.ISSUE: LogEvent.TOKEN_ISSUED,
+    Kind.FAULT: LogEvent.SESSION_FAULTED,
+    Kind.OVER: LogEvent.LEASE_ENDING,
+    Kind.END: LogEvent.LEASE_RECLAIMED,
+    Kind.FENCE: LogEvent.LEASE_FENCED,
+    Kind.CLEAR: LogEvent.LEASE_UNFENCED,
+    Kind.OPERATOR: LogEvent.OPERATOR_ACTED,
+}
+"""What the witness tells; its fence of a warm context is told by its end."""
+
+_WITH_WORKER: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.ATTACH, Kind.FAULT, Kind.OVER})
+"""Events of a lease whose worker is there."""
+
+_KEPT: Final = frozenset(
+    {
+        *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
+        *("action", "outcome", "count", "contexts", "within_ms"),
+    }
+)
+"""Members of the witness's particulars that are fields here by the same name."""
+
+_ALWAYS: Final = frozenset({LogEvent.LEASE_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED})
+"""What no tenant can bring about as often as it likes."""
+
+
+class Chronicle(Recorder):
+    """Stands before the recorder of the audit log: is told the same, and logs it.
+
+    Args:
+        inner: The recorder.
+        pid_of: The process id of a lease's worker, 0 if it has none.
+    """
+
+    def __init__(self, inner: Recorder, pid_of: Callable[[int], int]) -> None:
+        self._inner = inner
+        self._pid_of = pid_of
+        self._lookup: Callable[[int], LeaseSnapshot | None] = lambda _: None
+        self._witness = Witness(self._lookup)
+        self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
+        self._omitted: Counter[tuple[str, str]] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        # By request, and by lease: bounded by open requests and live leases.
+        self._asking: dict[int, int] = {}
+        self._asked_ns: dict[int, int] = {}
+        self._spawned_ns: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+
+    # --- what the broker tells ---
+
+    def observe(self, lookup: Callable[[int], LeaseSnapshot | None], post: Callable[[Event], None]) -> None:
+        """As the recorder has it; so are the others."""
+        self._lookup = lookup
+        self._witness = Witness(lookup)
+        self._inner.observe(lookup, post)
+
+    def asked_by(self, request: int, peer: str) -> None:
+        """As above."""
+        self._witness.asked_by(request, peer)
+        self._inner.asked_by(request, peer)
+
+    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        """As above. A fault here must not keep anything from being done."""
+        self._inner.saw(event, effects, now_ns)
+        try:
+            self._tell_before(event, effects, now_ns)
+            denied = [self._asking.get(effect.request, 0) for effect in effects if isinstance(effect, Denied)]
+            for told in self._witness.saw(event, effects, now_ns):
+                self._tell(told, denied, now_ns)
+            self._tell_after(effects, now_ns)
+        except Exception:
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {type(event).__name__}")
+
+    def attached(self, lease_id: int, tenant: str) -> None:
+        """As above."""
+        self._say(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)
+        self._inner.attached(lease_id, tenant)
+
+    def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
+        """As above."""
+        permissions = list(names_of(grant.permissions))
+        self._say(LogEvent.TOKEN_ISSUED, tenant, lease_id=grant.lease_id, by=by, permissions=permissions)
+        self._inner.issued(tenant, by, grant, audience)
+
+    def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
+        """As above."""
+        told = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}
+        self._say(LogEvent.REQUEST_DENIED, tenant, **told)
+        self._inner.refused(operation, tenant, lease_id, message)
+
+    def denial(self) -> Denial | None:
+        """As above."""
+        return self._inner.denial()
+
+    def problem(self) -> str:
+        """As above."""
+        return self._inner.problem()
+
+    def figures(self) -> dict[str, int] | None:
+        """As above."""
+        return self._inner.figures()
+
+    def answer(self, granted: Granted, on_outcome: OnOutcome) -> None:
+        """As above."""
+
+        def answered(outcome: Granted | Denied) -> None:
+            if isinstance(outcome, Denied):
+                lease = granted.lease
+                told = {"operation": "acquire", "denial": outcome.denial.reason.value, "reason": outcome.denial.message}
+                self._say(LogEvent.REQUEST_DENIED, lease.tenant, lease_id=lease.lease_id, **told)
+            on_outcome(outcome)
+
+        self._inner.answer(granted, answered)
+
+    async def stop(self) -> None:
+        """As above."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tell_suppressed()
+        await self._inner.stop()
+
+    def warned(self, lease_id: int, left_ms: int, reason: str) -> None:
+        """Whoever listens was told that a lease ends soon."""
+        self._say_of(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
+
+    # --- the story ---
+
+    def _tell_before(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+        match event:
+            case AcquireRequested():
+                self._tell_request(event, effects, now_ns)
+            case RequesterGone(request):
+                self._answered(request)
+            case WorkerReady(lease_id) if lease_id < FIRST_WARM_ID:
+                self._pids[lease_id] = pid = self._pid_of(lease_id)
+                took_ms = _ms(now_ns - self._spawned_ns.pop(lease_id, now_ns))
+                self._say_of(LogEvent.WORKER_READY, lease_id, worker_pid=pid, took_ms=took_ms)
+            case WorkerFailed(lease_id, reason) if lease_id < FIRST_WARM_ID:
+                self._say_of(LogEvent.WORKER_FAILED, lease_id, worker_pid=self._pid_of(lease_id), reason=reason)
+            case WorkerExited(lease_id, reason) if lease_id < FIRST_WARM_ID:
+                self._say_of(LogEvent.WORKER_EXITED, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
+
+    def _tell_request(self, event: AcquireRequested, effects: Sequence[Effect], now_ns: int) -> None:
+        self._say(
+            LogEvent.LEASE_REQUESTED,
+            event.tenant,
+            lease_id=event.lease_id,
+            size_bytes=min(event.size_bytes, MAX_JSON_INTEGER),
+            ttl_ms=min(event.ttl_ms, MAX_JSON_INTEGER),
+            wait_ms=min(event.wait_ms, MAX_JSON_INTEGER) or None,
+            exclusivity=event.exclusivity.name.lower(),
+            wanted_card=event.selector,
+        )
+        self._asking[event.request] = event.lease_id
+        self._asked_ns[event.lease_id] = now_ns
+        is_denied = any(isinstance(effect, Denied) and effect.request == event.request for effect in effects)
+        if not is_denied and self._lookup(event.lease_id) is None:
+            self._say(LogEvent.LEASE_QUEUED, event.tenant, lease_id=event.lease_id)
+
+    def _tell(self, told: Told, denied: list[int], now_ns: int) -> None:
+        """`denied`: the leases that will not be, one for each denial to come; 0 if it was none that was asked for."""
+        kind, data = told
+        if (event := _EVENT_OF.get(kind)) is None:
+            return
+        lease_id = int(data["lease"], 16) if "lease" in data else 0
+        if kind is Kind.DENY and denied:
+            lease_id = denied.pop(0) or lease_id
+        fields = _fields_of(kind, data)
+        if kind in _WITH_WORKER:
+            if pid := self._pid_of(lease_id):
+                self._pids[lease_id] = pid
+            fields["worker_pid"] = self._pids.get(lease_id)
+        if kind is Kind.OVER and data["cause"] == Cause.EXPIRED.value:
+            lease = self._lookup(lease_id)
+            if lease is not None and lease.deadline_ns is not None:
+                fields["late_ms"] = _ms(now_ns - lease.deadline_ns)
+        self._say(event, str(data.get("tenant") or data.get("by", "")), lease_id=lease_id, **fields)
+
+    def _tell_after(self, effects: Sequence[Effect], now_ns: int) -> None:
+        for effect in effects:
+            match effect:
+                case SpawnWorker(lease_id):
+                    is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
+                    self._tell_placed(lease_id, now_ns, is_warm=is_warm)
+                case KillWorker(lease_id) if lease_id < FIRST_WARM_ID and is_told(LogEvent.WORKER_KILLED):
+                    self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
+                case WarmEnded(card_uuid=card, reason=reason, is_fenced=is_fenced):
+                    tell(LogEvent.WARM_FENCED if is_fenced else LogEvent.WARM_GONE, card=card, reason=reason)
+                case Granted(request) | Denied(request):
+                    self._answered(request)
+                case LeaseEnded(lease):
+                    self._spawned_ns.pop(lease.lease_id, None)
+                    self._pids.pop(lease.lease_id, None)
+
+    def _tell_placed(self, lease_id: int, now_ns: int, *, is_warm: bool) -> None:
+        self._spawned_ns[lease_id] = now_ns
+        if (lease := self._lookup(lease_id)) is None:
+            return
+        self._say(
+            LogEvent.LEASE_PLACED,
+            lease.tenant,
+            lease_id=lease_id,
+            card=lease.card_uuid,
+            size_bytes=lease.size_bytes,
+            is_warm=is_warm,
+            waited_ms=_ms(now_ns - self._asked_ns.get(lease_id, now_ns)),
+        )
+
+    def _answered(self, request: int) -> None:
+        self._asked_ns.pop(self._asking.pop(request, 0), None)
+
+    # --- bounds ---
+
+    def _say_of(self, event: LogEvent, lease_id: int, **fields: Any) -> None:
+        lease = self._lookup(lease_id)
+        self._say(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
+
+    def _say(self, event: LogEvent, tenant: str, **fields: Any) -> None:
+        """Log it, unless it is one too many of this tenant's."""
+        if event not in _ALWAYS and is_told(event):
+            omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
+            if omitted is None:
+                self._count_later()
+                return
+            self._omitted[event.value.name, tenant] += omitted
+        whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.value.fields else {}
+        tell(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
+
+    def _count_later(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(COUNT_EVERY_S, self._tell_suppressed)
+
+    def _tell_suppressed(self) -> None:
+        self._timer = None
+        for event, budgets in self._budgets.items():
+            for tenant, count in budgets.take_omitted().items():
+                self._omitted[event.value.name, tenant] += count
+        counts = (+self._omitted).most_common()
+        self._omitted.clear()
+        for (of_event, tenant), count in counts[:MAX_COUNTS]:
+            tell(LogEvent.LOG_SUPPRESSED, tenant=tenant, of_event=of_event, count=count)
+        if rest := sum(count for _, count in counts[MAX_COUNTS:]):
+            tell(LogEvent.LOG_SUPPRESSED, count=rest)
+
+
+def _fields_of(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
+    """What a record of the audit log has, by the names it has here."""
+    fields = {name: value for name, value in data.items() if name in _KEPT and value != ""}
+    if kind is Kind.DENY:
+        fields["denial"], fields["reason"] = data["reason"], data["message"]
+        fields["wanted_card"] = fields.pop("card", None)
+    if "waited_us" in data:
+        fields["took_ms"] = data["waited_us"] / US_PER_MS
+    if "latency_us" in data:
+        fields["took_ms" if kind is Kind.OPERATOR else "reclaim_ms"] = data["latency_us"] / US_PER_MS
+    if data.get("granted_us") is not None:
+        fields["held_ms"] = (data["over_us"] - data["granted_us"]) / US_PER_MS
+    return fields
+
+
+def _ms(duration_ns: int) -> float:
+    return duration_ns // 1000 / US_PER_MS

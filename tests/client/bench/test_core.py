@@ -1,0 +1,40 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client.bench import core
+from gpulease.client.bench.core import GOALS, core_figures, reaches_goals
+from gpulease.client.cli.bench import bench
+from gpulease.client.cli.private_daemon import CannotStart
+from helpers.daemon import python_environment
+
+GOOD = {name: 1.0 for name, _ in core._ROWS} | {"mixed_per_s": GOALS["mixed_per_s"]}
+
+
+@pytest.mark.parametrize(
+    ("figures", "is_good"),
+    [(GOOD, True), (GOOD | {"mixed_per_s": 4999.0}, False), (GOOD | {"expiry_late_p99_ms": 10.1}, False)],
+)
+def test_goals(monkeypatch: pytest.MonkeyPatch, figures: dict[str, float], is_good: bool) -> None:
+    assert reaches_goals(figures) == is_good
+    asked: list[tuple[int, tuple[str, ...]]] = []
+
+    def measured(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
+        asked.append((leases, kept))
+        return figures
+
+    monkeypatch.setattr(core, "core_figures", measured)
+    for words, leases in ((["--core"], 10_000), (["--core", "--leases", "7", "--json"], 7)):
+        result = CliRunner().invoke(bench, words)
+        assert result.exit_code == (0 if is_good else 1)
+        assert str(leases) in result.output
+        assert {count for count, _ in asked} == {leases}
+        asked.clear()
+    assert set(json.loads(result.output)["figures"]) == {" + ".join(kept) or "nothing kept" for kept in core.KEPT}
+
+
+def test_a_core_that_can_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
+    with pytest.raises(CannotStart, match="there is no stamps to keep"):
+        core_figures(10, ("stamps",))

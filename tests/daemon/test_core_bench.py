@@ -1,0 +1,35 @@
+"""The lease core's bench runs what the broker runs, and counts what happened."""
+
+import asyncio
+
+import pytest
+
+from gpulease.daemon import core_bench
+from gpulease.daemon.core_bench import KEPT, measure
+from gpulease.daemon.event_loop import loop_factory
+
+LEASES = 60
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROUNDS_S": 0.05, "EXPIRY_S": 0.2, "SETTLE_MS": 200, "BURST": 20}.items():
+        monkeypatch.setattr(core_bench, name, value)
+
+
+@pytest.mark.parametrize("kept", [frozenset(), frozenset(KEPT)], ids=["nothing", "everything"])
+def test_all_is_measured(kept: frozenset[str]) -> None:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        figures = runner.run(measure(LEASES, kept))
+    rates = {f"{name}_{unit}" for name in ("grants", "renewals", "mixed") for unit in ("per_s", "cpu_us")}
+    lateness = {f"{name}_late_{part}_ms" for name in ("expiry", "burst") for part in ("p50", "p99", "max")}
+    assert set(figures) == rates | lateness
+    assert all(figures[name] > 0 for name in rates)
+    # Never before its time, and far from the length of the test.
+    assert all(0 <= figures[name] < 10_000 for name in lateness)
+    assert figures["expiry_late_p50_ms"] <= figures["expiry_late_p99_ms"] <= figures["expiry_late_max_ms"]
+
+
+def test_what_can_not_be_kept() -> None:
+    with pytest.raises(ValueError, match="there is no stamps to keep"):
+        asyncio.run(measure(LEASES, frozenset({"stamps"})))

@@ -1,0 +1,59 @@
+"""Whoever reads the daemon's log stops reading: the daemon goes on, and tells how much was dropped once it is read."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from gpulease.client import GpuSession
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import check_main_job
+from helpers.log_story import records_of
+from helpers.waiting import wait_until
+
+PIPE_BYTES = 4096
+WAITING_BYTES = 8192
+LEASES = 12
+"""Of 2 KiB of log each: more than the pipe and what waits for it hold."""
+
+
+def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        reader = subprocess.Popen(["cat"], stdin=read_end, stdout=file)
+    faults = Faults(constants={"gpulease.daemon.logs.writing:MAX_WAITING_BYTES": WAITING_BYTES})
+    daemon = Daemon(stderr=write_end, log_format="json", faults=faults)
+    for fd in (read_end, write_end):
+        os.close(fd)
+    try:
+        wait_until(lambda: b"listens on" in log.read_bytes(), "it listens", 30)
+        reader.send_signal(signal.SIGSTOP)
+        for _ in range(LEASES):
+            with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+                check_main_job(session)
+        assert daemon.leases() == []
+        reader.send_signal(signal.SIGCONT)
+        with daemon.builder().acquire() as last:
+            pass
+
+        def has_caught_up() -> bool:
+            return f"{last.lease_id:032x}".encode() in log.read_bytes() and b"log.dropped" in log.read_bytes()
+
+        wait_until(has_caught_up, "the log goes on", seen=log.read_text)
+        reader.send_signal(signal.SIGSTOP)
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.wait_for_exit() == 0
+        daemon.check_nothing_is_left()
+    finally:
+        reader.send_signal(signal.SIGCONT)
+        daemon.discard()
+        reader.wait()
+    records = records_of(log.read_text())
+    (dropped,) = [record for record in records if record["event"] == "log.dropped" and record["process"] == "broker"]
+    reclaimed = sum(json.loads(line)["event"] == "lease.reclaimed" for line in log.read_text().splitlines())
+    assert dropped["count"] > 0
+    assert reclaimed < LEASES + 1
