@@ -66,7 +66,7 @@ class ServiceManager:
         if watchdog_s is not None:
             variables["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
         command = [sys.executable, "-P", "-m", "helpers.handing_over", ",".join(str(fd) for fd, _ in given)]
-        command += [sys.executable, "-P", "-m", "gpulease.daemon", *arguments]
+        command += [sys.executable, "-P", "-m", "gpulease.daemon", "--log-format", "human", *arguments]
         command += ["--driver", "cpu", "--vram", "1GiB"] + ["--listen", self.address] * listens
         if config is not None:
             self.configure(config)

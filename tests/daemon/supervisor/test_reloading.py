@@ -71,7 +71,7 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
         manager.send(signal.SIGHUP)
         manager.wait_for("READY=1", times=heard + 1)
         assert manager.said[-1].startswith("STATUS=The settings stay as they were: ")
-    assert "ERROR   gpulease: the settings stay as they were: unknown setting 'no_such'" in manager.log()
+    assert "ERROR   the settings stay as they were: unknown setting 'no_such'" in manager.log()
     with manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
         manager.builder().acquire()
     assert manager.end() == 0
