@@ -54,12 +54,15 @@ __all__ = [  # noqa: F405
     "Phase",
     "Revoked",
     "Stream",
+    "Submission",
     "SyncFailed",
+    "TimedOut",
     "Unsupported",
     "Untrusted",
     "inspect_token",
     "keep_alive",
     "my_audience",
+    "submit_by",
 ]
 
 

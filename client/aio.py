@@ -16,6 +16,7 @@ from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.aio_events import AsyncLeaseEvents, AsyncWarningWatch
 from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
+from gpulease.client.aio_submission import AsyncSubmission, submit_by
 from gpulease.client.awaiting import drive, forgetting, undisturbed
 from gpulease.client.blocking import TOKEN_S
 from gpulease.client.core.launching import KernelArguments
@@ -31,10 +32,20 @@ from gpulease.client.core.wish import Wish, address_of
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.events import OnWarning
 from gpulease.client.handles import Buffer, Module, StreamHandle
+from gpulease.client.submission import Image
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.sharing import Wanted
 
-__all__ = ["AsyncGpuBuilder", "AsyncGpuLease", "AsyncGpuSession", "AsyncGraph", "AsyncKeepAlive", "AsyncStream"]
+__all__ = [
+    "AsyncGpuBuilder",
+    "AsyncGpuLease",
+    "AsyncGpuSession",
+    "AsyncGraph",
+    "AsyncKeepAlive",
+    "AsyncStream",
+    "AsyncSubmission",
+    "submit_by",
+]
 
 T = TypeVar("T")
 
@@ -78,6 +89,10 @@ class AsyncGpuLease(LeaseView):
     async def revoke_token(self, token: bytes | str | Grant) -> None:
         """End one token that was issued for this lease; see GpuLease.revoke_token."""
         await self._run(self._state.revoke_token(token_of(token)))
+
+    def submit(self, kernel: str, image: Image) -> AsyncSubmission:
+        """One kernel of an image, to be run beside the session in a context of its own; see GpuLease.submit."""
+        return AsyncSubmission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "AsyncKeepAlive":
         """Renew it in a task until the returned object is stopped or its `async with` block is left."""

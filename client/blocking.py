@@ -23,6 +23,7 @@ from gpulease.client.graphs import Recorder
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.streams import Stream
+from gpulease.client.submission import Image, Submission
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
@@ -94,6 +95,14 @@ class GpuLease(LeaseView):
         Denied for what is no token of this node's, Busy if 200 of the lease were revoked in the last 300 s.
         """
         drive(self._state.revoke_token(token_of(token)))
+
+    def submit(self, kernel: str, image: Image) -> Submission:
+        """One kernel of an image, to be run beside the session in a context of its own that ends with the call.
+
+        `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` is its output. The lease has
+        to be acquired with memory for it: `GpuBuilder().submits(bytes)`.
+        """
+        return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
     def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> KeepAlive:
         """Renew it in the background until the returned object is stopped or its `with` block is left."""

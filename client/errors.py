@@ -7,6 +7,7 @@
     ├── CapacityExceeded    no card has that much room
     │   └── Busy            the daemon serves as many peers as it can
     ├── Drained             the node is drained: it grants no lease, or ended this one
+    ├── TimedOut            a submit took longer than it was given
     ├── Disconnected        no daemon at the other end, or it went away, or it stops and so the lease is over
     │   └── Untrusted       what answers there could not prove that it is the daemon
     ├── Unsupported         the daemon knows the request and can't serve it
@@ -125,6 +126,13 @@ class Drained(GpuLeaseError):
     """The node is being emptied: it grants no lease, lets none last, or has ended this one."""
 
     default_hint = "Acquire a lease on another node"
+
+
+@answers(Status.TIMED_OUT)
+class TimedOut(GpuLeaseError):
+    """It took longer than it was given, and was ended; a lease that it was done on goes on."""
+
+    default_hint = "Give it more time"
 
 
 @answers(Status.DISCONNECTED)

@@ -22,6 +22,7 @@ from gpulease.client.errors import (
     NotFound,
     Revoked,
     SyncFailed,
+    TimedOut,
     Unsupported,
     Untrusted,
 )
@@ -30,6 +31,7 @@ from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.streams import Stream
+from gpulease.client.submission import Submission, submit_by
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 from gpulease.protocol import Phase
 from gpulease.protocol import Waiting as GpuWaiting
@@ -69,10 +71,13 @@ __all__ = [
     "Phase",
     "Revoked",
     "Stream",
+    "Submission",
     "SyncFailed",
+    "TimedOut",
     "Unsupported",
     "Untrusted",
     "inspect_token",
     "keep_alive",
     "my_audience",
+    "submit_by",
 ]

@@ -64,6 +64,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.STREAM_CREATE: _SUBMIT,
     Opcode.STREAM_DESTROY: _SUBMIT,
     Opcode.STREAM_WAIT: _SUBMIT,
+    Opcode.SUBMIT_RUN: _SUBMIT,
 }
 
 _MAX_EXPIRY_DIGITS: Final = 18

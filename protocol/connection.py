@@ -14,7 +14,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
 from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent
-from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.opcodes import HANDING_OVER, Flag, Opcode, Status
 from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
 from gpulease.protocol.subscriptions import Subscriptions
 
@@ -179,10 +179,10 @@ class Connection:
         if op is Opcode.LEASE_SUBSCRIBE and frame.request_id in self._subscriptions:
             # Its events could not be told from the other's, nor the one be ended without the other.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
-        if op is Opcode.ATTACH and self._subscriptions:
-            raise BodyError("ATTACH on a connection that has subscriptions: end them first")
-        if op is Opcode.ATTACH and self._in_flight:
-            raise BodyError("ATTACH while other requests are in flight: wait for their replies first")
+        if op in HANDING_OVER and self._subscriptions:
+            raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
+        if op in HANDING_OVER and self._in_flight:
+            raise BodyError(f"{op.name} while other requests are in flight: wait for their replies first")
         if frame.is_quiet and trigger is not Trigger.SESSION_REQUEST:
             raise BodyError(f"{op.name} can't be quiet: only session operations can")
         return op
@@ -224,8 +224,8 @@ class Connection:
 
     def send_request(self, op: Opcode, body: Body, *, session_id: int = 0, quiet: bool = False) -> tuple[int, bytes]:
         """(request id, bytes to write). Raises LocalProtocolError if it is not allowed now."""
-        if op is Opcode.ATTACH and (self._in_flight or self._subscriptions):
-            raise LocalProtocolError("ATTACH while other requests are in flight, or there are subscriptions")
+        if op in HANDING_OVER and (self._in_flight or self._subscriptions):
+            raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
         if type(body) is not request_body(op):
             raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
         if quiet and request_trigger(op) is not Trigger.SESSION_REQUEST:

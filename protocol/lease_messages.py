@@ -1,4 +1,4 @@
-"""The bodies of leases' events and of drains; see `messages`."""
+"""The bodies of leases' events, of drains and of fences; see `messages`."""
 
 from dataclasses import dataclass
 
@@ -46,3 +46,17 @@ class DrainStatus:
 
     left_ms: int | None = wire(optional(U32))
     leases: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class FenceClear:
+    """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
+
+    device: str | None = wire(optional(text()))
+
+
+@dataclass(frozen=True, slots=True)
+class FenceCleared:
+    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
+
+    count: int = wire(U32)

@@ -60,6 +60,12 @@ MAX_GRAPH_PLACES: Final = 4096
 MAX_PARAMETER_NAME_BYTES: Final = 256
 """Longest name of a parameter, for messages."""
 
+MAX_SUBMIT_ARGUMENTS: Final = 256
+"""Most arguments of a submit. Each is a buffer on the card, or a number; stops a list of millions of empty ones."""
+
+MAX_SUBMIT_OUTPUT_BYTES: Final = 16 << 20
+"""Most bytes that a submit's outputs have together: they are answered in one reply, which the worker holds."""
+
 MAX_KERNELS: Final = 4096
 """Most kernels of one module listed in a reply. Stops a generated image from making a reply too large to send."""
 

@@ -23,6 +23,8 @@ from gpulease.protocol.graph_messages import GraphParameter as GraphParameter
 from gpulease.protocol.graph_messages import GraphPlace as GraphPlace
 from gpulease.protocol.lease_messages import Drain as Drain
 from gpulease.protocol.lease_messages import DrainStatus as DrainStatus
+from gpulease.protocol.lease_messages import FenceClear as FenceClear
+from gpulease.protocol.lease_messages import FenceCleared as FenceCleared
 from gpulease.protocol.lease_messages import LeaseEvent as LeaseEvent
 from gpulease.protocol.lease_messages import LeaseSubscribe as LeaseSubscribe
 from gpulease.protocol.lease_messages import LeaseUnsubscribe as LeaseUnsubscribe
@@ -46,6 +48,10 @@ from gpulease.protocol.primitives import (
     text,
     wire,
 )
+from gpulease.protocol.submit_messages import GpuSubmit as GpuSubmit
+from gpulease.protocol.submit_messages import SubmitArgument as SubmitArgument
+from gpulease.protocol.submit_messages import SubmitDone as SubmitDone
+from gpulease.protocol.submit_messages import SubmitRun as SubmitRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +191,6 @@ class LeaseRevoked:
     """A `RevokeOutcome`, sent when it is a fact."""
 
     outcome: int = wire(U8)
-
-
-@dataclass(frozen=True, slots=True)
-class FenceClear:
-    """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
-
-    device: str | None = wire(optional(text()))
-
-
-@dataclass(frozen=True, slots=True)
-class FenceCleared:
-    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
-
-    count: int = wire(U32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +341,9 @@ Body = (
     | Launch
     | GraphCreate
     | GraphLaunch
+    | GpuSubmit
+    | SubmitRun
+    | SubmitDone
 )
 
 BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
@@ -356,6 +351,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.ATTACH: (Attach, AttachReply),
     Opcode.PING: (Ping, Ping),
     Opcode.GOODBYE: (Empty, Empty),
+    Opcode.GPU_SUBMIT: (GpuSubmit, AttachReply),
     Opcode.GET_INVENTORY: (Empty, Inventory),
     Opcode.LEASE_ALLOC: (LeaseAlloc, LeaseGrant),
     Opcode.LEASE_RENEW: (LeaseRenew, LeaseRenewed),
@@ -393,6 +389,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.GRAPH_CREATE: (GraphCreate, Handle),
     Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
     Opcode.GRAPH_DESTROY: (Handle, Empty),
+    Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
 }
 """(request, reply) of each operation. Two are never asked for: GOODBYE, an error reply to request 0 that says why the
 daemon is about to close the connection, and LEASE_EVENT, which it sends whenever there is something to tell, as a reply

@@ -16,6 +16,10 @@ WAITING_TAG: Final = 0x0905
 """The lease parameter TLV that carries how session and worker wait for each other, one byte."""
 
 
+SUBMIT_TAG: Final = 0x0906
+"""The lease parameter TLV that carries how many of the lease's bytes are kept for submits, as a u64."""
+
+
 class Opcode(IntEnum):
     """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
 
@@ -23,6 +27,7 @@ class Opcode(IntEnum):
     ATTACH = 0x0002
     PING = 0x0003
     GOODBYE = 0x0004
+    GPU_SUBMIT = 0x0005
     GET_INVENTORY = 0x0100
     LEASE_ALLOC = 0x0200
     LEASE_RENEW = 0x0201
@@ -60,10 +65,15 @@ class Opcode(IntEnum):
     GRAPH_CREATE = 0x0610
     GRAPH_LAUNCH = 0x0611
     GRAPH_DESTROY = 0x0612
+    SUBMIT_RUN = 0x0613
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
 """The operations a session's worker serves; the broker refuses them, and the worker refuses all others but PING."""
+
+
+HANDING_OVER: Final = frozenset({Opcode.ATTACH, Opcode.GPU_SUBMIT})
+"""The operations that end in another process: each is the last control request of its connection."""
 
 
 class Flag(IntFlag):
@@ -93,6 +103,7 @@ class Status(IntEnum):
     INTERNAL = -20
     LEASE_FREED = -21
     DRAINED = -22
+    TIMED_OUT = -23
     SESSION_FAILED = -32
     ALLOC_FAILED = -33
     INVALID_HANDLE = -34
@@ -130,6 +141,15 @@ class HelloOption(IntEnum):
     KEEPS_LEASES = 1
 
 
+class SubmitOption(IntEnum):
+    """Types of the options in GPU_SUBMIT's reply.
+
+    NUMBER: a u64 that the lease's report names the submit by.
+    """
+
+    NUMBER = 32
+
+
 class RevokeOutcome(IntEnum):
     """What LEASE_REVOKE came to."""
 
@@ -153,6 +173,19 @@ class ParameterKind(IntEnum):
 
     VALUE = 0
     BUFFER = 1
+
+
+class ArgumentKind(IntEnum):
+    """What a submit's argument is; one byte. Others are refused.
+
+    VALUE: the kernel gets the bytes as they are; of the others it gets a pointer to so many bytes on the card. INPUT:
+    which hold what was sent. OUTPUT: which are zero, and are answered. INOUT: both.
+    """
+
+    VALUE = 0
+    INPUT = 1
+    OUTPUT = 2
+    INOUT = 3
 
 
 class InventoryFlag(IntFlag):

@@ -3,8 +3,8 @@
 Theory of operation. Both peers keep the same state and move it by the same table, whoever sends. A connection opens
 with HELLO, then takes control requests, any number in flight. ATTACH is the last of them: it is sent with nothing else
 in flight, because the daemon then hands the socket, and every byte behind the ATTACH, to the session's worker, and
-no one could answer what was asked before. Refused, the connection is a control connection again; accepted, it speaks
-session operations until it is closed.
+no one could answer what was asked before. GPU_SUBMIT is the same for a worker of its own. Refused, the connection is a
+control connection again; accepted, it speaks session operations until it is closed.
 
 What is not in `TRANSITIONS` is not allowed. A forbidden request is answered INVALID_REQUEST and changes nothing.
 """
@@ -79,6 +79,7 @@ def reply_trigger(op: Opcode, *, refused: bool) -> Trigger | None:
 _REQUESTS: Final[dict[Opcode, Trigger | None]] = {
     Opcode.HELLO: Trigger.HELLO,
     Opcode.ATTACH: Trigger.ATTACH,
+    Opcode.GPU_SUBMIT: Trigger.ATTACH,
     Opcode.PING: Trigger.PING,
     Opcode.GOODBYE: None,
     Opcode.LEASE_EVENT: None,
@@ -86,5 +87,6 @@ _REQUESTS: Final[dict[Opcode, Trigger | None]] = {
 _REPLIES: Final = {
     Opcode.HELLO: (Trigger.HELLO_REPLY, Trigger.HELLO_REFUSED),
     Opcode.ATTACH: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
+    Opcode.GPU_SUBMIT: (Trigger.ATTACH_REPLY, Trigger.ATTACH_REFUSED),
     Opcode.PING: (Trigger.PING_REPLY, Trigger.PING_REPLY),
 }

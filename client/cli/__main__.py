@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "pki": ("pki:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "serve": ("serving:serve", "Serve others on leases."),
+    "submit": ("submit:submit", "Run one kernel of a file, and write what it computes."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),
     "verify": ("verify:verify", "Break every rule on this host's card beside a neighbour."),
 }

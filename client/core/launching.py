@@ -122,8 +122,8 @@ def _make_template(
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
     _check_sizes(entry, sizes)
-    full_grid = _dimensions(kernel, "grid", grid)
-    full_block = _dimensions(kernel, "block", block)
+    full_grid = dimensions(kernel, "grid", grid)
+    full_block = dimensions(kernel, "block", block)
     threads = full_block[0] * full_block[1] * full_block[2]
     if entry.max_threads_per_block and threads > entry.max_threads_per_block:
         raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
@@ -151,7 +151,8 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
             raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
 
 
-def _dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
+def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
+    """A grid or block of one to three numbers, as three. Raises LaunchFailed."""
     try:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):

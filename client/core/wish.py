@@ -11,7 +11,7 @@ from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, WAITING_TAG
+from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, SUBMIT_TAG, WAITING_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
 DEFAULT_LEASE_S: Final = 60.0
@@ -53,6 +53,7 @@ class Wish:
         """Args: address: Where the daemon listens; None for GPULEASE_ADDRESS, else the default socket."""
         self._address = address
         self._min_vram_bytes = 0
+        self._submit_bytes = 0
         self._ttl_ms = milliseconds(DEFAULT_LEASE_S, "lease_secs", least_ms=1)
         self._wait_ms = 0
         self._device: str | None = None
@@ -70,6 +71,12 @@ class Wish:
     def min_vram(self, size_bytes: int) -> Self:
         """Bytes of device memory, all of them for the tenant."""
         self._min_vram_bytes = whole(size_bytes, "min_vram", least=1, most=MAX_WIRE_BYTES)
+        return self
+
+    def submits(self, size_bytes: int) -> Self:
+        """Bytes of device memory besides, for `lease.submit`: what its image and its arguments take on the card."""
+        self._submit_bytes = whole(size_bytes, "submits", least=1, most=MAX_WIRE_BYTES)
+        self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
         return self
 
     def lease_secs(self, seconds: float) -> Self:
@@ -116,9 +123,8 @@ class Wish:
         if not self._min_vram_bytes:
             raise InvalidRequest("acquire: the lease's size is missing", "Say it with GpuBuilder().min_vram(bytes)")
         parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
-        return LeaseAlloc(
-            GPU_RESOURCE_TYPE, self._min_vram_bytes, self._ttl_ms, self._wait_ms, self._device, parameters
-        )
+        size_bytes = self._min_vram_bytes + self._submit_bytes
+        return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, parameters)
 
 
 def _member(kind: type[IntEnum], given: int, what: str) -> int:

@@ -12,7 +12,7 @@ MAX_QUEUED: Final = 32_768
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
 """Of these, for what tenants repeat at will; the rest is for grants and ends."""
 
-MINOR: Final = frozenset({Kind.DENY, Kind.ATTACH, Kind.RENEW, Kind.ISSUE, Kind.WITHDRAW})
+MINOR: Final = frozenset({Kind.DENY, Kind.ATTACH, Kind.SUBMIT, Kind.RENEW, Kind.ISSUE, Kind.WITHDRAW})
 
 
 class Inbox:

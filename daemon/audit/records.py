@@ -40,6 +40,7 @@ class Kind(StrEnum):
     RENEW = "renew"
     DENY = "deny"
     ATTACH = "attach"
+    SUBMIT = "submit"
     ISSUE = "issue"
     WITHDRAW = "withdraw"
     FAULT = "fault"

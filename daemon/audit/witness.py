@@ -26,6 +26,7 @@ from gpulease.daemon.core import (
     LeaseRestored,
     LeaseSnapshot,
     LeaseState,
+    Outcome,
     RefuseWork,
     Renewed,
     RenewRequested,
@@ -33,6 +34,10 @@ from gpulease.daemon.core import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
+    SubmitRequested,
     WarmEnded,
 )
 
@@ -90,15 +95,18 @@ class Witness:
             self._note(event, now_us)
         for effect in effects:
             match effect:
-                case Granted() | Renewed() | Freed() | RevokeDone() | FenceCleared() | DrainSet() | Denied() if (
-                    effect.request
-                ):
-                    asked = self._asked.pop(effect.request, None)
-                    yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us), now_us)
+                case Denied() | SubmitReady() if effect.request:
+                    yield from self._answered(effect, now_us)
+                case Granted() | Renewed() | Freed() | RevokeDone() | FenceCleared() | DrainSet() if effect.request:
+                    yield from self._answered(effect, now_us)
                 case RefuseWork(lease_id):
                     yield from self._over(lease_id, now_us)
                 case LeaseEnded(lease):
                     yield self._ended(lease, now_us)
+                case SubmitFenced(lease_id=lease_id, reason=reason):
+                    yield Kind.SUBMIT, self._of(lease_id) | {"what": "fenced", "reason": clean_text(reason)}
+                case SubmitEnded(lease_id=lease_id, reason=reason):
+                    yield Kind.SUBMIT, self._of(lease_id) | {"what": "ended", "reason": clean_text(reason)}
                 case WarmEnded(card_uuid=card_uuid, reason=reason, is_fenced=True):
                     # The one thing about the pool that is anybody's: bytes that no lease can have.
                     yield Kind.POOL, {"card": card_uuid, "what": "fenced", "reason": clean_text(reason)}
@@ -115,6 +123,9 @@ class Witness:
             case RenewRequested(request, lease_id, tenant, ttl_ms):
                 by = self._askers.pop(request, tenant)
                 self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": _bounded(ttl_ms)})
+            case SubmitRequested(request, lease_id, tenant, timeout_ms):
+                by = self._askers.pop(request, tenant)
+                self._asked[request] = _Asked("submit", by, now_us, lease_id, {"timeout_ms": _bounded(timeout_ms)})
             case FreeRequested(request, lease_id, tenant):
                 self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id)
             case RevokeRequested(request, lease_id, reason):
@@ -131,9 +142,13 @@ class Witness:
 
     # --- what came of it ---
 
+    def _answered(self, effect: Outcome, now_us: int) -> Iterator[Told]:
+        asked = self._asked.pop(effect.request, None)
+        yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us), now_us)
+
     def _outcome(
         self,
-        effect: Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied,
+        effect: Outcome,
         asked: _Asked,
         now_us: int,
     ) -> Iterator[Told]:
@@ -159,6 +174,8 @@ class Witness:
             case DrainSet(active_leases=active_leases):
                 done = {"action": asked.operation, "by": asked.by, "leases": active_leases}
                 yield Kind.OPERATOR, done | asked.told()
+            case SubmitReady(lease_id=lease_id, size_bytes=size_bytes):
+                yield Kind.SUBMIT, self._of(lease_id) | {"what": "begun", "by": asked.by, "submit_bytes": size_bytes}
             case Denied(denial=denial):
                 said = {"reason": denial.reason.value, "message": clean_text(denial.message)}
                 yield Kind.DENY, {"operation": asked.operation, "tenant": asked.by} | asked.told() | said

@@ -8,14 +8,14 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from gpulease.daemon.broker.denials import cause_of
 from gpulease.daemon.broker.finding import FoundWorker
 from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.core import Cause, Event, KeptLease, LeaseRestored, LeaseState, WorkerFound
+from gpulease.daemon.core import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended, name_of
@@ -51,12 +51,12 @@ class Left:
 class Adoption:
     """One thing to tell the lease table, and the worker it is about, None if there is none."""
 
-    event: LeaseRestored | WorkerFound
+    event: LeaseRestored | WorkerFound | SubmitFound
     worker: FoundWorker | None
 
 
 def reconcile(
-    kept: Iterable[KeptLease],
+    kept: Sequence[KeptLease],
     left: Sequence[Left],
     overheads: Mapping[str, int],
     latest_ns: int,
@@ -84,9 +84,17 @@ def reconcile(
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
         adoptions.append(Adoption(LeaseRestored(on_page, has_worker=best.is_alive), best.worker))
     taken = {adoption.event.kept.lease_id for adoption in adoptions if isinstance(adoption.event, LeaseRestored)}
+    open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
     for one in others:
         spec = one.worker.spec
-        number = draw() if spec.lease_id in taken else spec.lease_id
+        if spec.submit_of in open_for_submits:
+            # One more of the same lease is what an operator vouched for: nobody's.
+            open_for_submits.discard(spec.submit_of)
+            is_running = one.is_alive and one.is_leased and one.page.word is None
+            submit = SubmitFound(spec.lease_id, spec.submit_of, spec.card_uuid, is_running, spec.timeout_ms)
+            adoptions.append(Adoption(submit, one.worker))
+            continue
+        number = draw() if spec.lease_id in taken or spec.submit_of else spec.lease_id
         taken.add(number)
         found = WorkerFound(number, spec.card_uuid, spec.size_bytes + overheads.get(spec.card_uuid, 0))
         adoptions.append(Adoption(found, one.worker))

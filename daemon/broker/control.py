@@ -14,6 +14,7 @@ from gpulease.daemon.broker.peers import Peer, identify
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.requests import Desk
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.core import SubmitAbandoned, SubmitReady
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.version import AGENT
@@ -256,6 +257,8 @@ class ControlConnection(asyncio.BufferedProtocol):
             self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, self._options))
         elif request.op is Opcode.ATTACH:
             self._attach(request, self._desk)
+        elif request.op is Opcode.GPU_SUBMIT:
+            self._submit(request, self._desk)
         else:
             self._desk.take(request)
 
@@ -272,35 +275,72 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     # --- hand-over ---
 
-    def _attach(self, request: Request, desk: Desk, look_again_s: float = HAND_OVER_POLL_S) -> None:
+    def _submit(self, request: Request, desk: Desk) -> None:
+        """Have a worker made for it first, and only then see whether its token is used up already."""
         if self._transport is None or self._transport.is_closing():
+            return
+        # That it leaves is to be heard. What it sends meanwhile stops the reading: nobody takes it before the worker.
+        self._resume_reading()
+
+        def on_ready(outcome: SubmitReady | Failure) -> None:
+            if isinstance(outcome, Failure):
+                self._refuse_attach(request, outcome, is_told=True)
+            else:
+                self._attach(request, desk, submit=outcome)
+
+        try:
+            desk.check_attach(request)
+            desk.submits.ask(request, on_ready)
+        except Refusal as refusal:
+            self._refuse_attach(request, refusal.failure)
+
+    def _attach(
+        self,
+        request: Request,
+        desk: Desk,
+        look_again_s: float = HAND_OVER_POLL_S,
+        submit: SubmitReady | None = None,
+    ) -> None:
+        if self._transport is None or self._transport.is_closing():
+            if submit is not None:
+                self._runtime.post(SubmitAbandoned(submit.submit_id))
             return
         # What the peer sent behind its ATTACH is the worker's to read, in the kernel or in our buffer.
         self._transport.pause_reading()
         if self._transport.get_write_buffer_size():
             self._deadlines.start(Wait.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
             loop = asyncio.get_running_loop()
-            loop.call_later(look_again_s, self._attach, request, desk, min(2 * look_again_s, MAX_HAND_OVER_POLL_S))
+            look_again_s, pause_s = min(2 * look_again_s, MAX_HAND_OVER_POLL_S), look_again_s
+            loop.call_later(pause_s, self._attach, request, desk, look_again_s, submit)
             return
         self._deadlines.stop(Wait.ATTACH)
         try:
             guest = desk.check_attach(request)
         except Refusal as refusal:
+            if submit is not None:
+                self._runtime.post(SubmitAbandoned(submit.submit_id))
             self._refuse_attach(request, refusal.failure)
             return
-        desk.spend_token(lambda is_spent: self._attach_spent(request, desk, guest, is_spent=is_spent))
+        number = request.session_id if submit is None else submit.submit_id
+        desk.spend_token(lambda is_spent: self._attach_spent(request, desk, guest, number, is_spent=is_spent))
 
-    def _attach_spent(self, request: Request, desk: Desk, guest: Guest | None, *, is_spent: bool) -> None:
-        """The token of an ATTACH, if it has one, opens no other connection; unless it could not open this one."""
-        if is_spent and self.is_open and self._hand_over(request, guest):
-            desk.attached(request.session_id)
+    def _attach_spent(self, request: Request, desk: Desk, guest: Guest | None, number: int, *, is_spent: bool) -> None:
+        """The token of an ATTACH, if it has one, opens no other connection; unless it could not open this one.
+
+        `number`: of the worker that gets the connection.
+        """
+        is_submit = number != request.session_id
+        if is_spent and self.is_open and self._hand_over(request, guest, number):
+            desk.attached(request.session_id, is_submit=is_submit)
             return
+        if is_submit:
+            self._runtime.post(SubmitAbandoned(number))
         failure = desk.not_attached(request.session_id)
         if not is_spent:
             failure = Failure(Status.BUSY, "that the token is used can't be written down now", hint="Try again.")
         self._refuse_attach(request, failure)
 
-    def _hand_over(self, request: Request, guest: Guest | None) -> bool:
+    def _hand_over(self, request: Request, guest: Guest | None, number: int) -> bool:
         if self._transport is None:
             return False
         fd = os.dup(self._transport.get_extra_info("socket").fileno())
@@ -310,7 +350,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             # A relay's socket looks like a local peer's, and descriptors would end in the relay.
             if isinstance(request.body, Attach) and not self.peer.is_relayed:
                 wanted = Wanted.from_options(request.body.options)
-            if not self._runtime.workers.attach(request.session_id, fd, request.request_id, rest, wanted, guest):
+            if not self._runtime.workers.attach(number, fd, request.request_id, rest, wanted, guest):
                 self._connection.receive_data(rest)
                 return False
         finally:
@@ -319,10 +359,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._transport.abort()
         return True
 
-    def _refuse_attach(self, request: Request, failure: Failure) -> None:
+    def _refuse_attach(self, request: Request, failure: Failure, *, is_told: bool = False) -> None:
+        """`is_told`: log and metrics know already, from the lease table."""
         if self._transport is None:
             return
-        self._runtime.recorder.refused(request.op.name, self.peer.tenant, request.session_id, failure.message)
-        self._runtime.metrics.refused(request.op.name, failure.status)
+        if not is_told:
+            self._runtime.recorder.refused(request.op.name, self.peer.tenant, request.session_id, failure.message)
+            self._runtime.metrics.refused(request.op.name, failure.status)
         self.answer(request, failure)
         self._take_events()

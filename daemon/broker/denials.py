@@ -21,6 +21,7 @@ _STATUS: Final = {
     DenialReason.SHUTTING_DOWN: Status.DISCONNECTED,
     DenialReason.NOT_RECORDED: Status.BUSY,
     DenialReason.DRAINED: Status.DRAINED,
+    DenialReason.BUSY: Status.BUSY,
 }
 
 _REVOCATION_WORD: Final = {
@@ -30,6 +31,7 @@ _REVOCATION_WORD: Final = {
     Cause.SHUTDOWN: Status.DISCONNECTED,
     Cause.DRAINED: Status.DRAINED,
 }
+_TOO_LONG: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
 _CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items()}
 
 
@@ -41,6 +43,11 @@ def failure_of(denial: Denial) -> Failure:
 def word_for(cause: Cause) -> Status:
     """What a worker answers once its lease has ended for `cause`."""
     return _REVOCATION_WORD.get(cause, Status.SESSION_FAILED)
+
+
+def submit_word_for(cause: Cause | None) -> Status:
+    """What a submit's worker answers once it was ended for `cause`; None: its own time is over."""
+    return Status.TIMED_OUT if cause in _TOO_LONG else word_for(cause or Cause.ABANDONED)
 
 
 def cause_of(word: Status) -> Cause:

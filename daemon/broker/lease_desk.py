@@ -5,7 +5,7 @@ import time
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.denials import failure_of
-from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, waiting_of
+from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, submit_bytes_of, waiting_of
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.capabilities.demands import Demand
@@ -63,7 +63,7 @@ class LeaseDesk:
             raise Refusal(failure_of(denial))
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
-        waiting = waiting_of(body.parameters)
+        waiting, submit_bytes = waiting_of(body.parameters), submit_bytes_of(body.parameters)
 
         def on_outcome(outcome: Outcome) -> None:
             self._open_acquires.pop(number, None)
@@ -83,6 +83,7 @@ class LeaseDesk:
                 wait_ms=body.wait_ms,
                 max_kernel_ms=max_kernel_ms,
                 waiting=waiting,
+                submit_bytes=submit_bytes,
             )
         )
 

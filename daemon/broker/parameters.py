@@ -5,20 +5,31 @@ from typing import Final
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    MAX_KERNEL_TAG,
+    SUBMIT_TAG,
+    WAITING_TAG,
+    Exclusivity,
+    Status,
+    Waiting,
+)
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 MAX_KERNEL_BYTES: Final = 4
 """Of the parameter's u32."""
 
+SUBMIT_BYTES: Final = 8
+"""Of the parameter's u64."""
+
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
 
 def token_of(options: tuple[Tlv, ...]) -> bytes | None:
-    """The token among ATTACH's options, None if there is none. Raises Refusal if there are several."""
+    """The token among ATTACH's or GPU_SUBMIT's options, None if there is none. Raises Refusal if there are several."""
     values = [option.value for option in options if option.type == AttachOption.TOKEN]
     if len(values) > 1:
-        raise Refusal(Failure(Status.INVALID_REQUEST, "ATTACH carries one token at most"))
+        raise Refusal(Failure(Status.INVALID_REQUEST, "one token at most is carried"))
     return values[0] if values else None
 
 
@@ -50,6 +61,18 @@ def max_kernel_ms_of(parameters: tuple[LeaseParameter, ...]) -> int:
     if len(values) > 1 or len(values[0]) != MAX_KERNEL_BYTES or not any(values[0]):
         raise Refusal(
             Failure(Status.INVALID_REQUEST, "a kernel's longest time is a u32 of milliseconds, at least 1, given once")
+        )
+    return int.from_bytes(values[0], "big")
+
+
+def submit_bytes_of(parameters: tuple[LeaseParameter, ...]) -> int:
+    """How much of the lease is for submits, 0 if nothing is. Raises Refusal if it makes no sense."""
+    values = [parameter.value for parameter in parameters if parameter.tag == SUBMIT_TAG]
+    if not values:
+        return 0
+    if len(values) > 1 or len(values[0]) != SUBMIT_BYTES or not any(values[0]):
+        raise Refusal(
+            Failure(Status.INVALID_REQUEST, "what is kept for submits is a u64 of bytes, at least 1, given once")
         )
     return int.from_bytes(values[0], "big")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from gpulease.daemon.core import CardSnapshot, LeaseSnapshot, Standing, ends_ns
+from gpulease.daemon.core import CardSnapshot, LeaseSnapshot, Standing, SubmitSnapshot, ends_ns
 from gpulease.daemon.worker.page import BrokerPage, Counter
 from gpulease.protocol.messages import Inventory, InventoryEntry
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
@@ -68,6 +68,23 @@ def lease_report(
             "copied_bytes": page.counter(Counter.COPIED_BYTES),
         }
     return report
+
+
+def submit_report(
+    submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
+) -> dict[str, Any]:
+    """What a lease's report says of its submits: the one that is not proved gone, and the last one that is."""
+    report: dict[str, Any] = {}
+    if submit is not None:
+        launches = 0 if page is None else page.counter(Counter.LAUNCHES)
+        report["submit"] = _submit(submit) | {"state": submit.state.value, "launches": launches}
+    if last is not None:
+        report["last_submit"] = _submit(last)
+    return report
+
+
+def _submit(submit: SubmitSnapshot) -> dict[str, Any]:
+    return {"number": submit.number, "reason": submit.reason, "timed_out": submit.is_timed_out}
 
 
 def inventory(

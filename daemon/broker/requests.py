@@ -12,6 +12,7 @@ from gpulease.daemon.broker.parameters import token_of
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.revoking_desk import RevokingDesk
 from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.submits import SubmitDesk
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.broker.view_desk import ViewDesk
 from gpulease.daemon.core import (
@@ -21,6 +22,7 @@ from gpulease.daemon.core import (
 from gpulease.daemon.core.denials import not_found
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import (
@@ -47,7 +49,11 @@ LOOKS: Final = frozenset(
 
 
 class Desk:
-    """Takes the control requests of one connection, and hands each to the desk that it is for."""
+    """Takes the control requests of one connection, and hands each to the desk that it is for.
+
+    Attributes:
+        submits: Asks for submits.
+    """
 
     def __init__(self, runtime: Runtime, answerer: Answerer, driver: str) -> None:
         self._runtime = runtime
@@ -56,6 +62,7 @@ class Desk:
         self._tokens = tokens = TokenDesk(runtime.tokens, self._peer)
         self._caller = caller = Caller(runtime, answerer, tokens, set())
         self._leases = leases = LeaseDesk(caller)
+        self.submits = SubmitDesk(caller)
         self._view = view = ViewDesk(caller, driver)
         self._node = node = NodeDesk(self._peer, runtime.metrics, runtime.health)
         revoking = RevokingDesk(caller)
@@ -109,6 +116,7 @@ class Desk:
     def leave(self) -> None:
         """The client is gone: what it waits for is given up."""
         self._leases.leave()
+        self.submits.leave()
         self._view.leave()
 
     def close(self) -> None:
@@ -121,26 +129,29 @@ class Desk:
     def give_up(self, failure: Failure) -> None:
         """What the client waits for will not come: tell it so."""
         self._leases.give_up(failure)
+        self.submits.give_up(failure)
         self.leave()
 
     def check_attach(self, request: Request) -> Guest | None:
         """Raises Refusal unless this peer may attach to that lease's session now; what its connection is bound to."""
         self._check_reader(request.op)
         body = request.body
-        token = token_of(body.options) if isinstance(body, messages.Attach) else None
+        token = token_of(body.options) if isinstance(body, messages.Attach | messages.GpuSubmit) else None
         if token is None:
             self._check_own(request.session_id)
             return None
-        return self._tokens.guest(request.session_id, token)
+        needed = Permission.TASKLET_SUBMIT if isinstance(body, messages.GpuSubmit) else SESSION_PERMISSIONS
+        return self._tokens.guest(request.session_id, token, needed)
 
     def spend_token(self, on_done: Callable[[bool], None]) -> None:
         """Use up the token that the peer attaches with, if any; told is whether that is written down."""
         self._tokens.spend(self._runtime.journal, on_done)
 
-    def attached(self, lease_id: int) -> None:
-        """The connection was handed over."""
+    def attached(self, lease_id: int, *, is_submit: bool = False) -> None:
+        """The connection was handed over; that a submit's was is told by the lease table."""
         self._tokens.attached()
-        self._runtime.recorder.attached(lease_id, self._peer.tenant)
+        if not is_submit:
+            self._runtime.recorder.attached(lease_id, self._peer.tenant)
 
     def not_attached(self, lease_id: int) -> Failure:
         """The connection could not be handed over: what to say."""

@@ -46,14 +46,16 @@ class RevokingDesk:
     def capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
         """CAPABILITY_REVOKE."""
         lease_id, nonce = self._tokens.to_revoke(body)
-        lease, page = self._runtime.table.get(lease_id), self._runtime.workers.page(lease_id)
+        lease, submit = self._runtime.table.get(lease_id), self._runtime.table.submits.of(lease_id)
+        numbers = (lease_id,) if submit is None else (lease_id, submit.submit_id)
+        pages = [self._runtime.workers.page(number) for number in numbers]
 
         def on_done(is_kept: bool) -> None:
             why = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
             failure = Failure(Status.BUSY, why, hint="Ask again, or renew the lease, which ends all of its tokens.")
             self._caller.answer(request, messages.Empty() if is_kept else failure)
 
-        self._tokens.revoke(lease_id, nonce, page, self._runtime.journal, on_done)
+        self._tokens.revoke(lease_id, nonce, pages, self._runtime.journal, on_done)
         tenant = self._peer.tenant if lease is None else lease.tenant
         self._runtime.recorder.token_revoked(tenant, self._peer.tenant, lease_id, nonce)
 

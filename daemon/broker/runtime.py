@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.adoption import adopt
-from gpulease.daemon.broker.denials import word_for
+from gpulease.daemon.broker.denials import submit_word_for, word_for
 from gpulease.daemon.broker.headroom import Headroom
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.metrics import NodeMetrics
@@ -45,11 +45,15 @@ from gpulease.daemon.core import (
     Outcome,
     PoolTimerFired,
     ProveReclaimed,
+    RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
     SetDeadline,
+    SpawnSubmit,
     SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -239,6 +243,19 @@ class Runtime:
                 self._arm_pool(due_ns)
             case ArmDrainTimer(due_ns):
                 self._arm_drain(due_ns)
+            case SpawnSubmit():
+                self._spawn_submit(effect)
+            case RefuseSubmit(submit_id, cause):
+                lease = self.table.get(self.table.submits.lease_of(submit_id)) if cause is Cause.REVOKED else None
+                self.workers.refuse(submit_id, submit_word_for(cause), "" if lease is None else lease.reason)
+            case SubmitFenced(submit_id, lease_id, reason):
+                # Not settled: the zygote goes on telling of it, so that a restart does not forget.
+                self._cancel_timers(submit_id)
+                self._reclaimer.give_up(submit_id)
+                _log.warning("a submit of lease %032x can't be proved gone: %s", lease_id, reason)
+            case SubmitEnded(submit_id, lease_id, reason):
+                self._let_go(submit_id)
+                _log.debug("a submit of lease %032x is gone: %s", lease_id, reason)
             case Warned():
                 pass  # the teller's to tell
             case WarmEnded(warm_id):
@@ -261,6 +278,20 @@ class Runtime:
             self._source.allowance_bytes,
             effect.max_kernel_ms,
             effect.waiting,
+        )
+        self.workers.spawn(spec)
+
+    def _spawn_submit(self, effect: SpawnSubmit) -> None:
+        spec = WorkerSpec(
+            effect.submit_id,
+            effect.card_uuid,
+            effect.size_bytes,
+            is_shared=False,
+            allowance_bytes=self._source.allowance_bytes,
+            max_kernel_ms=effect.max_kernel_ms,
+            waiting=effect.waiting,
+            submit_of=effect.lease_id,
+            timeout_ms=effect.timeout_ms,
         )
         self.workers.spawn(spec)
 

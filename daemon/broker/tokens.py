@@ -218,12 +218,22 @@ class TokenDesk:
         return lease_id, nonce
 
     def revoke(
-        self, lease_id: int, nonce: bytes, page: BrokerPage | None, journal: Journal, on_done: Callable[[bool], None]
+        self,
+        lease_id: int,
+        nonce: bytes,
+        pages: Iterable[BrokerPage | None],
+        journal: Journal,
+        on_done: Callable[[bool], None],
     ) -> None:
-        """End what `to_revoke` named; told is whether a restart will know that too. Raises Refusal."""
+        """End what `to_revoke` named, on these pages of the lease's; told is whether a restart will know that too.
+
+        Raises Refusal.
+        """
         until_ms = self._office.authority().revoke(lease_id, nonce)
         now_ms = time.monotonic_ns() // NS_PER_MS
-        if until_ms is None or (page is not None and not page.revoke_token(mark_of(nonce), until_ms, now_ms)):
+        if until_ms is None or not all(
+            page is None or page.revoke_token(mark_of(nonce), until_ms, now_ms) for page in pages
+        ):
             why = "too many tokens of this lease were revoked in the last minutes"
             raise Refusal(Failure(Status.BUSY, why, hint="Renew the lease: that ends all of its tokens."))
         journal.revoke_token(lease_id, nonce, until_ms, on_done)
@@ -267,12 +277,12 @@ class TokenDesk:
                 )
             )
 
-    def guest(self, lease_id: int, token: bytes) -> Guest:
-        """To what a connection is bound that attaches to a lease with a token. Raises Refusal.
+    def guest(self, lease_id: int, token: bytes, needed: Permission = SESSION_PERMISSIONS) -> Guest:
+        """To what a connection is bound that attaches to a lease with a token, for any of `needed`. Raises Refusal.
 
         Nothing is used up yet: see `spend`.
         """
-        claims = self._validate(token, SESSION_PERMISSIONS)
+        claims = self._validate(token, needed)
         if claims.lease_id != lease_id:
             raise Refusal(failure_of(not_found(lease_id)))
         self._to_use = claims

@@ -7,7 +7,7 @@ from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.drains import drain_left_ms
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.reports import inventory, lease_report
+from gpulease.daemon.broker.reports import inventory, lease_report, submit_report
 from gpulease.daemon.broker.telling import EVERY_LEASE, TellingDesk, seen_by
 from gpulease.daemon.core import LeaseSnapshot
 from gpulease.daemon.core.denials import not_found
@@ -71,7 +71,10 @@ class ViewDesk:
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
         table, now_ns = self._runtime.table, time.monotonic_ns()
         standing = table.standing(lease.lease_id, now_ns)
-        return lease_report(lease, self._runtime.workers.page(lease.lease_id), now_ns, standing, table.drain_ns)
+        page_of, submit = self._runtime.workers.page, table.submits.of(lease.lease_id)
+        report = lease_report(lease, page_of(lease.lease_id), now_ns, standing, table.drain_ns)
+        page = None if submit is None else page_of(submit.submit_id)
+        return report | submit_report(submit, table.submits.last_of(lease.lease_id), page)
 
     def _may_see(self, lease: LeaseSnapshot) -> bool:
         if self._peer.is_operator:

@@ -37,6 +37,7 @@ KNOWN_WAITS: Final = frozenset(
         Opcode.ARENA_READ,
         Opcode.STREAM_CREATE,
         Opcode.STREAM_WAIT,
+        Opcode.SUBMIT_RUN,
     }
 )
 """What may block inside the driver for as long as a kernel runs, its queue being full, or for a compiler. The lease's

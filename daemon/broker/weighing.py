@@ -59,6 +59,8 @@ class Weigher:
             for lease in self._table.snapshots():
                 if lease.state is LeaseState.ACTIVE:
                     self.look(lease.lease_id)
+            for submit in self._table.submits.snapshots():
+                self.look(submit.submit_id)
 
     def _done(self, lease_id: int) -> None:
         del self._tasks[lease_id]
@@ -67,12 +69,12 @@ class Weigher:
             self.look(lease_id)
 
     async def _look(self, lease_id: int) -> None:
-        lease, pid = self._table.get(lease_id), self._workers.pid(lease_id)
-        if lease is None or lease.state is not LeaseState.ACTIVE or not pid:
+        place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)
+        if place is None or not pid:
             return
-        allowed = self._table.charge_bytes(lease_id)
+        card_uuid, allowed = place
         try:
-            held = await asyncio.to_thread(self._source.process_bytes, lease.card_uuid, pid)
+            held = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         except CardsUnavailable as error:
             reason = str(error)
         else:

@@ -21,12 +21,17 @@ from gpulease.daemon.core.effects import (
     LeaseEnded,
     Outcome,
     ProveReclaimed,
+    RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
     RevokeDone,
     SetDeadline,
+    SpawnSubmit,
     SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
     WarmEnded,
     WarmUp,
     Warned,
@@ -50,6 +55,9 @@ from gpulease.daemon.core.events import (
     SessionCondemned,
     SessionFaulted,
     ShutdownRequested,
+    SubmitAbandoned,
+    SubmitFound,
+    SubmitRequested,
     TenantRulesChanged,
     TimerFired,
     TimerKind,
@@ -72,11 +80,13 @@ from gpulease.daemon.core.leases import (
 )
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.phases import Standing, ends_ns
+from gpulease.daemon.core.submit import FIRST_SUBMIT_ID, SubmitSnapshot, SubmitState
 from gpulease.daemon.core.table import LeaseTable
 from gpulease.daemon.core.waiting import WaiterSnapshot
 from gpulease.daemon.core.warm import FIRST_WARM_ID, WarmSnapshot, WarmState
 
 __all__ = [
+    "FIRST_SUBMIT_ID",
     "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
@@ -121,6 +131,7 @@ __all__ = [
     "ProveReclaimed",
     "ReclaimFailed",
     "ReclaimProved",
+    "RefuseSubmit",
     "RefuseWork",
     "RenameWorker",
     "RenewRequested",
@@ -132,9 +143,18 @@ __all__ = [
     "SessionFaulted",
     "SetDeadline",
     "ShutdownRequested",
+    "SpawnSubmit",
     "SpawnWorker",
     "Standing",
     "StoryEntry",
+    "SubmitAbandoned",
+    "SubmitEnded",
+    "SubmitFenced",
+    "SubmitFound",
+    "SubmitReady",
+    "SubmitRequested",
+    "SubmitSnapshot",
+    "SubmitState",
     "TenantRulesChanged",
     "TimerFired",
     "TimerKind",

@@ -11,7 +11,6 @@ from gpulease.daemon.core.events import AcquireRequested, TenantRulesChanged
 from gpulease.daemon.core.leases import Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S, CoreLimits
 from gpulease.daemon.core.pool import Pool
-from gpulease.daemon.core.tenants import AcquireRates
 from gpulease.daemon.core.waiting import Waiter
 
 MAX_LEASE_ID = (1 << 128) - 1
@@ -46,7 +45,6 @@ class Admission:
     def __init__(self, book: Book, pool: Pool) -> None:
         self._book = book
         self._pool = pool
-        self._rates = AcquireRates()
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
         """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
@@ -57,7 +55,8 @@ class Admission:
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""
-        denial = self._check_rate(event, now_ns) or self._check_drain(now_ns)
+        denial = self._book.rates.denial(event.tenant, self._book.limits.tenants.of(event.tenant), now_ns)
+        denial = denial or self._check_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
@@ -65,7 +64,7 @@ class Admission:
         selected = placement.select(self._book.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
         suitable = [account for account in usable if placement.suits(account, event.exclusivity)]
-        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes))
+        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes, event.contexts))
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
@@ -76,7 +75,7 @@ class Admission:
             self.serve_line(now_ns, out)
         held = self._book.line.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
-        account = placement.choose(allowed, event.size_bytes, event.exclusivity)
+        account = placement.choose(allowed, event.size_bytes, event.exclusivity, event.contexts)
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0:
@@ -132,7 +131,7 @@ class Admission:
             tenant=event.tenant,
             card_uuid=account.card.uuid,
             size_bytes=event.size_bytes,
-            charge_bytes=account.charge_bytes(event.size_bytes),
+            charge_bytes=account.charge_bytes(event.size_bytes, event.contexts),
             exclusivity=event.exclusivity,
             ttl_ms=event.ttl_ms,
             request=event.request,
@@ -141,6 +140,7 @@ class Admission:
             max_story_entries=self._book.limits.max_story_entries,
             max_kernel_ms=event.max_kernel_ms,
             waiting=event.waiting,
+            submit_bytes=event.submit_bytes,
         )
         self._book.open(lease)
         self._pool.place(lease, now_ns, out)
@@ -179,6 +179,11 @@ class Admission:
                 f"A lease of {event.size_bytes} bytes was asked for; the smallest is"
                 f" {denials.size_text(self._book.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
+            )
+        if not 0 <= event.submit_bytes < event.size_bytes:
+            return denials.invalid(
+                f"Of the lease's {event.size_bytes} bytes, {event.submit_bytes} can't be kept for submits.",
+                "Leave the session some: ask for more in all, or keep less.",
             )
         if event.wait_ms < 0:
             return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
@@ -222,13 +227,6 @@ class Admission:
             f" and may have {denials.size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )
-
-    def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
-        limits = self._book.limits.tenants.of(event.tenant)
-        wait_ns = self._rates.wait_ns(event.tenant, limits, now_ns)
-        if not wait_ns or limits.acquires_per_minute is None:
-            return None
-        return denials.too_fast(event.tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
         """Those of the cards that the tenant may use."""
@@ -277,13 +275,14 @@ class Admission:
         if selected and not suitable:
             return denials.no_partition()
         if not candidates:
-            largest, available = placement.largest_slice_bytes(suitable), placement.available_bytes(suitable)
+            largest = placement.largest_slice_bytes(suitable, event.contexts)
+            available = placement.available_bytes(suitable, event.contexts)
             return denials.never_fits(event.size_bytes, largest, available)
         return None
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
-        available = placement.available_bytes(candidates)
-        if placement.choose(candidates, event.size_bytes, event.exclusivity) is not None:
+        available = placement.available_bytes(candidates, event.contexts)
+        if placement.choose(candidates, event.size_bytes, event.exclusivity, event.contexts) is not None:
             why = "others that wait for the same cards are first in line"
         elif available >= event.size_bytes:
             why = "no card is without other leases"
@@ -291,7 +290,7 @@ class Admission:
             why = "other leases have the cards to themselves"
         else:
             why = "other leases hold the memory"
-        largest = placement.largest_slice_bytes(candidates)
+        largest = placement.largest_slice_bytes(candidates, event.contexts)
         return denials.no_room(event.size_bytes, largest, available, why=why, waited_ms=waited_ms)
 
     def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:

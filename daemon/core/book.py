@@ -10,6 +10,8 @@ from gpulease.daemon.core.cards import Card, CardAccount
 from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.revoked import RevokedIds
+from gpulease.daemon.core.submit import Submit
+from gpulease.daemon.core.tenants import AcquireRates
 from gpulease.daemon.core.waiting import WaitingLine
 from gpulease.daemon.core.warm import WarmContext
 
@@ -26,6 +28,8 @@ class Book:
         revoked: Every lease that was revoked, also those that are forgotten otherwise.
         cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
         warm: The contexts of the pool, by number.
+        submits: Those that are not proved gone, by number.
+        rates: How fast each tenant asks for contexts.
         drain_ns: When a drain ends what is left; None while the node is not drained.
         under_earlier_rules: Tenants who had or awaited something when their bounds last changed: it stays theirs.
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
@@ -44,6 +48,8 @@ class Book:
         self.revoked = RevokedIds()
         self.cleared = RevokedIds()
         self.warm: dict[int, WarmContext] = {}
+        self.submits: dict[int, Submit] = {}
+        self.rates = AcquireRates()
         self.line = WaitingLine(limits)
         self.under_earlier_rules: set[str] = set()
         self.has_freed_room = False
@@ -58,6 +64,20 @@ class Book:
         """The lease as it is, or as it was when it ended; None if it is unknown or forgotten."""
         lease = self.live.get(lease_id)
         return lease.snapshot() if lease is not None else self.ended.get(lease_id)
+
+    def charge_bytes(self, number: int) -> int:
+        """What one process may hold of its card: a live lease's session, or a submit; 0 if there is none."""
+        lease, submit = self.live.get(number), self.submits.get(number)
+        if submit is not None:
+            return submit.charge_bytes
+        return 0 if lease is None else lease.charge_bytes - lease.submit_charge_bytes
+
+    def card_of(self, number: int) -> str | None:
+        """The card of an active lease, or of a submit; None if there is none."""
+        lease, submit = self.live.get(number), self.submits.get(number)
+        if submit is not None:
+            return submit.card_uuid
+        return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.card_uuid
 
     def is_used(self, lease_id: int) -> bool:
         """Whether a lease had, has or is to have this id."""

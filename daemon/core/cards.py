@@ -159,9 +159,9 @@ class CardAccount:
             return 0
         return max(0, self.free_bytes - self.card.overhead_bytes)
 
-    def charge_bytes(self, size_bytes: int) -> int:
-        """What a lease of `size_bytes` holds on this card."""
-        return size_bytes + self.card.overhead_bytes
+    def charge_bytes(self, size_bytes: int, contexts: int = 1) -> int:
+        """What a lease of `size_bytes` with so many contexts holds on this card."""
+        return size_bytes + contexts * self.card.overhead_bytes
 
     def yielding(self) -> list[WarmContext]:
         """The warm contexts that can still be told to leave, oldest first."""

@@ -31,6 +31,7 @@ class DenialReason(Enum):
     SHUTTING_DOWN = "shutting_down"
     NOT_RECORDED = "not_recorded"
     DRAINED = "drained"
+    BUSY = "busy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What the lease table wants done. The shell executes effects in the order given; it never decides.
 
-Every acquire, renew, free, revoke, fence clear and drain gets exactly one of `Granted`, `Renewed`, `Freed`,
-`RevokeDone`, `FenceCleared`, `DrainSet` or `Denied`, except an acquire whose requester left. Times are monotonic
-nanoseconds. What is done to a lease's worker, timers and bytes is done to those of warm contexts by the same effects,
-with their numbers.
+Every acquire, renew, free, revoke, fence clear, drain and submit gets exactly one of `Granted`, `Renewed`, `Freed`,
+`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`, except an acquire or submit whose requester left.
+Times are monotonic nanoseconds. What is done to a lease's worker, timers and bytes is done to those of warm contexts
+and submits by the same effects, with their numbers.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,45 @@ class WarmEnded:
     card_uuid: str
     reason: str
     is_fenced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSubmit:
+    """Start a second worker for a lease, known by its own number; answered as `SpawnWorker` is."""
+
+    submit_id: int
+    lease_id: int
+    card_uuid: str
+    size_bytes: int
+    timeout_ms: int
+    max_kernel_ms: int = 0
+    waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSubmit:
+    """Flip the revocation word of a submit's page, once per submit; without a cause its own time is over."""
+
+    submit_id: int
+    cause: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFenced:
+    """For logs: a submit could not be proved gone. Its lease goes on, and holds its bytes."""
+
+    submit_id: int
+    lease_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitEnded:
+    """Nothing need be known of a submit any more, once each: its bytes are proved back, or are its lease's fence."""
+
+    submit_id: int
+    lease_id: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +226,16 @@ class DrainSet:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitReady:
+    """Reply to a submit's request: its worker has a context and waits for the connection."""
+
+    request: int
+    submit_id: int
+    lease_id: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Denied:
     """Reply to any request that can't be met."""
 
@@ -203,11 +252,16 @@ class LeaseEnded:
     story: tuple[StoryEntry, ...]
 
 
-Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied
+Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
 """What a request is answered with."""
 
 Effect = (
     SpawnWorker
+    | SpawnSubmit
+    | RefuseSubmit
+    | SubmitFenced
+    | SubmitEnded
+    | SubmitReady
     | WarmUp
     | RenameWorker
     | WarmEnded

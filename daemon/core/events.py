@@ -2,7 +2,7 @@
 
 `request` is a number the shell gives to one call of one client; it must not be in use by another open acquire.
 Lease ids are u128. An event for a lease that is unknown or has ended is harmless. What is said of workers, timers and
-proofs is said of warm contexts too, by their numbers.
+proofs is said of warm contexts and submits too, by their numbers.
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ class AcquireRequested:
         wait_ms: How long to wait in line if there is no room; 0 not to wait.
         max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
         waiting: How the session's ends wait, None for as the shell sees fit; kept by the shell.
+        submit_bytes: How many of `size_bytes` are for submits, and not the session's.
     """
 
     request: int
@@ -47,11 +48,55 @@ class AcquireRequested:
     wait_ms: int = 0
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
+    submit_bytes: int = 0
+
+    @property
+    def contexts(self) -> int:
+        """How many contexts the lease is charged: its session's, and its submits' if it is to have any."""
+        return 2 if self.submit_bytes else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequested:
+    """A tenant, or whoever bears a token of its, wants one kernel run beside the session; see `submitting`.
+
+    Attributes:
+        timeout_ms: How long it may take once it is ready.
+    """
+
+    request: int
+    lease_id: int
+    tenant: str
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAbandoned:
+    """A submit was ready, and there was nobody to be told. `lease_id` is the submit's number."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFound:
+    """A submit's worker of an earlier daemon, of a lease that was restored before; told once each.
+
+    Attributes:
+        lease_id: The submit's number.
+        is_running: It was told of to who asked for it, and nothing has ended it.
+        timeout_ms: How long it may take, counted from now.
+    """
+
+    lease_id: int
+    of_lease_id: int
+    card_uuid: str
+    is_running: bool
+    timeout_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequesterGone:
-    """The client that asked for a lease left before it was answered. An active lease is not touched."""
+    """The client that asked for a lease, or a submit, left before it was answered. An active lease is not touched."""
 
     request: int
 
@@ -236,6 +281,9 @@ class ShutdownRequested:
 
 Event = (
     AcquireRequested
+    | SubmitRequested
+    | SubmitAbandoned
+    | SubmitFound
     | RequesterGone
     | WorkerReady
     | WorkerFailed

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from gpulease.daemon.core import submit_invariants
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.leases import ALONE, Lease, LeaseState, Trigger
@@ -32,6 +33,7 @@ def validate(book: Book) -> None:
     for account in book.accounts:
         _validate_account(account, by_card[account.card.uuid])
         _validate_pool(book, account, by_card[account.card.uuid])
+    submit_invariants.validate(book, _require)
     _validate_counts(book)
     _validate_line(book)
 
@@ -54,7 +56,9 @@ def _validate_lease(book: Book, lease: Lease) -> None:
     _require(state is not LeaseState.ACTIVE or not lease.is_worker_gone, f"{name} has no worker.")
     _require(has_ended or not (lease.is_kill_sent or lease.revoke_requests), f"{name} is half torn down.")
     is_awaiting = lease.awaited_bytes > 0
-    own_bytes = lease.charge_bytes if not lease.warm_id else lease.size_bytes
+    own_bytes = lease.charge_bytes
+    if lease.warm_id:
+        own_bytes -= book.account_by_uuid[lease.card_uuid].card.overhead_bytes
     _require(lease.awaited_bytes in (0, own_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
     _require(not (is_awaiting and state is LeaseState.ACTIVE), f"{name} is active and has no room.")
     _require(lease.warm_id not in book.warm, f"{name} and the pool have the same context.")
@@ -98,7 +102,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
     for lease in leases:
-        is_rightly_charged = lease.charge_bytes == account.charge_bytes(lease.size_bytes) or lease.is_restored
+        charge_bytes = account.charge_bytes(lease.size_bytes, 2 if lease.submit_bytes else 1)
+        is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
         is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")

@@ -42,6 +42,7 @@ class KeptLease:
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
     worker_pid: int = 0
+    submit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def keep(lease: Lease) -> KeptLease | None:
         lease.ttl_ms,
         lease.max_kernel_ms,
         lease.waiting,
+        submit_bytes=lease.submit_bytes,
     )
 
 
@@ -131,6 +133,7 @@ def revive(kept: KeptLease, max_story_entries: int) -> Lease:
         max_story_entries=max_story_entries,
         max_kernel_ms=kept.max_kernel_ms,
         waiting=kept.waiting,
+        submit_bytes=kept.submit_bytes,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

@@ -12,9 +12,13 @@ Rules:
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gpulease.protocol.opcodes import Exclusivity, Waiting
+
+if TYPE_CHECKING:
+    from gpulease.daemon.core.events import SubmitRequested
+    from gpulease.daemon.core.submit import SubmitSnapshot
 
 
 class LeaseState(Enum):
@@ -177,6 +181,11 @@ class Lease:
         free_request: The free that is answered when the teardown is over.
         revoke_requests: The revokes that are answered when the teardown is over.
         is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
+        submit_bytes: How much of its size is for submits, and not its session's.
+        submit_id: The submit that is not proved gone, 0 if there is none.
+        next_submit: The one that waits for that one's bytes.
+        last_submit: The last one that is gone, so that its caller can learn why.
+        is_proved: Its own worker's bytes are proved back, and its submit's are waited for.
     """
 
     lease_id: int
@@ -206,6 +215,11 @@ class Lease:
     is_kill_sent: bool = False
     is_worker_gone: bool = False
     is_restored: bool = False
+    submit_bytes: int = 0
+    submit_id: int = 0
+    next_submit: "SubmitRequested | None" = None
+    last_submit: "SubmitSnapshot | None" = None
+    is_proved: bool = False
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
     story: list[StoryEntry] = field(default_factory=list)
@@ -223,6 +237,12 @@ class Lease:
             del self.story[0]
         self.story.append(StoryEntry(now_ns, self.state, trigger, finish, self.generation))
         self.state = finish
+
+    @property
+    def submit_charge_bytes(self) -> int:
+        """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
+        contexts_bytes = self.charge_bytes - self.size_bytes
+        return self.submit_bytes + contexts_bytes // 2 if self.submit_bytes else 0
 
     def is_expired(self, now_ns: int) -> bool:
         """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""

@@ -19,29 +19,36 @@ def suits(account: CardAccount, exclusivity: Exclusivity) -> bool:
     return exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or account.card.is_partition
 
 
-def could_ever_hold(account: CardAccount, size_bytes: int) -> bool:
+def could_ever_hold(account: CardAccount, size_bytes: int, contexts: int = 1) -> bool:
     """Whether the request would fit if the card were empty."""
-    return account.charge_bytes(size_bytes) <= account.card.capacity_bytes
+    return account.charge_bytes(size_bytes, contexts) <= account.card.capacity_bytes
 
 
-def fits_now(account: CardAccount, size_bytes: int, exclusivity: Exclusivity) -> bool:
+def fits_now(account: CardAccount, size_bytes: int, exclusivity: Exclusivity, contexts: int = 1) -> bool:
     """Whether the card has the bytes free and nobody on it, or to come, wants it alone."""
     if account.exclusive_leases or (exclusivity in ALONE and account.leases):
         return False
-    return account.charge_bytes(size_bytes) <= account.free_bytes
+    return account.charge_bytes(size_bytes, contexts) <= account.free_bytes
 
 
-def choose(candidates: Iterable[CardAccount], size_bytes: int, exclusivity: Exclusivity) -> CardAccount | None:
+def choose(
+    candidates: Iterable[CardAccount], size_bytes: int, exclusivity: Exclusivity, contexts: int = 1
+) -> CardAccount | None:
     """The card with the most free bytes among those that fit now (a tie: the lowest index), None if none does."""
-    fitting = [account for account in candidates if fits_now(account, size_bytes, exclusivity)]
+    fitting = [account for account in candidates if fits_now(account, size_bytes, exclusivity, contexts)]
     return min(fitting, key=lambda account: (-account.free_bytes, account.card.index), default=None)
 
 
-def largest_slice_bytes(candidates: Iterable[CardAccount]) -> int:
-    """The most that any of the cards could ever give one tenant."""
-    return max((account.card.largest_slice_bytes for account in candidates), default=0)
+def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
+    """The most that any of the cards could ever give one tenant, for so many contexts."""
+    return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
-def available_bytes(candidates: Iterable[CardAccount]) -> int:
-    """The most that any of the cards could give one tenant now."""
-    return max((account.available_bytes for account in candidates), default=0)
+def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
+    """The most that any of the cards could give one tenant now, for so many contexts."""
+    return max((_less(a.available_bytes, a, contexts) for a in candidates), default=0)
+
+
+def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
+    """What is left of a slice once the contexts beside its first are charged."""
+    return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)

@@ -197,7 +197,7 @@ class Pool:
                 SpawnWorker(
                     lease.lease_id,
                     lease.card_uuid,
-                    lease.size_bytes,
+                    lease.size_bytes - lease.submit_bytes,
                     lease.generation,
                     lease.max_kernel_ms,
                     lease.waiting,

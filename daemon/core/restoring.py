@@ -6,12 +6,13 @@
 4. A worker that nobody knows is killed; what it holds is held until it is proved back.
 5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
    the shell sends when all is entered.
-6. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
+6. A submit of a lease that goes on goes on too, its time counted anew; else it is ended with its lease.
+7. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
 """
 
 from gpulease.daemon.core import events
 from gpulease.daemon.core.book import Book
-from gpulease.daemon.core.effects import ArmTimer, Effect, KillWorker, LeaseEnded, RefuseWork, SetDeadline
+from gpulease.daemon.core.effects import ArmTimer, Effect, KillWorker, LeaseEnded, RefuseSubmit, RefuseWork, SetDeadline
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.keeping import Past, revive
 from gpulease.daemon.core.leases import Cause, Lease, LeaseState, Trigger
@@ -85,6 +86,11 @@ class Restoring:
             )
             self._book.restore(lease)
             self._teardown.resume(lease, now_ns, out)
+
+    def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
+        """A submit of a lease that was restored: it goes on if the lease does."""
+        if not self._teardown.submits.restore(event, now_ns, out):
+            out += [RefuseSubmit(event.lease_id, None), KillWorker(event.lease_id)]
 
     def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self._teardown.expire_if_due(lease, now_ns, out)

@@ -60,6 +60,7 @@ class LeaseTable:
         self._limits = limits or CoreLimits()
         self._book = Book(cards, self._limits, warm_contexts)
         self._teardown = Teardown(self._book)
+        self.submits = self._teardown.submits
         self._pool = Pool(self._book, self._teardown)
         self._admission = Admission(self._book, self._pool)
         self._restoring = Restoring(self._book, self._teardown, self._pool)
@@ -75,7 +76,7 @@ class LeaseTable:
             events.FreeRequested: self._on_free_requested,
             events.LeaseRestored: self._restoring.on_lease_restored,
             events.HoldTimerFired: self._on_hold_timer_fired,
-            events.PoolTimerFired: self._on_pool_timer_fired,
+            events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),
             events.ReclaimFailed: self._on_reclaim_failed,
             events.ReclaimProved: self._on_reclaim_proved,
             events.RenewRequested: self._on_renew_requested,
@@ -83,6 +84,7 @@ class LeaseTable:
             events.RevokeRequested: self._on_revoke_requested,
             events.SessionCondemned: self._on_session_condemned,
             events.SessionFaulted: self._on_session_faulted,
+            events.SubmitFound: self._restoring.on_submit_found,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.TenantRulesChanged: self._admission.on_rules_changed,
             events.TimerFired: self._on_timer_fired,
@@ -101,7 +103,7 @@ class LeaseTable:
             InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
-        if not self._pool.take_event(event, now_ns, out):
+        if not self.submits.take_event(event, now_ns, out) and not self._pool.take_event(event, now_ns, out):
             self._handlers[type(event)](event, now_ns, out)
         if self._book.has_freed_room:
             self._admission.serve_line(now_ns, out)
@@ -113,7 +115,7 @@ class LeaseTable:
         return self._book.get(lease_id)
 
     def charge_bytes(self, lease_id: int) -> int:
-        """What a live lease holds of its card, the context's overhead included; 0 if there is none."""
+        """What a live lease holds of its card, its contexts' overhead included; 0 if there is none."""
         lease = self._book.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
@@ -262,7 +264,8 @@ class LeaseTable:
             self._book.cleared.add(lease.lease_id)
         lease_ids = tuple(lease.lease_id for lease in cleared)
         warm_ids = self._pool.clear_fences(uuids)
-        out.append(FenceCleared(event.request, len(lease_ids) + len(warm_ids), lease_ids, warm_ids))
+        count = len(lease_ids) + len(warm_ids) + self.submits.clear_fences(uuids, out)
+        out.append(FenceCleared(event.request, count, lease_ids, warm_ids))
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
         self._book.is_shutting_down = True
@@ -368,10 +371,6 @@ class LeaseTable:
         del event  # It says all by being there.
         self._admission.on_hold_timer(now_ns, out)
 
-    def _on_pool_timer_fired(self, event: events.PoolTimerFired, now_ns: int, out: list[Effect]) -> None:
-        del event, now_ns, out  # It says all by being there; the pool is tended after every event.
-        self._pool.on_pool_timer()
-
     # --- Shared steps. --------------------------------------------------------
 
     def _unknown(self, lease_id: int) -> Denial:
@@ -397,4 +396,5 @@ class LeaseTable:
     def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
+        self.submits.on_deadline(lease, out)
         out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, deadline_ns))

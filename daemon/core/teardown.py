@@ -20,15 +20,21 @@ from gpulease.daemon.core.effects import (
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.core.limits import NS_PER_S
+from gpulease.daemon.core.submitting import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
 
 
 class Teardown:
-    """Ends leases; each method appends to `out` what the shell is to do."""
+    """Ends leases; each method appends to `out` what the shell is to do.
+
+    Attributes:
+        submits: Their submits, which end with them.
+    """
 
     def __init__(self, book: Book) -> None:
         self._book = book
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
+        self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)
 
     def begin(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End a pending or active lease. An acquire that still waits for it is refused, unless its client left."""
@@ -39,6 +45,7 @@ class Teardown:
         if cause is Cause.REVOKED:
             self._book.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
+        self.submits.end_of(lease, cause, now_ns, out)
         if was_pending:
             self._book.leave_pending(lease)
             if cause is not Cause.ABANDONED:
@@ -98,11 +105,21 @@ class Teardown:
         """Let the bytes go. A proof made before the reap proves nothing, and a fence is not lifted by one."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
+        if self.submits.is_stuck(lease):
+            self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
+            return
+        lease.is_proved = True
+        if lease.submit_id:
+            return
         self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
             out.append(Freed(lease.free_request, snapshot))
         self._report(lease, RevokeOutcome.TORN_DOWN, out)
+
+    def _on_submit_freed(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        if lease.is_proved:
+            self.on_reclaim_proved(lease, now_ns, out)
 
     def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Fence the slice; the lease keeps the cause that ended it, and says why it is fenced."""
@@ -110,6 +127,7 @@ class Teardown:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
         self._book.fence(lease, now_ns)
+        self.submits.fence_with(lease, out)
         if lease.free_request is not None:
             out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
         self._report(lease, RevokeOutcome.FENCED, out)
@@ -121,7 +139,8 @@ class Teardown:
         if now_ns < lease.reclaim_due_ns:
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
             return
-        missing = "its memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
+        of_what = "its submit's" if lease.is_proved else "its"
+        missing = f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
         reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
         self.on_reclaim_failed(lease, reason, now_ns, out)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpulease.daemon.core.denials import NS_PER_MS, Denial, too_fast
+
 NS_PER_MINUTE: Final = 60_000_000_000
 
 MAX_RATES: Final = 65_536
@@ -19,7 +21,7 @@ class TenantLimits:
         max_vram_bytes: Of all its leases and all it waits for together, without the contexts' overhead.
         max_leases: Had or awaited; takes the place of the node's `max_leases_per_tenant`.
         max_ttl_s: At a time, at an acquire and at a renewal; never more than the node's.
-        acquires_per_minute: Acquires asked for, refused ones too, in the long run.
+        acquires_per_minute: Acquires and submits asked for, refused ones too, in the long run.
         acquire_burst: How many of them may come at once.
         devices: The cards it may use, by uuid or index.
 
@@ -89,3 +91,10 @@ class AcquireRates:
                 return interval_ns
         self.full_at_ns[tenant] = full_at_ns + interval_ns
         return 0
+
+    def denial(self, tenant: str, limits: TenantLimits, now_ns: int) -> Denial | None:
+        """Why the tenant may not ask now; None if it may, which is then counted."""
+        wait_ns = self.wait_ns(tenant, limits, now_ns)
+        if not wait_ns or limits.acquires_per_minute is None:
+            return None
+        return too_fast(tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))

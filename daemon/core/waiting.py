@@ -146,7 +146,7 @@ class WaitingLine:
         for waiter in self._waiters.values():
             allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
             acquire = waiter.acquire
-            account = placement.choose(allowed, acquire.size_bytes, acquire.exclusivity)
+            account = placement.choose(allowed, acquire.size_bytes, acquire.exclusivity, acquire.contexts)
             if account is not None:
                 return waiter, account
             if acquire.request in self.holders and not waiter.has_own_lease():

@@ -33,6 +33,7 @@ from gpulease.daemon.core import (
     Renewed,
     RevokeDone,
     RevokeRequested,
+    SubmitReady,
 )
 from gpulease.daemon.core.denials import done_but_not_kept, not_kept
 from gpulease.daemon.journal.contents import Contents, Spent
@@ -218,6 +219,10 @@ class FileJournal(Journal):
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """As above. It waits for all that happened before, which is simpler than to know what of it matters."""
+        if isinstance(outcome, SubmitReady):
+            # Nothing is kept of a submit: whoever ends this daemon learns of it from its worker.
+            on_outcome(outcome)
+            return
         if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
@@ -249,6 +254,8 @@ class FileJournal(Journal):
                 return Denied(request, done_but_not_kept(f"{count} fences were cleared", problem))
             case DrainSet(request):
                 return Denied(request, done_but_not_kept("The drain is set as it was asked for", problem))
+            case SubmitReady(request):
+                return Denied(request, not_kept(problem))
             case Denied():
                 return outcome
 

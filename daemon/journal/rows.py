@@ -14,6 +14,10 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
 """Of the one row there is of its kind."""
+
+_LATER: Final[dict[str, object]] = {"submit_bytes": 0}
+"""Members that came later, and what it means that there is none: so rows without news are what they were before."""
+
 _WARM_ID_BYTES: Final = 24
 _NUMBER_BYTES: Final = 8
 
@@ -96,6 +100,9 @@ def encode(content: Kept) -> bytes:
     if isinstance(content, int):
         return b"%d" % content
     values = {item: getattr(content, item) for item in content.__slots__}
+    for name, meaning in _LATER.items():
+        if values.get(name) == meaning:
+            del values[name]
     return _encode(values).encode()
 
 
@@ -143,7 +150,8 @@ _encode: Final = partial(json.dumps, default=_plain, separators=(",", ":"))
 
 def _read(shape: type[Shape], value: bytes) -> Shape:
     members = json.loads(value)
-    if not isinstance(members, dict) or members.keys() != {item.name for item in fields(shape)}:
+    names = {item.name for item in fields(shape)}
+    if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
         raise ValueError(f"it is no {shape.__name__}")
     for name, kind in _ENUMS.items():
         if members.get(name) is not None:

@@ -84,6 +84,7 @@ SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts that were lost t
 LEASES_ACQUIRED: Final = _counter("gpu_lease_acquired", "Leases granted.")
 LEASES_ADOPTED: Final = _counter("gpu_lease_adopted", "Leases of an earlier daemon that this one took over.")
 LEASES_RENEWED: Final = _counter("gpu_lease_renewed", "Renewals.")
+SUBMITS: Final = _counter("gpu_lease_submits", "Submits whose context was made.")
 LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatever the cause.")
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that can be worked in now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)

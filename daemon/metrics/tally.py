@@ -34,6 +34,8 @@ from gpulease.daemon.core import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SubmitReady,
+    SubmitRequested,
     WarmEnded,
     WorkerExited,
 )
@@ -54,6 +56,7 @@ NS_PER_S: Final = 1_000_000_000
 
 _OPERATIONS: Final[dict[type[Event], str]] = {
     AcquireRequested: Opcode.LEASE_ALLOC.name.lower(),
+    SubmitRequested: Opcode.GPU_SUBMIT.name.lower(),
     RenewRequested: Opcode.LEASE_RENEW.name.lower(),
     FreeRequested: Opcode.LEASE_FREE.name.lower(),
     RevokeRequested: Opcode.LEASE_REVOKE.name.lower(),
@@ -74,6 +77,7 @@ _COUNTED: Final = (
     families.LEASES_ACQUIRED,
     families.LEASES_ADOPTED,
     families.LEASES_RENEWED,
+    families.SUBMITS,
     families.LEASES_DROPPED,
     families.DENIALS,
     families.FENCES,
@@ -123,6 +127,7 @@ class Tally:
             RevokeDone: self._answered,
             FenceCleared: self._answered,
             DrainSet: self._answered,
+            SubmitReady: self._submitted,
             Denied: self._denied,
             RefuseWork: self._refused_work,
             LeaseEnded: self._ended,
@@ -207,6 +212,11 @@ class Tally:
 
     def _answered(self, effect: Freed | RevokeDone | FenceCleared | DrainSet, now_ns: int) -> None:
         self._asked.pop(effect.request, None)
+
+    def _submitted(self, effect: SubmitReady, now_ns: int) -> None:
+        self._asked.pop(effect.request, None)
+        if (lease := self._lookup(effect.lease_id)) is not None:
+            self._count(families.SUBMITS, self.pair(lease))
 
     def _denied(self, effect: Denied, now_ns: int) -> None:
         operation, _ = self._asked.pop(effect.request, ("", now_ns))

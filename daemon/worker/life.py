@@ -12,12 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError
 from gpulease.daemon.processes import set_name
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
+from gpulease.daemon.worker.once import OnceServer
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.patience import patience_of
 from gpulease.daemon.worker.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
@@ -25,9 +27,14 @@ from gpulease.daemon.worker.serving import LOOK_MS, Server
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.messages import AttachReply
+from gpulease.protocol.opcodes import SubmitOption
+from gpulease.protocol.primitives import Tlv
 
 WARM_NAME = "gpul-warm"
 """Of a worker without a lease, for ps(1)."""
+
+SUBMIT_NAME = "gpul-submit"
+"""Of a submit's."""
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int) -> WorkerExit:
@@ -102,14 +109,20 @@ def _serve(
     except DriverError as error:
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
-    set_name(f"gpul-{spec.lease_id:032x}")
+    set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
     patience = patience_of(spec.waiting)
     context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
     _tell(channel, {"op": "ready"})
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
-    session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
     try:
+        if spec.submit_of:
+            number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
+            welcome = replace(welcome, options=(number,))
+            session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
+            OnceServer(channel, session, welcome).run()
+            return WorkerExit.OK
+        session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
         Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience).run()
     except MemoryError:
         # What the operation was about is let go by now. Whether the session is whole, nobody knows.

@@ -26,12 +26,21 @@ class ModuleDesk(Desk):
         self._counters = counters
 
     def load(self, frame: Frame) -> bytes:
-        """MODULE_LOAD.
+        """MODULE_LOAD."""
+        number, module = self.take(parse_body(ModuleLoad, frame.payload).image)
+        try:
+            return done(frame, ModuleLoaded(number, _entries(module)))
+        except LocalProtocolError as error:
+            # Too many kernels, or names too long to be told.
+            self._give_back(number)
+            raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
+
+    def take(self, image: bytes) -> tuple[int, Module]:
+        """Load an image: the number it is known by, and the module.
 
         The compiler can't be asked to stop, so its time is told on the page for the broker to look at. It is over when
         the compiled image is weighed: what comes then may wait for kernels.
         """
-        image = parse_body(ModuleLoad, frame.payload).image
         self._ledger.check_load(len(image))
         self._counters[_COMPILING_SINCE_NS] = time.monotonic_ns()
         try:
@@ -41,12 +50,7 @@ class ModuleDesk(Desk):
         self._holdings.may_have_grown = True
         number = self._ledger.add_module(module, len(image))
         self._count()
-        try:
-            return done(frame, ModuleLoaded(number, _entries(module)))
-        except LocalProtocolError as error:
-            # Too many kernels, or names too long to be told.
-            self._give_back(number)
-            raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
+        return number, module
 
     def _admit(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         self._counters[_COMPILING_SINCE_NS] = 0

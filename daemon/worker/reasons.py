@@ -14,6 +14,10 @@ _REFUSAL_TEXT: Final = {
     Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
     Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
     Status.DRAINED: ("the node was drained", "Acquire a new lease on another node."),
+    Status.TIMED_OUT: (
+        "the submit took more time than it was given",
+        "Give it more: .timeout_secs(seconds); or make the kernel shorter.",
+    ),
     Status.DENIED: (
         "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
         "Get a new token and attach again.",
@@ -33,6 +37,7 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
     Opcode.SYNC: Status.SYNC_FAILED,
     Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
     Opcode.STREAM_SYNC: Status.SYNC_FAILED,
+    Opcode.SUBMIT_RUN: Status.ALLOC_FAILED,
 }
 
 

@@ -28,6 +28,7 @@ from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
 from gpulease.daemon.worker.streams import StreamDesk
+from gpulease.daemon.worker.submission import SubmitDesk
 from gpulease.daemon.worker.taking import LeaseOver, Taker
 from gpulease.daemon.worker.watch import KernelWatch
 from gpulease.protocol.codec import parse_body
@@ -58,6 +59,7 @@ class Session:
     Args:
         native: How native code launches in the context, if it is to; not where kernels' times are bounded, because
             every launch is looked after then.
+        is_submit: Nothing is done in it but one SUBMIT_RUN.
 
     Attributes:
         lost: Why the context can do nothing any more, None while it can.
@@ -65,6 +67,7 @@ class Session:
         slots: Pinned memory that connections may receive large writes into.
         streams: Its streams.
         watch: Its kernels' times.
+        submit: What is done in a submit.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Session:
         page: WorkerPage,
         max_kernel_ms: int = 0,
         native: NativeLaunch | None = None,
+        *,
+        is_submit: bool = False,
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
@@ -120,6 +125,9 @@ class Session:
             Opcode.GRAPH_LAUNCH: graphs.launch,
             Opcode.GRAPH_DESTROY: graphs.destroy,
         }
+        self.submit = SubmitDesk(holdings, self._planner, modules, page.counters)
+        if is_submit:
+            self._operations = {Opcode.PING: self._ping, Opcode.SUBMIT_RUN: self.submit.run}
 
     def handle(self, frame: Frame) -> bytes | memoryview | None:
         """Do what a request frame asks; its reply's bytes, None for a quiet one.

@@ -1,9 +1,11 @@
 """What the broker asks the zygote to make: one worker, described in one message."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from gpulease.protocol.opcodes import Waiting
+
+_U64: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class WorkerSpec:
         max_kernel_ms: How long one kernel may run, 0 for no bound.
         waiting: How its session's ends wait, None for as this host allows.
         is_shared: Whether several connections may be attached at a time.
+        submit_of: The lease that it runs one kernel for, 0 if it is no submit; `lease_id` is the submit's then.
+        timeout_ms: How long that may take, kept here for the next broker.
     """
 
     lease_id: int
@@ -27,11 +31,18 @@ class WorkerSpec:
     allowance_bytes: int = 0
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
+    submit_of: int = 0
+    timeout_ms: int = 0
 
     @property
     def is_warm(self) -> bool:
         """Whether it has no lease yet: every lease has a slice."""
         return self.size_bytes == 0
+
+    @property
+    def submit_number(self) -> int:
+        """What its tenant knows a submit by."""
+        return self.lease_id & _U64
 
     def to_message(self) -> dict[str, Any]:
         """As it travels to the zygote, or to a worker that was made ahead."""
@@ -44,6 +55,8 @@ class WorkerSpec:
             "allowance": self.allowance_bytes,
             "max_kernel_ms": self.max_kernel_ms,
             "waiting": self.waiting,
+            "submit_of": f"{self.submit_of:032x}",
+            "timeout_ms": self.timeout_ms,
         }
 
     @classmethod
@@ -57,4 +70,7 @@ class WorkerSpec:
             message["allowance"],
             message["max_kernel_ms"],
             None if message["waiting"] is None else Waiting(message["waiting"]),
+            # Zygotes of before there were submits say nothing of them.
+            int(message.get("submit_of", "0"), 16),
+            message.get("timeout_ms", 0),
         )

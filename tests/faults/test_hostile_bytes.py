@@ -112,7 +112,7 @@ def test_replies_from_a_client(control: RawPeer, session: RawPeer) -> None:
     assert session.goodbye().status is Status.INVALID_REQUEST
 
 
-@pytest.mark.parametrize("op", [0, 0x0005, 0x0102, 0x0209, 0x06FF, 0x7FFF, 0xFFFF])
+@pytest.mark.parametrize("op", [0, 0x0006, 0x0102, 0x0209, 0x06FF, 0x7FFF, 0xFFFF])
 def test_unknown_operations(control: RawPeer, session: RawPeer, op: int) -> None:
     for peer in (control, session):
         number = peer.connection.expect_reply(Opcode.PING)

@@ -227,7 +227,7 @@ def test_nothing_comes_after_the_stream_broke() -> None:
 # --- what is refused and goes on ---
 
 
-@pytest.mark.parametrize("op", [0x0000, 0x0005, 0x06FF, 0xFFFF])
+@pytest.mark.parametrize("op", [0x0000, 0x0006, 0x06FF, 0xFFFF])
 @pytest.mark.parametrize("state", [State.OPENING, State.CONTROL, State.SESSION])
 def test_an_unknown_operation(op: int, state: State) -> None:
     failure = rejected(pair_in(state).server, ping(50, op=op))

@@ -12,6 +12,7 @@ from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch
+from .vector_submits import submit
 
 
 def main_job() -> Script:
@@ -372,6 +373,7 @@ SCRIPTS = (
     attach_refused,
     questions,
     shared_by_token,
+    submit,
     drain,
     health,
     goodbye,

@@ -9,8 +9,10 @@ from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     GPU_RESOURCE_TYPE,
+    HANDING_OVER,
     MAX_KERNEL_TAG,
     WAITING_TAG,
+    ArgumentKind,
     ErrorTlv,
     Flag,
     InventoryFlag,
@@ -215,13 +217,40 @@ GRAPHS: Cases = {
         m.GraphLaunch(U64, b"\x01" * limits.MAX_ARGUMENT_BYTES),
     ),
 }
+SUBMITS: Cases = {
+    "GpuSubmit": (m.GpuSubmit(0, ()), m.GpuSubmit(30_000, ()), m.GpuSubmit(U32, ALL_TLVS)),
+    "SubmitRun": (
+        m.SubmitRun("", 0, 0, 0, 0, 0, 0, 0, (), b""),
+        m.SubmitRun(
+            "scale",
+            *(4, 1, 1, 256, 1, 1, 0),
+            (
+                m.SubmitArgument(ArgumentKind.INOUT, 0, bytes.fromhex("0000803f00000040")),
+                m.SubmitArgument(ArgumentKind.VALUE, 0, bytes.fromhex("02000000")),
+                m.SubmitArgument(ArgumentKind.VALUE, 0, bytes.fromhex("00000040")),
+            ),
+            b".version 6.3\n.target sm_75\n.address_size 64\n",
+        ),
+        m.SubmitRun(
+            "k" * limits.MAX_KERNEL_NAME_BYTES,
+            *(U32,) * 7,
+            (m.SubmitArgument(255, U64, b"\xa5" * 1024),) * limits.MAX_SUBMIT_ARGUMENTS,
+            b"/" * (1 << 20),
+        ),
+    ),
+    "SubmitDone": (
+        m.SubmitDone(()),
+        m.SubmitDone((bytes.fromhex("0000004000008040"),)),
+        m.SubmitDone((b"\x5a" * limits.MAX_SUBMIT_OUTPUT_BYTES,)),
+    ),
+}
 SIZES = ("smallest", "typical", "largest")
 
 
 def documents() -> dict[str, dict[str, Any]]:
     """The files of `messages/`, by name."""
     bodies: dict[str, list[tuple[str, m.Body]]] = {
-        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION | GRAPHS).items()
+        name: list(zip(SIZES, cases, strict=True)) for name, cases in (CONTROL | SESSION | GRAPHS | SUBMITS).items()
     }
     bodies["Empty"] = [("only", m.Empty())]
     bodies["ErrorBody"] = list(ERRORS.items())
@@ -257,7 +286,7 @@ def _uses(kind: type[m.Body]) -> list[tuple[Opcode, bool]]:
 def _case(size: str, body: m.Body, op: Opcode, is_reply: bool) -> dict[str, Any]:
     is_error = isinstance(body, m.ErrorBody)
     extremes = {"smallest": (1, 0), "only": (1, 0), "largest": (U64, U128)}
-    request_id, session_id = extremes.get(size, (7, LEASE if op >= Opcode.MEM_ALLOC or op is Opcode.ATTACH else 0))
+    request_id, session_id = extremes.get(size, (7, LEASE if op >= Opcode.MEM_ALLOC or op in HANDING_OVER else 0))
     wire = frame(
         op,
         body,

@@ -7,6 +7,7 @@ import pytest
 from gpulease.daemon.audit.canonical import canonical_bytes
 from gpulease.daemon.audit.witness import THE_DAEMON, Told, Witness
 from gpulease.daemon.core import (
+    FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     AcquireRequested,
     Card,
@@ -26,6 +27,7 @@ from gpulease.daemon.core import (
     RequesterGone,
     RevokeRequested,
     SessionFaulted,
+    SubmitRequested,
     TimerFired,
     TimerKind,
     WorkerExited,
@@ -152,6 +154,26 @@ def test_the_bearer_of_a_token_in_a_tenants_stead() -> None:
     operator, _ = life.do(ReclaimProved(5), 2)
     assert operator == ("operator", {"action": "free", "by": "uid:7", "lease": LEASE, "latency_us": 2000})
     assert life.is_empty()
+
+
+def test_a_submit_is_told_from_who_asked_for_it_to_its_end() -> None:
+    life = Life().granted()
+    refused = life.do(SubmitRequested(2, 5, "t", 1000))
+    assert [(kind.value, told["operation"], told["lease"]) for kind, told in refused] == [("deny", "submit", LEASE)]
+    life = Life()
+    life.do(AcquireRequested(1, "t", 5, 100, 60_000, submit_bytes=40), 1)
+    life.do(WorkerReady(5), 1)
+    life.witness.asked_by(2, "uid:7")
+    assert life.do(SubmitRequested(2, 5, "t", 1000)) == []
+    begun = WHO | {"what": "begun", "by": "uid:7", "submit_bytes": 40}
+    assert life.do(WorkerReady(FIRST_SUBMIT_ID)) == [("submit", begun)]
+    assert life.do(WorkerExited(FIRST_SUBMIT_ID, "was\nkilled")) == []
+    ended = {"what": "ended", "reason": "was\N{REPLACEMENT CHARACTER}killed"}
+    assert life.do(ReclaimProved(FIRST_SUBMIT_ID)) == [("submit", WHO | ended)]
+    life.do(SubmitRequested(3, 5, "t", 1000))
+    life.do(WorkerExited(FIRST_SUBMIT_ID + 1, "was killed"))
+    ((kind, told),) = life.do(ReclaimFailed(FIRST_SUBMIT_ID + 1, "not shown free"))
+    assert (kind.value, told["what"], told["reason"]) == ("submit", "fenced", "was killed; not shown free")
 
 
 def test_of_contexts_made_ahead_only_fences_are_told() -> None:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.broker.adoption import MAX_RENEWALS_AHEAD, Left, reconcile
 from gpulease.daemon.broker.finding import FoundWorker
-from gpulease.daemon.core import FIRST_WARM_ID, Cause, KeptLease, LeaseRestored, LeaseState, WorkerFound
+from gpulease.daemon.core import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
+    Cause,
+    KeptLease,
+    LeaseRestored,
+    LeaseState,
+    SubmitFound,
+    WorkerFound,
+)
 from gpulease.daemon.worker.page import PageState
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity, Status
@@ -43,13 +52,19 @@ KEPT = KeptLease(
 
 
 def left(
-    lease_id: int, page: PageState = LIVING, *, reason: str | None = None, size: int = 100, overran: str = ""
+    lease_id: int,
+    page: PageState = LIVING,
+    *,
+    reason: str | None = None,
+    size: int = 100,
+    overran: str = "",
+    submit_of: int = 0,
 ) -> Left:
-    spec = WorkerSpec(lease_id, CARD, size, is_shared=True)
+    spec = WorkerSpec(lease_id, CARD, size, is_shared=True, submit_of=submit_of, timeout_ms=50)
     return Left(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
 
 
-def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestored | WorkerFound, int]]:
+def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
     """Events, each with its worker's serial, 0 for none."""
     draw = count(1000).__next__
     adoptions = reconcile(kept, workers, {CARD: OVERHEAD}, LATEST_NS, draw)
@@ -132,6 +147,32 @@ def test_workers_of_nobody_are_told_with_what_they_hold() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("page", "reason", "is_running"),
+    [
+        (LIVING, None, True),
+        (LIVING, ENDED, False),
+        (PageState(None, 0, 0), None, False),
+        (PageState(Status.TIMED_OUT, 1000, 3), None, False),
+    ],
+    ids=["running", "has ended", "not told of", "was ended"],
+)
+def test_a_submit_of_a_kept_lease(page: PageState, reason: str | None, is_running: bool) -> None:
+    own, submit = left(5), left(FIRST_SUBMIT_ID, page, reason=reason, submit_of=5)
+    assert decide([KEPT], [submit, own])[1:] == [
+        (SubmitFound(FIRST_SUBMIT_ID, 5, CARD, is_running, 50), submit.worker.serial)
+    ]
+
+
+def test_a_submit_whose_lease_takes_none_is_nobodys() -> None:
+    fenced = replace(KEPT, state=LeaseState.FENCED, cause=Cause.FREED)
+    submit = left(FIRST_SUBMIT_ID, submit_of=5)
+    assert decide([fenced], [submit])[1:] == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
+    assert decide([], [submit]) == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
+    one, another = left(FIRST_SUBMIT_ID, submit_of=5), left(FIRST_SUBMIT_ID + 1, submit_of=5)
+    assert [type(event) for event, _ in decide([KEPT], [one, another])] == [LeaseRestored, SubmitFound, WorkerFound]
+
+
 PAGES = st.builds(
     PageState,
     st.sampled_from([None, *Status]),
@@ -145,8 +186,10 @@ WORKERS = st.lists(
         PAGES,
         reason=st.sampled_from([None, ENDED]),
         size=st.sampled_from([0, 100]),
-    ),
+    )
+    | st.builds(left, st.integers(FIRST_SUBMIT_ID, FIRST_SUBMIT_ID + 9), PAGES, submit_of=st.sampled_from([5, 6, 8])),
     max_size=6,
+    unique_by=lambda one: one.worker.spec.lease_id if one.worker.spec.submit_of else one.worker.serial,
 )
 ROWS = st.lists(
     st.builds(

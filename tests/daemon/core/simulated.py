@@ -7,6 +7,7 @@ lives, which bytes are not yet proved free, who still waits for a reply) is kept
 from dataclasses import replace
 
 from gpulease.daemon.core import (
+    FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     ArmDrainTimer,
     ArmHoldTimer,
@@ -35,12 +36,18 @@ from gpulease.daemon.core import (
     ProveReclaimed,
     ReclaimFailed,
     ReclaimProved,
+    RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
     RevokeDone,
     SetDeadline,
+    SpawnSubmit,
     SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitFound,
+    SubmitReady,
     TenantRulesChanged,
     TimerFired,
     TimerKind,
@@ -57,6 +64,7 @@ from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk
+from .submit_books import SubmitBooks
 from .tenant_books import RULES, TenantBooks
 
 MS = 1_000_000
@@ -83,7 +91,7 @@ LIMITS = CoreLimits(
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
 AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
-AnyJob = SpawnWorker | WarmUp | KillWorker | ProveReclaimed
+AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ProveReclaimed
 
 
 class Shell:
@@ -91,6 +99,7 @@ class Shell:
 
     def __init__(self, warm_contexts: int = 0) -> None:
         self.table = LeaseTable(CARDS, LIMITS, warm_contexts)
+        self.cards = CARDS
         self.warm_contexts = warm_contexts
         self.disk = Disk()
         self.words: dict[int, Cause] = {}
@@ -110,6 +119,7 @@ class Shell:
         self.deadlines: dict[int, tuple[int, int]] = {}
         self.ended: set[int] = set()
         self.once: set[tuple[type, int]] = set()
+        self.submits = SubmitBooks()
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
@@ -121,11 +131,16 @@ class Shell:
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
         # Bytes let go by an operator may be granted by the same call.
+        self.submits.is_cleared = any(isinstance(effect, FenceCleared) for effect in effects)
         for effect in effects:
             if isinstance(effect, FenceCleared):
-                for lease_id in effect.lease_ids + effect.warm_ids:
+                of_leases = [number for number, lease_id in self.submits.leases.items() if lease_id in effect.lease_ids]
+                for lease_id in (*effect.lease_ids, *effect.warm_ids, *of_leases):
                     self.unproved.pop(lease_id, None)
                     self.alive.discard(lease_id)
+            elif isinstance(effect, SubmitEnded) and self.submits.is_cleared:
+                self.unproved.pop(effect.submit_id, None)
+                self.alive.discard(effect.submit_id)
         for effect in effects:
             self.execute(effect)
         return effects
@@ -140,7 +155,7 @@ class Shell:
         self.send(event)
 
     def execute(self, effect: Effect) -> None:
-        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | Denied):
+        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied):
             assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
@@ -149,7 +164,10 @@ class Shell:
             self.only_once(type(effect), effect.lease_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
-        if isinstance(effect, SpawnWorker):
+        if isinstance(effect, SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady):
+            self.only_once(type(effect), effect.submit_id)
+            self.submits.saw(effect, self)
+        elif isinstance(effect, SpawnWorker):
             self.on_spawn(effect)
         elif isinstance(effect, WarmUp):
             self.on_warm_up(effect)
@@ -162,10 +180,7 @@ class Shell:
             assert isinstance(effect, Renewed) or self.table.drain_ns is None, "a lease was granted in a drain"
             assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
         elif isinstance(effect, SetDeadline):
-            generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
-            is_again = self.disk.is_being_read and effect.generation == generation
-            assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
-            self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
+            self.on_deadline(effect)
         elif isinstance(effect, RefuseWork):
             self.ended.add(effect.lease_id)
             self.words.setdefault(effect.lease_id, effect.cause)
@@ -198,6 +213,14 @@ class Shell:
             assert effect.due_ns > self.now_ns, "a pause that is over already"
             self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
             self.timers.append((effect.due_ns, PoolTimerFired()))
+
+    def on_deadline(self, effect: SetDeadline) -> None:
+        generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
+        is_again = effect.generation == generation and (
+            self.disk.is_being_read or effect.lease_id in self.submits.leases
+        )
+        assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
+        self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
 
     def only_once(self, kind: type, lease_id: int) -> None:
         assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
@@ -241,6 +264,9 @@ class Shell:
             self.jobs = [job for job in self.jobs if not (isinstance(job, SpawnWorker) and job.lease_id == from_id)]
             self.once.discard((SpawnWorker, from_id))
 
+    def hold_on(self, number: int, card_uuid: str, size_bytes: int) -> None:
+        self.hold(number, next(card for card in CARDS if card.uuid == card_uuid), size_bytes)
+
     def hold(self, number: int, card: Card, size_bytes: int) -> None:
         """A process may hold that much from now on; all that is not proved back must fit beside it."""
         self.unproved[number] = (card.uuid, size_bytes)
@@ -252,6 +278,7 @@ class Shell:
 
     def do_job(self, job: AnyJob, luck: int) -> None:
         number = job.warm_id if isinstance(job, WarmUp) else job.lease_id
+        number = job.submit_id if isinstance(job, SpawnSubmit) else number
         if isinstance(job, KillWorker):
             self.send(WorkerExited(number, "killed"))
         elif isinstance(job, ProveReclaimed):
@@ -264,6 +291,8 @@ class Shell:
 
     def fire(self, event: AnyTimer) -> None:
         effects = self.send(event)
+        if isinstance(event, TimerFired) and event.lease_id >= FIRST_SUBMIT_ID:
+            return
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
             is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
@@ -299,9 +328,16 @@ class Shell:
             if number not in self.ended and (Granted, number) not in self.once:
                 # Nobody was told of it, and its worker went back to the pool: it is nowhere.
                 del self.spawned[number]
+        fenced = {kept.lease_id for kept in contents.leases if kept.state is LeaseState.FENCED}
+        going_on = {kept.lease_id for kept in contents.leases} - fenced
+        of_leases = {number for number in found if self.submits.leases.get(number) in going_on}
         for kept in contents.leases:
             self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive))
-        for number in sorted(found - {kept.warm_id for kept in contents.warm}):
+        for number in sorted(of_leases):
+            is_running = number in self.alive & self.submits.running
+            self.send(SubmitFound(number, self.submits.leases[number], self.unproved[number][0], is_running, 1000))
+        for found_as in sorted(found - of_leases - {kept.warm_id for kept in contents.warm}):
+            number = self.submits.renumber(found_as, self)
             uuid, held_bytes = self.unproved[number]
             self.tenants.leases.pop(number, None)
             self.exclusivity[number] = Exclusivity.SHARED

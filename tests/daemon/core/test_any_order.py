@@ -29,7 +29,10 @@ from gpulease.daemon.core import (
     SessionCondemned,
     SessionFaulted,
     ShutdownRequested,
+    SpawnSubmit,
     SpawnWorker,
+    SubmitAbandoned,
+    SubmitRequested,
     TimerFired,
     TimerKind,
     WarmUp,
@@ -85,6 +88,7 @@ class AnyOrder(RuleBasedStateMachine):
         exclusivity=st.sampled_from([Exclusivity.SHARED, Exclusivity.SHARED, *Exclusivity]),
         selector=st.sampled_from([None, None, None, "0", "1", "GPU-b", "mig-c", "nope"]),
         wait_ms=st.one_of(st.just(0), st.integers(1, 6100)),
+        for_submits=st.sampled_from([0, 0, 5, 40]),
     )
     def acquire(
         self,
@@ -94,11 +98,14 @@ class AnyOrder(RuleBasedStateMachine):
         exclusivity: Exclusivity,
         selector: str | None,
         wait_ms: int,
+        for_submits: int,
     ) -> None:
         lease_id = self.next_number()
         self.shell.exclusivity[lease_id] = exclusivity
         self.ask(
-            lambda number: AcquireRequested(number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms)
+            lambda number: AcquireRequested(
+                number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms, submit_bytes=for_submits
+            )
         )
 
     @rule(
@@ -107,10 +114,13 @@ class AnyOrder(RuleBasedStateMachine):
         ttl_ms=st.integers(100, 8000),
         exclusivity=st.sampled_from([Exclusivity.SHARED, *Exclusivity]),
         wait_ms=st.sampled_from([0, 3000, 6000]),
+        for_submits=st.sampled_from([0, 1, 30]),
     )
-    def acquire_and_start(self, tenant: str, size: int, ttl_ms: int, exclusivity: Exclusivity, wait_ms: int) -> None:
+    def acquire_and_start(
+        self, tenant: str, size: int, ttl_ms: int, exclusivity: Exclusivity, wait_ms: int, for_submits: int
+    ) -> None:
         """What goes well: without it a run seldom gets to have several active leases."""
-        self.acquire(tenant, size, ttl_ms, exclusivity, None, wait_ms)
+        self.acquire(tenant, size, ttl_ms, exclusivity, None, wait_ms, for_submits)
         for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp)]:
             if job in self.shell.jobs:
                 self.shell.jobs.remove(job)
@@ -143,9 +153,10 @@ class AnyOrder(RuleBasedStateMachine):
         requests = sorted(self.shell.open_requests)
         request = requests[pick % len(requests)]
         waits = {waiter.request for waiter in self.shell.table.waiting()}
+        submits = self.shell.table.submits.asked()
         effects = self.shell.send(RequesterGone(request))
-        # A free or a revoke goes on without its client; an acquire gets no reply any more.
-        if request in waits or RefuseWork in map(type, effects):
+        # A free or a revoke goes on without its client; an acquire gets no reply any more, nor does a submit.
+        if request in waits | submits or RefuseWork in map(type, effects):
             self.shell.open_requests.remove(request)
 
     @precondition(lambda self: self.shell.alive)
@@ -163,6 +174,32 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=ANY, cause=st.sampled_from([Cause.OVER_SLICE, Cause.KERNEL_TIMEOUT, Cause.UNRESPONSIVE]))
     def session_is_condemned(self, pick: int, cause: Cause) -> None:
         self.shell.send(SessionCondemned(self.some_lease(pick), cause, "a rule was broken"))
+
+    @precondition(lambda self: self.shell.spawned)
+    @rule(pick=ANY, by=ANY, timeout_ms=st.sampled_from([0, 100, 3000, 60_000]), is_started=st.booleans())
+    def submit(self, pick: int, by: int, timeout_ms: int, is_started: bool) -> None:
+        lease_id = self.some_lease(pick)
+        tenant = self.owner_of(lease_id, by)
+        self.ask(lambda number: SubmitRequested(number, lease_id, tenant, timeout_ms))
+        for job in [job for job in self.shell.jobs if isinstance(job, SpawnSubmit) and is_started]:
+            self.shell.jobs.remove(job)
+            self.shell.do_job(job, 1)
+
+    @precondition(lambda self: self.shell.table.submits.snapshots())
+    @rule(pick=ANY, what=st.sampled_from(["dies", "abandoned", "condemned", "proof", *TimerKind]))
+    def submit_is_troubled(self, pick: int, what: str | TimerKind) -> None:
+        submits = self.shell.table.submits.snapshots()
+        number = submits[pick % len(submits)].submit_id
+        if what == "dies" and number in self.shell.alive:
+            self.shell.send(WorkerExited(number, "signal 11"))
+        elif what == "abandoned" and number in self.shell.submits.running:
+            self.shell.send(SubmitAbandoned(number))
+        elif what == "condemned":
+            self.shell.send(SessionCondemned(number, Cause.OVER_SLICE, "a rule was broken"))
+        elif isinstance(what, TimerKind):
+            self.shell.send(TimerFired(number, 0, what))
+        elif number not in self.shell.asked_to_prove:
+            self.shell.send(ReclaimProved(number))
 
     @precondition(lambda self: self.shell.table.warming())
     @rule(pick=ANY, cause=st.sampled_from(["unresponsive", "proof", *TimerKind]))
@@ -272,6 +309,8 @@ class AnyOrder(RuleBasedStateMachine):
         shell.send(ShutdownRequested())
         shell.finish()
         assert not shell.unproved
+        assert not shell.table.submits.snapshots()
+        assert not shell.table.submits.asked()
         assert not shell.table.warming()
 
 

@@ -3,7 +3,9 @@
 import pytest
 
 from gpulease.daemon.core import (
+    FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
+    AcquireRequested,
     CoreLimits,
     Effect,
     Event,
@@ -19,6 +21,7 @@ from gpulease.daemon.core import (
     RequesterGone,
     RevokeRequested,
     SessionFaulted,
+    SubmitRequested,
     TimerKind,
     WorkerExited,
     WorkerReady,
@@ -70,6 +73,22 @@ def test_a_life() -> None:
     assert s.seen(families.LEASE_SECONDS, *ANN).total == pytest.approx(2)
     assert s.seen(families.REVOCATION_SECONDS, "freed").total == pytest.approx(0.12)
     assert s.seen(families.RECLAIM_SECONDS, *CARD).total == pytest.approx(0.17)
+    assert s.tally.is_at_rest
+
+
+def test_submits_begin_or_are_denied() -> None:
+    s = Counted()
+    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(WorkerReady(1))
+    s.do(SubmitRequested(2, 1, "ann", 1000))
+    s.do(WorkerReady(FIRST_SUBMIT_ID))
+    s.do(SubmitRequested(3, 1, "ann", 0))
+    assert s.count(families.SUBMITS, *ANN) == 1
+    assert s.count(families.DENIALS, "gpu_submit", "invalid_request") == 1
+    s.do(FreeRequested(10, 1, "ann"))
+    for number in (1, FIRST_SUBMIT_ID):
+        s.do(WorkerExited(number, "killed"))
+        s.do(ReclaimProved(number))
     assert s.tally.is_at_rest
 
 

@@ -1,0 +1,98 @@
+"""`gpulease submit`: one kernel of a file, its arguments, its outputs; a lease for as long as that takes."""
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from gpulease.client import GpuBuilder, KernelArgs, Submission
+from gpulease.client.cli.private_daemon import CannotStart
+
+DEFAULT_ROOM_MIB: Final = 64
+"""What is kept for the submit: a small image, and the largest outputs that a submit may have, several times over."""
+
+SESSION_BYTES: Final = 1 << 20
+"""The lease's session has nothing to do."""
+
+_NUMBERS: Final[dict[str, type[int] | type[float]]] = {
+    "u32": int,
+    "u64": int,
+    "i32": int,
+    "i64": int,
+    "f32": float,
+    "f64": float,
+}
+
+
+@click.command()
+@click.argument("kernel")
+@click.argument("image", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--grid", default="1", show_default=True, help="Blocks: X, X,Y or X,Y,Z.")
+@click.option("--block", default="1", show_default=True, help="Threads of a block, likewise.")
+@click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    help="The next argument: in:FILE, inout:FILE, out:BYTES, or a number as u32:7, i64:-1, f32:2.5.",
+)
+@click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Where the next output goes; those without one go to standard output.",
+)
+@click.option("--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="MiB on the card.")
+@click.option("--secs", default=60.0, show_default=True, help="How long it may take.")
+def submit(
+    kernel: str,
+    image: Path,
+    grid: str,
+    block: str,
+    arguments: tuple[str, ...],
+    outputs: tuple[Path, ...],
+    room: int,
+    secs: float,
+) -> None:
+    """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write what it computes."""
+    builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
+    with builder.acquire() as lease:
+        submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))
+        submission.block(_numbers(block, "--block"))
+        for argument in arguments:
+            _push(submission, argument)
+        results = submission.launch()
+    for index, result in enumerate(results):
+        if index < len(outputs):
+            outputs[index].write_bytes(result)
+        else:
+            sys.stdout.buffer.write(result)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers", param_hint=option) from None
+
+
+def _push(submission: Submission, text: str) -> None:
+    kind, _, value = text.partition(":")
+    try:
+        if kind == "in":
+            submission.arg(Path(value).read_bytes())
+        elif kind == "inout":
+            submission.inout(Path(value).read_bytes())
+        elif kind == "out":
+            submission.out(int(value))
+        elif kind in _NUMBERS:
+            push: Any = getattr(KernelArgs(), f"push_{kind}")
+            submission.args(push(_NUMBERS[kind](value)))
+        else:
+            known = ", ".join(("in", "inout", "out", *_NUMBERS))
+            raise click.BadParameter(f"{text!r}: {kind!r} is none of {known}", param_hint="--arg")
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: {value!r} is no number", param_hint="--arg") from None
+    except OSError as error:
+        raise CannotStart(f"{value} can't be read: {error.strerror}") from None

@@ -1,0 +1,390 @@
+"""Submits: a lease's second worker, from the request until its bytes are proved back.
+
+1. A lease has memory for submits if it was acquired so: `submit_bytes` of its size are not its session's, and it is
+   charged a second context. So a submit takes nothing that the lease does not hold, and there is always room for it.
+2. A lease has one submit at a time. One more may wait for that one's bytes, for `MAX_WAIT_S`; others are refused.
+3. A submit ends with its connection, with its own time, with its lease, and with any rule that it breaks; its lease
+   goes on whatever ends it.
+4. Its bytes are its lease's: no lease is torn down before its submit is proved gone. One that can't be proved gone
+   takes the lease's next submits away, and fences the lease when that ends.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpulease.daemon.core import denials, events, submit_denials
+from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.effects import (
+    ArmTimer,
+    ArmWaitTimer,
+    Denied,
+    Effect,
+    KillWorker,
+    ProveReclaimed,
+    RefuseSubmit,
+    SetDeadline,
+    SpawnSubmit,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
+)
+from gpulease.daemon.core.events import Event, SubmitRequested, TimerKind
+from gpulease.daemon.core.leases import Cause, Lease, LeaseState
+from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
+from gpulease.daemon.core.submit import FIRST_SUBMIT_ID, Submit, SubmitSnapshot, SubmitState
+
+GRACE_MS: Final = 20
+"""For a submit that is ended to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
+
+MAX_WAIT_S: Final = 30
+"""For the one before it. Stops a tenant's calls from waiting, unseen, behind one that runs for as long as the lease."""
+
+_GENERATION: Final = 0
+"""Of a submit's timers: it has no generations."""
+
+OnFreed = Callable[[Lease, int, list[Effect]], None]
+OnStuck = Callable[[Lease, str, int, list[Effect]], None]
+
+
+class Submits:
+    """Keeps them; each method appends to `out` what the shell is to do.
+
+    Args:
+        on_freed: Told of a draining lease whose submit was proved gone.
+        on_stuck: Told of a draining lease whose submit can't be.
+    """
+
+    def __init__(self, book: Book, on_freed: OnFreed, on_stuck: OnStuck) -> None:
+        self._book = book
+        self._on_freed = on_freed
+        self._on_stuck = on_stuck
+        self._last_id = FIRST_SUBMIT_ID - 1
+        # By request: its lease, and until when it waits for the submit before it.
+        self._asked: dict[int, tuple[int, int]] = {}
+        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
+        self._handlers: dict[type, Callable[[Submit, Any, int, list[Effect]], None]] = {
+            events.WorkerReady: self._on_ready,
+            events.WorkerFailed: self._on_failed,
+            events.WorkerExited: self._on_exited,
+            events.SessionCondemned: self._on_condemned,
+            events.SubmitAbandoned: self._on_abandoned,
+            events.TimerFired: self._on_timer,
+            events.ReclaimProved: self._on_proved,
+            events.ReclaimFailed: self._on_not_proved,
+        }
+
+    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
+        """Whether the event was about a submit; it is handled then."""
+        if isinstance(event, SubmitRequested):
+            self._on_requested(event, now_ns, out)
+            return True
+        if isinstance(event, events.RequesterGone):
+            return self._on_requester_gone(event.request, now_ns, out)
+        if isinstance(event, events.WaitTimerFired):
+            return self._on_wait_timer(event.request, now_ns, out)
+        number = getattr(event, "lease_id", 0)
+        if number < FIRST_SUBMIT_ID or isinstance(event, events.SubmitFound):
+            return False
+        submit, handler = self._book.submits.get(number), self._handlers.get(type(event))
+        if submit is not None and handler is not None:
+            handler(submit, event, now_ns, out)
+        return True
+
+    def snapshots(self) -> tuple[SubmitSnapshot, ...]:
+        """Every submit that is not proved gone, oldest first."""
+        return tuple(submit.snapshot() for submit in self._book.submits.values())
+
+    def of(self, lease_id: int) -> SubmitSnapshot | None:
+        """A live lease's submit, None if it has none."""
+        lease = self._book.live.get(lease_id)
+        submit = None if lease is None else self._book.submits.get(lease.submit_id)
+        return None if submit is None else submit.snapshot()
+
+    def last_of(self, lease_id: int) -> SubmitSnapshot | None:
+        """The last submit of a live lease that is proved gone; None if it had none yet."""
+        lease = self._book.live.get(lease_id)
+        return None if lease is None else lease.last_submit
+
+    def asked(self) -> set[int]:
+        """The requests that are not answered."""
+        return set(self._asked)
+
+    def lease_of(self, submit_id: int) -> int:
+        """The lease of a submit that is not proved gone; 0 if there is no such submit."""
+        submit = self._book.submits.get(submit_id)
+        return 0 if submit is None else submit.lease_id
+
+    def may_hold(self, number: int) -> tuple[str, int] | None:
+        """The card of an active lease's session, or of a submit, and what its process may hold of it; else None."""
+        card_uuid = self._book.card_of(number)
+        return None if card_uuid is None else (card_uuid, self._book.charge_bytes(number))
+
+    # --- Leases. --------------------------------------------------------------
+
+    def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
+        """A lease was ended, and its submit with it."""
+        self._refuse_next(lease, denials.lease_ended(lease.snapshot()), out)
+        submit = self._book.submits.get(lease.submit_id)
+        if submit is not None:
+            denial = denials.lease_ended(lease.snapshot())
+            self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
+
+    def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
+        """A lease lasts longer: so may its submit."""
+        submit = self._book.submits.get(lease.submit_id)
+        if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
+            out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
+
+    def is_stuck(self, lease: Lease) -> bool:
+        """Whether a lease has a submit that can't be proved gone."""
+        submit = self._book.submits.get(lease.submit_id)
+        return submit is not None and submit.state is SubmitState.FENCED
+
+    def fence_with(self, lease: Lease, out: list[Effect]) -> None:
+        """A lease was fenced: what its submit holds is fenced with it."""
+        submit = self._book.submits.get(lease.submit_id)
+        if submit is None:
+            return
+        if not submit.is_kill_sent and not submit.is_worker_gone:
+            out.append(KillWorker(submit.submit_id))
+        self._forget(submit, lease, out)
+
+    def clear_fences(self, card_uuids: set[str], out: list[Effect]) -> int:
+        """Let go of submits that could not be proved gone; an operator vouches for them. How many there were."""
+        fenced = [submit for submit in self._book.submits.values() if submit.state is SubmitState.FENCED]
+        cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
+        for submit in cleared:
+            self._forget(submit, self._book.live[submit.lease_id], out)
+        return len(cleared)
+
+    def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
+        """One of an earlier daemon, of a lease that was restored; whether it can be that."""
+        self._last_id = max(self._last_id, event.lease_id)
+        lease = self._book.live.get(event.of_lease_id)
+        if lease is None or lease.state is LeaseState.FENCED or not lease.submit_bytes or lease.submit_id:
+            return False
+        submit = self._enter(lease, event.lease_id, 0, event.timeout_ms, now_ns)
+        if event.is_running and lease.state is LeaseState.ACTIVE:
+            self._run(submit, lease, now_ns, out)
+        else:
+            self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
+        return True
+
+    # --- Requests. ------------------------------------------------------------
+
+    def _on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        denial = self._check(lease, event, now_ns)
+        if denial is not None or lease is None:
+            out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
+            return
+        due_ns = now_ns + MAX_WAIT_S * NS_PER_S
+        self._asked[event.request] = lease.lease_id, due_ns
+        if lease.submit_id:
+            lease.next_submit = event
+            out.append(ArmWaitTimer(event.request, due_ns))
+        else:
+            self._start(lease, event, now_ns, out)
+
+    def _check(self, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
+        if lease is None or lease.tenant != event.tenant:
+            return denials.not_found(event.lease_id)
+        if lease.state is LeaseState.PENDING:
+            return denials.lease_pending(lease.snapshot())
+        if lease.state is not LeaseState.ACTIVE:
+            return denials.lease_ended(lease.snapshot())
+        if lease.is_expired(now_ns):
+            return denials.lease_expired(lease.snapshot())
+        if not lease.submit_bytes:
+            return submit_denials.keeps_no_room(lease.lease_id)
+        if event.timeout_ms < 1:
+            return submit_denials.no_time(event.timeout_ms)
+        earlier = self._book.submits.get(lease.submit_id)
+        if earlier is not None and earlier.state is SubmitState.FENCED:
+            return submit_denials.stuck(lease.lease_id)
+        if earlier is not None and lease.next_submit is not None:
+            return submit_denials.busy(lease.lease_id)
+        return self._book.rates.denial(event.tenant, self._book.limits.tenants.of(event.tenant), now_ns)
+
+    def _on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        lease = self._book.live.get(self._asked.pop(request, (0, 0))[0])
+        if lease is None:
+            return False
+        if lease.next_submit is not None and lease.next_submit.request == request:
+            lease.next_submit = None
+        else:
+            self._end(self._book.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
+        return True
+
+    def _on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        lease_id, due_ns = self._asked.get(request, (0, 0))
+        lease = self._book.live.get(lease_id)
+        if lease is None:
+            return False
+        if lease.next_submit is None or lease.next_submit.request != request:
+            return True
+        if now_ns < due_ns:
+            out.append(ArmWaitTimer(request, due_ns))
+        else:
+            self._refuse_next(lease, submit_denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), out)
+        return True
+
+    # --- Life. ----------------------------------------------------------------
+
+    def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
+        due_ns = now_ns + self._book.limits.spawn_timeout_s * NS_PER_S
+        size_bytes, charge_bytes = lease.submit_bytes, lease.submit_charge_bytes
+        submit = Submit(
+            submit_id, lease.lease_id, lease.card_uuid, size_bytes, charge_bytes, request, timeout_ms, due_ns
+        )
+        self._book.submits[submit_id] = submit
+        lease.submit_id = submit_id
+        return submit
+
+    def _start(self, lease: Lease, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+        self._last_id += 1
+        submit = self._enter(lease, self._last_id, event.request, event.timeout_ms, now_ns)
+        out.append(
+            SpawnSubmit(
+                submit.submit_id,
+                lease.lease_id,
+                lease.card_uuid,
+                submit.size_bytes,
+                submit.timeout_ms,
+                lease.max_kernel_ms,
+                lease.waiting,
+            )
+        )
+        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.SPAWN, submit.spawn_due_ns))
+
+    def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        submit.state = SubmitState.RUNNING
+        submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
+        self.on_deadline(lease, out)
+        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.EXPIRY, submit.due_ns))
+
+    def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        if submit.state is SubmitState.STARTING:
+            self._run(submit, self._book.live[submit.lease_id], now_ns, out)
+            del self._asked[submit.request]
+            out.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
+
+    def _on_failed(self, submit: Submit, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+        if submit.state is SubmitState.STARTING:
+            denial = submit_denials.not_started(submit.lease_id, event.reason)
+            self._end(submit, None, event.reason, denial, now_ns, out)
+
+    def _on_exited(self, submit: Submit, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+        if submit.is_worker_gone:
+            return
+        submit.is_worker_gone = True
+        if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
+            denial = submit_denials.not_started(submit.lease_id, event.reason)
+            self._end(submit, None, event.reason, denial, now_ns, out)
+        elif submit.state is SubmitState.ENDING:
+            self._prove(submit, now_ns, out)
+
+    def _on_condemned(self, submit: Submit, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
+        denial = submit_denials.not_started(submit.lease_id, event.reason)
+        if submit.state is SubmitState.RUNNING:
+            submit.is_timed_out = event.cause in (Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT)
+        self._end(submit, event.cause, event.reason, denial, now_ns, out)
+
+    def _on_abandoned(self, submit: Submit, event: events.SubmitAbandoned, now_ns: int, out: list[Effect]) -> None:
+        self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
+
+    def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+        due_ns = {
+            (SubmitState.STARTING, TimerKind.SPAWN): submit.spawn_due_ns,
+            (SubmitState.RUNNING, TimerKind.EXPIRY): submit.due_ns,
+            (SubmitState.ENDING, TimerKind.GRACE): submit.grace_due_ns,
+            (SubmitState.ENDING, TimerKind.RECLAIM): submit.reclaim_due_ns,
+        }.get((submit.state, event.kind))
+        if due_ns is None:
+            return
+        if now_ns < due_ns:
+            out.append(ArmTimer(submit.submit_id, _GENERATION, event.kind, due_ns))
+        elif event.kind is TimerKind.SPAWN:
+            reason = f"it was not ready within {self._book.limits.spawn_timeout_s} s"
+            self._end(submit, None, reason, submit_denials.not_started(submit.lease_id, reason), now_ns, out)
+        elif event.kind is TimerKind.EXPIRY:
+            submit.is_timed_out = True
+            reason = f"it took more than {denials.duration_text(submit.timeout_ms)}"
+            self._end(submit, None, reason, None, now_ns, out)
+        elif event.kind is TimerKind.RECLAIM:
+            missing = "its memory was not shown free" if submit.is_worker_gone else "it could not be reaped"
+            self._fence(submit, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+        elif not submit.is_kill_sent and not submit.is_worker_gone:
+            self._kill(submit, now_ns, out)
+
+    # --- Ends. ----------------------------------------------------------------
+
+    def _end(
+        self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
+    ) -> None:
+        """End one that has not. `denial`: what who waits for it is told; None if nobody is there to be told."""
+        was = submit.state
+        if was not in (SubmitState.STARTING, SubmitState.RUNNING):
+            return
+        submit.state, submit.reason = SubmitState.ENDING, reason
+        if was is SubmitState.STARTING and self._asked.pop(submit.request, None) is not None and denial is not None:
+            out.append(Denied(submit.request, denial))
+        out.append(RefuseSubmit(submit.submit_id, cause))
+        if submit.is_worker_gone:
+            self._prove(submit, now_ns, out)
+        elif was is SubmitState.RUNNING:
+            submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
+            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.GRACE, submit.grace_due_ns))
+        else:
+            self._kill(submit, now_ns, out)
+
+    def _kill(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+        submit.is_kill_sent = True
+        out.append(KillWorker(submit.submit_id))
+        self._start_reclaim_clock(submit, now_ns, out)
+
+    def _prove(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+        out.append(ProveReclaimed(submit.submit_id, submit.card_uuid))
+        self._start_reclaim_clock(submit, now_ns, out)
+
+    def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+        if submit.reclaim_due_ns is None:
+            submit.reclaim_due_ns = now_ns + self._book.limits.reclaim_timeout_s * NS_PER_S
+            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.RECLAIM, submit.reclaim_due_ns))
+
+    def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
+            return
+        lease = self._book.live[submit.lease_id]
+        self._forget(submit, lease, out)
+        following, lease.next_submit = lease.next_submit, None
+        if lease.state is LeaseState.DRAINING:
+            self._on_freed(lease, now_ns, out)
+        elif following is not None:
+            self._start(lease, following, now_ns, out)
+
+    def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+        if submit.state is SubmitState.ENDING:
+            self._fence(submit, event.reason, now_ns, out)
+
+    def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live[submit.lease_id]
+        submit.state = SubmitState.FENCED
+        submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
+        out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
+        self._refuse_next(lease, submit_denials.stuck(lease.lease_id), out)
+        if lease.state is LeaseState.DRAINING:
+            self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
+
+    def _refuse_next(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
+        following, lease.next_submit = lease.next_submit, None
+        if following is not None:
+            del self._asked[following.request]
+            out.append(Denied(following.request, denial))
+
+    def _forget(self, submit: Submit, lease: Lease, out: list[Effect]) -> None:
+        del self._book.submits[submit.submit_id]
+        lease.submit_id = 0
+        lease.last_submit = submit.snapshot()
+        out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))

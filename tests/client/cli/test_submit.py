@@ -1,0 +1,50 @@
+"""`gpulease submit` against a real daemon."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, numbers
+from helpers.submits import check_scaled
+
+SCALE = ("--grid", "4", "--block", "256,1", "--arg", "inout:x", "--arg", "u32:1000", "--arg", "f32:2")
+
+
+def submit(daemon: Daemon, *words: str) -> Result:
+    return CliRunner().invoke(main, ["submit", *words], env={ADDRESS_VARIABLE: daemon.address})
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x").write_bytes(numbers(1000).tobytes())
+    Path("k.ptx").write_bytes(TRANSFORM)
+
+
+def test_outputs_go_to_files_or_are_printed(daemon: Daemon) -> None:
+    done = submit(daemon, "scale", "k.ptx", *SCALE, "--output", "y")
+    assert done.exit_code == 0, done.output
+    check_scaled([Path("y").read_bytes()])
+    done = submit(daemon, "scale", "k.ptx", *SCALE)
+    check_scaled([done.stdout_bytes])
+
+
+WRONG = {
+    "no such kernel": (("nothing", "k.ptx"), 1, "LaunchFailed: submit: module 1 has no kernel 'nothing'"),
+    "a grid that is none": (("scale", "k.ptx", "--grid", "4x"), 2, "'4x' is no list of numbers"),
+    "an argument of no kind": (("scale", "k.ptx", "--arg", "x"), 2, "'x' is none of in, inout, out, u32"),
+    "a number that is none": (("scale", "k.ptx", "--arg", "u32:x"), 2, "'x' is no number"),
+    "a number too large": (("scale", "k.ptx", "--arg", "u32:4294967296"), 1, "is not a u32"),
+    "a file that is not there": (("scale", "k.ptx", "--arg", "in:nowhere"), 1, "nowhere can't be read"),
+}
+
+
+@pytest.mark.parametrize(("words", "status", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_a_sentence(daemon: Daemon, words: tuple[str, ...], status: int, said: str) -> None:
+    done = submit(daemon, *words)
+    assert (done.exit_code, "Traceback" in done.output) == (status, False)
+    assert said in done.output

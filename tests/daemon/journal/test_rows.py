@@ -1,0 +1,34 @@
+"""Rows of versions before this one, and of none."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.journal.rows import encode, read_lease
+
+from .scenes import kept
+
+
+def members_of(lease_id: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(encode(kept(lease_id, submit_bytes=40)))
+    return found
+
+
+def test_a_row_is_read_as_it_was_written() -> None:
+    assert read_lease(encode(kept(5, submit_bytes=40))) == kept(5, submit_bytes=40)
+
+
+def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:
+    members = members_of(5)
+    del members["submit_bytes"]
+    assert encode(kept(5)) == json.dumps(members, separators=(",", ":")).encode()
+    assert read_lease(encode(kept(5))) == kept(5)
+
+
+@pytest.mark.parametrize("spoil", [{"more": 1}, {"tenant": None}], ids=["a member more", "one less"])
+def test_any_other_row_is_refused(spoil: dict[str, Any]) -> None:
+    members = members_of(5) | spoil
+    lacking = {name: value for name, value in members.items() if value is not None or name not in spoil}
+    with pytest.raises(ValueError, match="it is no KeptLease"):
+        read_lease(json.dumps(lacking).encode())

@@ -1,0 +1,129 @@
+"""The broker is killed amid a submit: what becomes of it, and what is told, with a state folder and without."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSession
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import Neighbour
+from helpers.lasting import LastingDaemon
+from helpers.submits import ROOM, WORKER, Running, check_scaled, endless, running, scaling
+from helpers.waiting import wait_until
+
+StartLasting = Callable[..., LastingDaemon]
+
+
+@pytest.fixture
+def lasting(start_lasting: StartLasting) -> LastingDaemon:
+    return start_lasting()
+
+
+def test_a_submit_goes_on_without_its_broker_and_is_known_to_the_next(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().submits(ROOM).acquire() as lease, GpuSession(lease) as session:
+        neighbour = Neighbour(session)
+        with running(lasting.now, lease, endless(lease).timeout_secs(1.5)) as work:
+            lasting.kill()
+            neighbour.check()
+            assert not work.is_over
+            lasting.start()
+            neighbour.check()
+            assert lasting.now.query(lease.lease_id)["submit"]["state"] == "running"
+        assert work.outputs is None
+        assert "more time than it was given" in str(work.error)
+        neighbour.check()
+        check_scaled(scaling(lease).launch())
+    lasting.check_idle()
+
+
+def test_one_that_ends_without_a_broker_is_proved_gone_by_the_next(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().submits(ROOM).acquire() as lease:
+        with running(lasting.now, lease) as work:
+            lasting.kill()
+            os.kill(lasting.workers()[WORKER], signal.SIGKILL)
+            lasting.start()
+        assert isinstance(work.error, Disconnected)
+        assert "may have run" in str(work.error)
+        check_scaled(scaling(lease).launch())
+        assert lease.query()["state"] == "active"
+    lasting.check_idle()
+
+
+def test_its_lease_ends_though_there_is_no_broker(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder(seconds=2).submits(ROOM).acquire()
+    with running(lasting.now, lease):
+        lasting.kill()
+        wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
+        lasting.start()
+    lasting.check_idle()
+    lasting.now.wait_for_end(lease.lease_id)
+
+
+def test_one_that_is_revoked_by_the_next_broker_is_gone_with_its_lease(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder().submits(ROOM).acquire()
+    with running(lasting.now, lease):
+        lasting.restart()
+        lasting.now.revoke(lease.lease_id)
+    assert WORKER not in lasting.workers()
+    lasting.check_idle()
+
+
+def test_without_a_state_folder_nobody_knows_whether_it_ran(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = Daemon()
+    try:
+        daemon.wait_until_it_answers()
+        lease = GpuBuilder(daemon.address).min_vram(ROOM).submits(ROOM).acquire()
+        with running(daemon, lease) as work:
+            daemon.kill()
+        assert isinstance(work.error, Disconnected)
+        assert "may have run" in str(work.error)
+    finally:
+        daemon.discard()
+
+
+def test_memory_that_can_not_be_proved_free_costs_its_lease_the_next_submits(start_lasting: StartLasting) -> None:
+    lasting = start_lasting(config="[limits]\nreclaim_timeout_s = 1\n")
+    flag = lasting.folder / "withhold"
+    lasting.restart(Faults(withhold_proof_while=flag))
+    with lasting.now.builder().acquire() as other, GpuSession(other) as session:
+        neighbour = Neighbour(session)
+        lease = lasting.now.builder().submits(ROOM).acquire()
+        check_scaled(scaling(lease).launch())
+        wait_until(lambda: "submit" not in lease.query(), "the first is gone")
+        flag.touch()
+        check_scaled(scaling(lease).launch())
+        wait_until(lambda: lease.query().get("submit", {}).get("state") == "fenced", "it is fenced")
+        neighbour.check()
+        assert lease.query()["state"] == "active"
+        with pytest.raises(CapacityExceeded, match="could not be proved free"):
+            scaling(lease).launch()
+
+        flag.unlink()
+        lasting.restart()
+        # The next broker looks again: now the bytes are back.
+        wait_until(lambda: "submit" not in lease.query(), "it is gone")
+        check_scaled(scaling(lease).launch())
+        lease.free()
+        neighbour.check()
+    lasting.check_idle()
+
+
+def test_one_that_had_not_begun_when_the_broker_died_was_not_run(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().submits(ROOM).acquire() as lease:
+        (zygote,) = lasting.zygotes()
+        os.kill(zygote, signal.SIGSTOP)
+        try:
+            work = Running(scaling(lease))
+            wait_until(lambda: lease.query().get("submit", {}).get("state") == "starting", "it is asked for")
+            lasting.kill()
+        finally:
+            os.kill(zygote, signal.SIGCONT)
+        lasting.start()
+        work.wait()
+        assert isinstance(work.error, Disconnected)
+        assert "Nothing was run" in str(work.error)
+        wait_until(lambda: "submit" not in lease.query(), "what was made of it is gone", seen=lease.query)
+        check_scaled(scaling(lease).launch())
+    lasting.check_idle()

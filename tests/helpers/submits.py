@@ -1,0 +1,95 @@
+"""Submits as tests make them: one that is right, one that goes astray, one that never ends."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission
+from helpers.daemon import Daemon
+from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers
+from helpers.processes import ProcessInfo
+from helpers.waiting import wait_until
+
+ROOM: Final = 1 << 20
+"""What leases of these tests keep for submits."""
+
+WORKER: Final = "gpul-submit"
+
+
+def scaling(lease: Any, n: int = 1000, factor: float = 2.0) -> Any:
+    """A submit that scales n numbers."""
+    args = KernelArgs().push_u32(n).push_f32(factor)
+    return lease.submit("scale", TRANSFORM).grid(grid_for(n)).block(BLOCK).inout(numbers(n)).args(args)
+
+
+def check_scaled(outputs: list[bytes], n: int = 1000, factor: float = 2.0) -> None:
+    """Fails unless every number is right, and there is nothing else."""
+    (output,) = outputs
+    np.testing.assert_array_equal(floats(output), numbers(n) * np.float32(factor))
+
+
+def endless(lease: Any) -> Any:
+    """A submit whose kernel never ends."""
+    return lease.submit("endless", FAULTS).out(4)
+
+
+def stray(lease: Any) -> Any:
+    """A submit that stores far outside of everything, and has an output that was written before."""
+    return lease.submit("stray_store", FAULTS).inout(b"abcd").arg(np.uint64(1 << 40))
+
+
+class Running:
+    """A submit in a thread.
+
+    Attributes:
+        outputs: What it answered.
+        error: Why not.
+    """
+
+    def __init__(self, submission: Submission) -> None:
+        self.outputs: list[bytes] | None = None
+        self.error: GpuLeaseError | None = None
+        self._submission = submission
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outputs = self._submission.launch()
+        except GpuLeaseError as error:
+            self.error = error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has an answer or an error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        wait_until(lambda: self.is_over, "the submit is over")
+        self._thread.join()
+
+
+def workers_of(processes: Callable[[], list[ProcessInfo]]) -> list[int]:
+    """The process ids of submits."""
+    return [info.pid for info in processes() if info.name == WORKER and not info.is_zombie]
+
+
+@contextmanager
+def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = None) -> Iterator[Running]:
+    """One that never ends, its kernel running; over, one way or another, behind the block."""
+    found = Running(submission or endless(lease).timeout_secs(30))
+    try:
+        wait_until(lambda: is_launched(daemon, lease.lease_id), "its kernel is launched")
+        yield found
+    finally:
+        found.wait()
+
+
+def is_launched(daemon: Daemon, lease_id: int) -> bool:
+    """Whether the kernel of a lease's submit has been launched."""
+    submit = daemon.query(lease_id).get("submit")
+    return submit is not None and submit["state"] == "running" and submit["launches"] == 1
