@@ -248,14 +248,12 @@ class Runtime:
             case RefuseSubmit(submit_id, cause):
                 lease = self.table.get(self.table.submits.lease_of(submit_id)) if cause is Cause.REVOKED else None
                 self.workers.refuse(submit_id, submit_word_for(cause), "" if lease is None else lease.reason)
-            case SubmitFenced(submit_id, lease_id, reason):
+            case SubmitFenced(submit_id):
                 # Not settled: the zygote goes on telling of it, so that a restart does not forget.
                 self._cancel_timers(submit_id)
                 self._reclaimer.give_up(submit_id)
-                _log.warning("a submit of lease %032x can't be proved gone: %s", lease_id, reason)
-            case SubmitEnded(submit_id, lease_id, reason):
+            case SubmitEnded(submit_id):
                 self._let_go(submit_id)
-                _log.debug("a submit of lease %032x is gone: %s", lease_id, reason)
             case Warned():
                 pass  # the teller's to tell
             case WarmEnded(warm_id):

@@ -63,6 +63,16 @@ class LogEvent(Enum):
     )
     SESSION_FAULTED = Kind("session.faulted", INFO, "the session's context is lost", (*_LEASE, "worker_pid", "reason"))
     LEASE_RENEWED = Kind("lease.renewed", INFO, "lease renewed", (*_LEASE, "generation", "ttl_ms", "by"))
+    SUBMIT_READY = Kind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
+    SUBMIT_ENDED = Kind(
+        "submit.ended", INFO, "a submit is over, its memory proved free", ("lease_id", "tenant", "reason")
+    )
+    SUBMIT_FENCED = Kind(
+        "submit.fenced",
+        WARNING,
+        "a submit can't be proved gone: its lease takes no more of them",
+        ("lease_id", "tenant", "reason"),
+    )
     LEASE_WARNED = Kind(
         "lease.warned", INFO, "who listens is told that the lease ends soon", ("lease_id", "left_ms", "reason")
     )

@@ -30,6 +30,9 @@ from gpulease.daemon.core import (
     RenameWorker,
     RequesterGone,
     SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
     WarmEnded,
     WorkerExited,
     WorkerFailed,
@@ -78,7 +81,9 @@ _KEPT: Final = frozenset(
 )
 """Members of the witness's particulars that are fields here by the same name."""
 
-_ALWAYS: Final = frozenset({LogEvent.LEASE_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED})
+_ALWAYS: Final = frozenset(
+    {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
+)
 """What no tenant can bring about as often as it likes."""
 
 
@@ -244,6 +249,12 @@ class Chronicle(Recorder):
                     self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
                 case WarmEnded(card_uuid=card, reason=reason, is_fenced=is_fenced):
                     tell(LogEvent.WARM_FENCED if is_fenced else LogEvent.WARM_GONE, card=card, reason=reason)
+                case SubmitReady(_, submit_id, lease_id):
+                    self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
+                case SubmitEnded(_, lease_id, reason):
+                    self._say_of(LogEvent.SUBMIT_ENDED, lease_id, reason=reason)
+                case SubmitFenced(_, lease_id, reason):
+                    self._say_of(LogEvent.SUBMIT_FENCED, lease_id, reason=reason)
                 case Granted(request) | Denied(request):
                     self._answered(request)
                 case LeaseEnded(lease):
