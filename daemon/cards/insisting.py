@@ -1,12 +1,13 @@
 """Trying again what may be better in a moment: device nodes that appear late, a driver that is still being loaded."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from gpulease.daemon.cards.source import CardsUnavailable
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 PATIENCE_S: Final = 30.0
 """All together. A driver that needs longer is met by the daemon's next start, if something starts it again."""
@@ -15,8 +16,6 @@ FIRST_PAUSE_S: Final = 0.25
 MAX_PAUSE_S: Final = 4.0
 
 T = TypeVar("T")
-
-_log = logging.getLogger("gpulease")
 
 
 def pause_s(tried: int, waited_s: float) -> float | None:
@@ -38,5 +37,6 @@ async def insist(attempt: Callable[[], Awaitable[T]]) -> T:
             if wait_s is None:
                 raise
             if tried == 1:
-                _log.warning("%s; it is tried again for %g s. %s", error, PATIENCE_S, error.hint)
+                said = f"{error}; it is tried again for {PATIENCE_S:g} s. {error.hint}"
+                tell(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=PATIENCE_S)
         await asyncio.sleep(wait_s)

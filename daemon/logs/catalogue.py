@@ -133,6 +133,12 @@ class LogEvent(Enum):
         WARNING,
         "cards were measured beside workers of an earlier daemon: start again for all of their capacity",
     )
+    CARDS_AWAITED = Kind(
+        "cards.awaited", WARNING, "the cards can't be used yet; it is tried again", ("reason", "hint", "patience_s")
+    )
+    SETTINGS_READ = Kind("settings.read", INFO, "the settings were read again", ("waiting",))
+    SETTINGS_KEPT = Kind("settings.kept", ERROR, "the settings stay as they were", ("reason",))
+    MANAGER_DEAF = Kind("manager.deaf", WARNING, "the service manager can't be told how the daemon is", ("reason",))
     SANDBOX_OFF = Kind("sandbox.off", WARNING, "the workers' sandbox is without", ("measure", "reason"))
     SESSIONS_FOUND = Kind("sessions.found", INFO, "an earlier daemon left leases and workers", ("count", "going_on"))
     WORKER_STRAY = Kind(

@@ -7,11 +7,13 @@ unless it is of those that must arrive, which are tried again for a while.
 import array
 import asyncio
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from typing import Final
+
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
@@ -27,8 +29,6 @@ EXTENSION_S: Final = 30.0
 USEC_PER_S: Final = 1_000_000
 
 _PAUSE_S: Final = 0.05
-
-_log = logging.getLogger("gpulease")
 
 
 class Notifier:
@@ -46,7 +46,8 @@ class Notifier:
         """As the environment says, out of which it is taken: children have nothing to tell."""
         address = environment.pop(ADDRESS_VARIABLE, "")
         if address and address[0] not in "/@":
-            _log.warning("nothing is told to the service manager: %s is %r, no local socket", ADDRESS_VARIABLE, address)
+            why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
+            tell(LogEvent.MANAGER_DEAF, f"nothing is told to the service manager: {why}", reason=why)
             address = ""
         return cls(address)
 
@@ -65,7 +66,8 @@ class Notifier:
         except BlockingIOError:
             return False
         except OSError as error:
-            _log.warning("the service manager can't be told how the daemon is any more: %s", error.strerror)
+            said = f"the service manager can't be told how the daemon is any more: {error.strerror}"
+            tell(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
             self.close()
         return True
 
@@ -76,7 +78,8 @@ class Notifier:
             if self.tell(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        _log.error("the service manager takes no word: it was to hear %s", assignments[0])
+        said = f"the service manager takes no word: it was to hear {assignments[0]}"
+        tell(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:
         """One line for people."""

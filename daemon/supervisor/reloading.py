@@ -4,7 +4,6 @@ A file that can't be used changes nothing: the settings stay as they were, and t
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,6 +11,8 @@ from typing import Final
 
 from gpulease.daemon.broker.service import Service
 from gpulease.daemon.config import Config, ConfigError
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.supervisor.notifying import Notifier, status
 
 RELOADED: Final = frozenset({"tenant_of_uid", "tenant_of_certificate", "max_connections", "max_connections_per_tenant"})
@@ -20,8 +21,6 @@ stays theirs."""
 
 _NAMES: Final = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size"}
 _NS_PER_USEC: Final = 1_000
-
-_log = logging.getLogger("gpulease")
 
 
 def settings_that_wait(now: Config, wanted: Config) -> list[str]:
@@ -73,11 +72,12 @@ class Reloading:
             config = await asyncio.to_thread(self._load)
             self._service.take_settings(config)
         except ConfigError as error:
-            _log.error("the settings stay as they were: %s", error)
+            tell(LogEvent.SETTINGS_KEPT, f"the settings stay as they were: {error}", reason=str(error))
             return f"The settings stay as they were: {error}"
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
-            _log.warning("the settings were read again; %s will be taken at the next start", ", ".join(waiting))
-            return f"The settings were read again; to be taken at the next start: {', '.join(waiting)}."
-        _log.info("the settings were read again")
+            said = f"the settings were read again; to be taken at the next start: {', '.join(waiting)}"
+            tell(LogEvent.SETTINGS_READ, said, waiting=waiting)
+            return f"{said[0].upper()}{said[1:]}."
+        tell(LogEvent.SETTINGS_READ)
         return "The settings were read again."
