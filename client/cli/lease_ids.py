@@ -1,5 +1,6 @@
 """A lease's id as an argument: how it is typed, and completed from the daemon."""
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,8 @@ COMPLETION_LIMIT_S: Final = 0.5
 MAX_COMPLETIONS: Final = 256
 """Most ids given to a shell: nobody reads more, and it would ask before showing them anyway."""
 
+_LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
+
 
 def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The argument LEASE_ID, which a command gets as a number."""
@@ -29,13 +32,14 @@ def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]]
 def _number_of(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
-    try:
-        number = int(value, 16)
-    except ValueError:
-        number = 0
-    if not 0 < number < 1 << 128:
-        raise click.BadParameter(f"{value!r} is not a lease id. Copy one from `gpulease leases`.", ctx, param)
-    return number
+    # All of it: the beginning of one, as a narrow `gpulease top` shows it, would be another lease's number.
+    if not _LEASE_ID.fullmatch(value):
+        raise click.BadParameter(
+            f"{value!r} is not a lease id, which has 32 hexadecimal digits. Copy one from `gpulease leases`.",
+            ctx,
+            param,
+        )
+    return int(value, 16)
 
 
 def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -86,7 +86,13 @@ def test_leases_and_revoke(gpulease: Gpulease, daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "status", "said"), [("0123", 1, f"There is no lease {0x0123:032x}"), ("zz", 2, "is not a lease id")]
+    ("word", "status", "said"),
+    [
+        (f"{0x0123:032x}", 1, f"There is no lease {0x0123:032x}"),
+        ("zz", 2, "is not a lease id"),
+        ("4f090dbe", 2, "32 hexadecimal digits"),
+        (f"0x{1:030x}", 2, "is not a lease id"),
+    ],
 )
 def test_revoke_what_is_not_there(gpulease: Gpulease, word: str, status: int, said: str) -> None:
     done = gpulease("revoke", word)
@@ -98,7 +104,7 @@ def test_revoke_for_programs(gpulease: Gpulease, daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease:
         done = gpulease("revoke", lease.lease_id_text, "--json")
         assert json.loads(done.stdout) == {"lease_id": lease.lease_id_text, "outcome": "torndown"}
-    done = gpulease("revoke", "1", "--json")
+    done = gpulease("revoke", f"{1:032x}", "--json")
     assert (done.exit_code, json.loads(done.stdout)["outcome"]) == (1, "notfound")
 
 
