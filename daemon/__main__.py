@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,9 @@ EXIT_CONFIG: Final = 78
 
 EXIT_UNAVAILABLE: Final = 69
 """EX_UNAVAILABLE: the driver, the cards or an address can't be had; a later start may succeed."""
+
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+"""What shells say of a program that an interrupt ended (bash(1), "EXIT STATUS")."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,7 +58,11 @@ def main(
     overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
     if verbose:
         overrides["log_level"] = "debug"
-    sys.exit(_run(config, overrides))
+    try:
+        sys.exit(_run(config, overrides))
+    except KeyboardInterrupt:
+        # Before there is a loop that takes it as a request to stop; click would say "Aborted!" and fail.
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:

@@ -27,6 +27,12 @@ class CannotListen(Exception):
     """An address that can't be listened on; the message is a sentence for the operator."""
 
 
+class NotLoopback(CannotListen):
+    """Plain TCP where others can connect: no later start mends that."""
+
+    status = os.EX_CONFIG
+
+
 class Listeners:
     """All listening sockets of one broker."""
 
@@ -196,12 +202,13 @@ def reason_of(error: OSError) -> str:
             "this process may make no such socket; under systemd a .socket unit hands it over"
             " (gpulease-tls.socket, gpulease-http.socket), or RestrictAddressFamilies= and PrivateNetwork= allow it"
         )
-    return error.strerror or str(error)
+    # socket.create_server() says the address, too, which whoever asks has named already.
+    return (error.strerror or str(error)).partition(" (while attempting")[0]
 
 
 def _check_loopback(address: TcpAddress, host: str) -> None:
     if not ipaddress.ip_address(host).is_loopback:
-        raise CannotListen(
+        raise NotLoopback(
             f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
             " use tls: for others"
         )

@@ -117,7 +117,7 @@ def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     settings.write_text(f'state = "{tmp_path}/state"\n')
     # It returns once nobody has its standard error open any more.
     status, said = start_in_vain("--listen", "tcp:192.0.2.1:0", "--driver", "cpu", "--config", str(settings))
-    assert status == EXIT_UNAVAILABLE
+    assert status == EXIT_CONFIG
     check_sentence(said, "loopback only")
     assert not list((tmp_path / "state" / "zygotes").iterdir())
 
@@ -135,7 +135,7 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])
 def test_plain_tcp_is_for_loopback(host: str) -> None:
     status, said = start_in_vain("--listen", f"tcp:{host}:0", "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
+    assert status == EXIT_CONFIG
     check_sentence(said, "loopback only")
 
 
