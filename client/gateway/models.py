@@ -62,7 +62,9 @@ def load_models(path: Path) -> dict[str, Model]:
     """The models of a file, by id. Raises InvalidRequest with what is wrong in it."""
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror}") from None
+    except ValueError as error:
         raise InvalidRequest(f"{path}: {error}") from None
     tables = text.pop("models", None)
     if text or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
@@ -85,7 +87,7 @@ def _model(path: Path, name: str, table: Any) -> Model:
     try:
         image = (path.parent / table["ptx"]).read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{where}: {error}") from None
+        raise InvalidRequest(f"{where}: ptx = {table['ptx']!r}: {error.strerror}") from None
     found = Model(
         image,
         InferenceKernel(table["kernel"], table.get("threads_per_block", 256), table.get("bytes_per_thread", 4)),

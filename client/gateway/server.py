@@ -60,7 +60,9 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
     except OSError as error:
-        raise InvalidRequest(f"can't listen at {where}: {error}") from None
+        # socket.create_server() says the address, too.
+        about = (error.strerror or str(error)).partition(" (while attempting")[0]
+        raise InvalidRequest(f"can't listen at {where}: {about}") from None
 
 
 def _bound_to_path(path: str) -> socket.socket:

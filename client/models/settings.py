@@ -117,7 +117,9 @@ def load_settings(path: Path) -> dict[str, ModelSettings]:
     """The models of a file, by name. Raises InvalidRequest with what is wrong in it."""
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror}") from None
+    except ValueError as error:
         raise InvalidRequest(f"{path}: {error}") from None
     tables = text.pop("models", None)
     if text or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
@@ -196,7 +198,7 @@ def _file(path: Path, where: str, key: str, value: Any) -> bytes:
         with (path.parent / value).open("rb") as file:
             data = file.read(_FILES[key] + 1)
     except OSError as error:
-        raise InvalidRequest(f"{where}: {key}: {error}") from None
+        raise InvalidRequest(f"{where}: {key} = {value!r}: {error.strerror}") from None
     if not 0 < len(data) <= _FILES[key]:
         raise InvalidRequest(f"{where}: {key} = {value!r} has no bytes, or more than {_FILES[key]}")
     return data

@@ -10,6 +10,9 @@ import click
 from gpulease.daemon.pki.authority import AUTHORITY_LIFE, LEAF_LIFE, Authority, PkiError
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+EXIT_CANNOT_WRITE: Final = 74
+"""EX_IOERR of sysexits(3): a file can't be read or written."""
+
 MAX_DAYS: Final = 36_500
 """A hundred years: more is a typing mistake, and can be past the last year that a certificate can name."""
 
@@ -22,9 +25,13 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except (PkiError, OSError) as error:
+        except PkiError as error:
             click.echo(f"gpulease pki: {error}", err=True)
             sys.exit(1)
+        except OSError as error:
+            about = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            click.echo(f"gpulease pki: {about}", err=True)
+            sys.exit(EXIT_CANNOT_WRITE)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

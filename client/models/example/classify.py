@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from gpulease.client.errors import GpuLeaseError
 from gpulease.client.models.example.digits import DIGITS, load_tests
 from gpulease.client.rpc import RpcClient
 
@@ -26,4 +27,9 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} unix:/tmp/models.sock")
+    try:
+        main(sys.argv[1])
+    except GpuLeaseError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -44,7 +44,10 @@ def test_defaults(file: Path) -> None:
         ("[models.m]\n" + RIGHT + "max_output_bytes = 0", "more than 0"),
         ("[models.m]\n" + RIGHT + "threads_per_block = 1025", "threads a block"),
         ('[models.m]\nkernel = "k"\n', "ptx, min_vram_bytes is missing"),
-        ("[models.m]\n" + RIGHT.replace("k.ptx", "none.ptx"), "none.ptx"),
+        (
+            "[models.m]\n" + RIGHT.replace("k.ptx", "none.ptx"),
+            r"models.m: ptx = 'none.ptx': No such file or directory$",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, text: str, said: str) -> None:
@@ -54,5 +57,5 @@ def test_what_is_wrong_is_named(file: Path, text: str, said: str) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="nothing"):
+    with pytest.raises(InvalidRequest, match=r"/nothing: No such file or directory$"):
         load_models(tmp_path / "nothing")

@@ -54,7 +54,7 @@ def test_what_is_not_said_is_usual(tmp_path: Path) -> None:
         (["is_pure = 1"], "is no bool"),
         (["constants = [-1]"], "no list of integers"),
         (["constants = [true]"], "no list of integers"),
-        (['weights = "nowhere"'], "nowhere"),
+        (['weights = "nowhere"'], "weights = 'nowhere': No such file or directory$"),
         (["weights = 5"], "no file's name"),
         (["speed = 5"], "'speed' is no setting"),
         (['smaller = "other"'], "is no other model"),

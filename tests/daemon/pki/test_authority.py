@@ -92,3 +92,6 @@ def test_the_commands(tmp_path: Path) -> None:
     assert run("issue", "--tenant", "eve", "--days", "1e12")[0] == 2
     assert run("issue")[0] == run("issue", "--tenant", "a", "--server", "b")[0] == 2
     assert run("revoke", str(folder / "tenant-ann.pem"))[0] == 0
+    (tmp_path / "file").write_text("no folder")
+    done = CliRunner().invoke(main, ["init", str(tmp_path / "file" / "pki")])
+    assert (done.exit_code, done.output) == (74, f"gpulease pki: {tmp_path}/file/pki: Not a directory\n")
