@@ -121,7 +121,7 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
         click.echo("The node is not drained: it grants leases.")
     else:
         told = "1 lease is" if status.leases == 1 else f"{status.leases} leases are"
-        click.echo(f"The node grants nothing any more. {told} left, and ended in {seconds_text(left_s)}.")
+        click.echo(f"The node grants nothing any more. {told} left, and will be ended in {seconds_text(left_s)}.")
 
 
 @click.command()

@@ -42,7 +42,7 @@ def told_in_words() -> Iterator[None]:
     except BrokenPipeError:
         end_by(signal.SIGPIPE)
     except CannotStart as error:
-        fail(f"CannotStart: {error}", EXIT_FAILED)
+        fail(str(error), EXIT_FAILED)
     except OSError as error:
         _drop_output()
         fail(_about(error), EXIT_CANNOT_WRITE)

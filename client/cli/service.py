@@ -73,7 +73,8 @@ def this_environment() -> Environment:
     if daemon is None or daemon.origin is None:
         raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
     package = Path(daemon.origin)
-    own = (package, package.resolve(), Path(sys.executable), Path(sys.executable).resolve(), Path(sys.base_prefix))
+    python = Path(sys.executable)
+    own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
         return Environment((str(script),), (), own)
@@ -120,9 +121,12 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
     files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
     hidden = environment.under(_HIDDEN)
     if hidden is not None:
-        complaint = f"the service would not see {hidden}: it has a {_HIDDEN[0]} of its own (PrivateTmp=)"
+        complaint = (
+            f"the service would not see {hidden}: it has a {_HIDDEN[0]} of its own (PrivateTmp=);"
+            " install gpulease elsewhere, in /opt/gpulease for one"
+        )
         if installs and root == Path("/"):
-            raise CannotStart(f"{complaint}; install gpulease elsewhere, in /opt/gpulease for one")
+            raise CannotStart(complaint)
         click.echo(f"gpulease: {complaint}", err=True)
     if prints or not installs:
         for name, text in files.items():
