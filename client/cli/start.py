@@ -18,10 +18,14 @@ def run_module_instead() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     from runpy import run_module
 
-    from gpulease.client.cli.endings import told_in_words
+    from gpulease.client.cli.endings import CannotStart, told_in_words
 
     with told_in_words():
-        run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+        try:
+            run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+        except ModuleNotFoundError as error:
+            # The daemon's package is there wherever its client is; what it needs may not be.
+            raise CannotStart(f"{error.name} is not installed: pip install 'gpulease[daemon]'") from None
 
 
 def interrupt_ends_it() -> None:

@@ -52,6 +52,23 @@ def test_help_imports_no_command() -> None:
     assert "Show the cards" in done.stdout
 
 
+def test_a_command_of_the_daemon_without_what_it_needs(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['cryptography'] = None; sys.argv[1:] = ['gpulease.daemon.pki', 'init', 'none']\n"
+        "from gpulease.client.cli.start import run_module_instead as run; run()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        env=python_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpulease: cryptography is not installed: pip install 'gpulease[daemon]'\n"
+
+
 def test_listing_leases_imports_no_arrays(daemon: Daemon) -> None:
     code = (
         "import sys; from gpulease.client.cli.__main__ import main\n"
