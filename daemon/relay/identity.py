@@ -2,6 +2,7 @@
 
 import os
 import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -118,6 +119,9 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     for what, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):
             raise BadIdentity(f"{what} {path} can't be read")
+    # Of a group that operators made for it a key may be; whoever else can read it can be this node.
+    if files.key.stat().st_mode & stat.S_IROTH:
+        raise BadIdentity(f"key {files.key} can be read by everybody: chmod o-r it")
     try:
         context.load_cert_chain(files.certificate, files.key, no_password)
     except OSError as error:

@@ -270,8 +270,14 @@ def test_missing_and_broken_files_are_told(daemon: Daemon, pki: Pki, tmp_path: P
 
 
 def test_a_daemon_whose_files_can_not_be_used_does_not_start(pki: Pki, tmp_path: Path) -> None:
-    broken = pki.settings().replace(str(pki.server.key), str(pki.ann.key))
-    for settings, why in ((broken, "KEY_VALUES_MISMATCH"), (pki.settings("max_connections = 0"), "max_connections")):
+    open_key = tmp_path / "open.key"
+    open_key.write_bytes(pki.server.key.read_bytes())
+    open_key.chmod(0o644)
+    for settings, why in (
+        (pki.settings().replace(str(pki.server.key), str(pki.ann.key)), "KEY_VALUES_MISMATCH"),
+        (pki.settings().replace(str(pki.server.key), str(open_key)), "can be read by everybody: chmod o-r it"),
+        (pki.settings("max_connections = 0"), "max_connections"),
+    ):
         daemon = Daemon(tls=True, config=settings)
         try:
             assert daemon.wait_for_exit() in (69, 78)
