@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from gpulease.daemon import web
 from gpulease.daemon.web.feed import Feed
-from gpulease.daemon.web.guard import App, Guard
+from gpulease.daemon.web.guard import App, Guard, Receive, Scope, Send
 from gpulease.daemon.web.health import Health
 from gpulease.daemon.web.link import BrokerSilent
 from gpulease.daemon.web.metrics import Metrics
@@ -72,6 +72,20 @@ class Access:
         raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
 
 
+class _Stream(StreamingResponse):
+    """A stream that says when it is over, be it before its first bytes."""
+
+    def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
 Page = Mapping[str, tuple[bytes, str]]
 """By path: content and media type."""
 
@@ -109,7 +123,11 @@ class Site:
         return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
 
     async def _file(self, request: Request) -> Response:
-        content, kind = self._page[request.scope["path"]]
+        found = self._page.get(request.scope["path"])
+        if found is None:
+            # Starlette's routes match a path with a line feed behind it, too.
+            raise HTTPException(404)
+        content, kind = found
         return Response(content, media_type=kind)
 
     async def _state(self, request: Request) -> Response:
@@ -122,24 +140,25 @@ class Site:
             raise HTTPException(503, f"{self._streams} pages are open, the most.", {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return StreamingResponse(self._stream(is_named=is_named), media_type="text/event-stream")
+        # From here on, not from its first bytes: those who come in one turn of the loop are counted one by one.
+        self._streams += 1
+        return _Stream(self._stream(is_named=is_named), self._stream_ended)
+
+    def _stream_ended(self) -> None:
+        self._streams -= 1
 
     async def _stream(self, *, is_named: bool) -> AsyncIterator[bytes]:
         """Server-sent events (HTML, 9.2): `state` with all there is, whenever it was looked at; else comments."""
-        self._streams += 1
-        try:
-            until_s = time.monotonic() + STREAM_S
-            # The head goes out with the first bytes: not to wait for a broker that does not answer.
-            yield b": gpulease\n\n"
-            async for snapshot in self._feed.watch(QUIET_S):
-                if snapshot is None:
-                    yield b": nothing new\n\n"
-                else:
-                    yield b"event: state\ndata: " + self._encoded(snapshot, is_named=is_named) + b"\n\n"
-                if time.monotonic() > until_s:
-                    return
-        finally:
-            self._streams -= 1
+        until_s = time.monotonic() + STREAM_S
+        # The head goes out with the first bytes: not to wait for a broker that does not answer.
+        yield b": gpulease\n\n"
+        async for snapshot in self._feed.watch(QUIET_S):
+            if snapshot is None:
+                yield b": nothing new\n\n"
+            else:
+                yield b"event: state\ndata: " + self._encoded(snapshot, is_named=is_named) + b"\n\n"
+            if time.monotonic() > until_s:
+                return
 
     def _encoded(self, snapshot: Snapshot, *, is_named: bool) -> bytes:
         now_s = time.monotonic()

@@ -117,6 +117,22 @@ def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
     wait_until(lambda: asked_stream(rig) == 200, "the places are given back")
 
 
+def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
+    where = httpx.URL(rig.url)
+    with ExitStack() as stack:
+        peers = [socket.create_connection((where.host, where.port or 0), timeout=10) for _ in range(2 * MAX_STREAMS)]
+        for peer in peers:
+            stack.enter_context(peer)
+        assert asked(rig, "healthz").status_code == 200, "all that came before it are connected"
+        os.kill(rig.process_id, signal.SIGSTOP)
+        for peer in peers:
+            peer.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        os.kill(rig.process_id, signal.SIGCONT)
+        statuses = sorted(peer.recv(12) for peer in peers)
+    assert statuses == [b"HTTP/1.1 200"] * MAX_STREAMS + [b"HTTP/1.1 503"] * MAX_STREAMS
+    wait_until(lambda: asked_stream(rig) == 200, "the places are given back")
+
+
 def asked_stream(rig: WebRig, headers: dict[str, str] | None = None) -> int:
     with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=10, trust_env=False) as answer:
         return answer.status_code
@@ -127,6 +143,8 @@ NASTY = (
     b"GET / HTTP/9.9\r\n\r\n",
     b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /%00%ff%2e%2e/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /page.css%0a HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /%0A HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET //../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET http://[:::]/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /api/v1/state HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n",
