@@ -18,6 +18,9 @@ from gpulease.protocol.messages import Empty
 COMPLETION_LIMIT_S: Final = 0.5
 """For the daemon to list leases while a person waits for a completion; later there are none."""
 
+_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+"""Of what a daemon calls a lease's id, all that gets into a shell's line: anything else there could be a command."""
+
 MAX_COMPLETIONS: Final = 256
 """Most ids given to a shell: nobody reads more, and it would ask before showing them anyway."""
 
@@ -56,7 +59,8 @@ def _list_into(found: list[CompletionItem], begin: str) -> None:
     # Whatever is wrong, a shell's line is no place to say it.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
-        found += [_item(lease) for lease in report if lease["lease_id"].startswith(begin)][:MAX_COMPLETIONS]
+        those = (lease for lease in report if _LEASE_ID.fullmatch(lease["lease_id"]))
+        found += [_item(lease) for lease in those if lease["lease_id"].startswith(begin)][:MAX_COMPLETIONS]
 
 
 def _item(lease: dict[str, object]) -> CompletionItem:

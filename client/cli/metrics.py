@@ -6,6 +6,7 @@ import sys
 import click
 
 from gpulease.client.cli.asking import ask
+from gpulease.client.cli.cells import shown
 from gpulease.client.cli.tables import table
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
@@ -14,7 +15,11 @@ from gpulease.protocol.messages import Empty
 @click.command()
 def metrics() -> None:
     """Print the node's metrics as Prometheus reads them; for operators."""
-    click.echo(ask(Opcode.METRICS, Empty()).exposition, nl=False)
+    text = ask(Opcode.METRICS, Empty()).exposition
+    if sys.stdout.isatty():
+        # A program gets what the daemon said; a terminal would obey it.
+        text = "\n".join(map(shown, text.split("\n")))
+    click.echo(text, nl=False)
 
 
 @click.command()
