@@ -10,8 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
-"""Connections at a time. For one more the one gives way that has asked nothing for the longest: a local user who opens
-as many as there may be keeps nobody out."""
+"""Connections at a time. For one more the one gives way that has asked nothing for the longest, or else the one that
+reads nothing of its answer: a local user who opens as many as there may be keeps nobody out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Of a request's line and headers. Stops a peer that never ends them."""
@@ -36,6 +36,7 @@ class BoundedHttp(H11Protocol):
     _idle_since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+    _lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody came."""
@@ -43,10 +44,14 @@ class BoundedHttp(H11Protocol):
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._idle_since_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS:
-            idle = [one for one in self.connections if isinstance(one, BoundedHttp) and not one.is_answering]
-            # This one is idle, too.
-            min(idle, key=lambda one: one._idle_since_s).transport.abort()
+            self._who_gives_way().transport.abort()
         self._watch()
+
+    def _who_gives_way(self) -> "BoundedHttp":
+        others = [one for one in self.connections if isinstance(one, BoundedHttp) and one is not self]
+        idle = [one for one in others if not one.is_answering]
+        stalled = [one for one in others if one._stall is not None]
+        return min(idle or stalled or [self], key=lambda one: one._idle_since_s)
 
     @property
     def is_answering(self) -> bool:
@@ -59,7 +64,14 @@ class BoundedHttp(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """A request was answered."""
+        """A request was answered.
+
+        Whoever has sent more meanwhile is answered no more of it: no browser does so, nor Prometheus, and a connection
+        that always has something to answer would never give way.
+        """
+        if self.conn.trailing_data[0]:
+            self.transport.close()
+            self._lingering = self._lingering or self.loop.call_later(STALL_S, self.transport.abort)
         super().on_response_complete()
         self._idle_since_s = self.loop.time()
         self._watch()
@@ -77,7 +89,9 @@ class BoundedHttp(H11Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """It is gone."""
-        self._stall, self._deadline = _cancel(self._stall), _cancel(self._deadline)
+        for handle in (self._stall, self._deadline, self._lingering):
+            _cancel(handle)
+        self._stall = self._deadline = self._lingering = None
         super().connection_lost(error)
 
     def _watch(self) -> None:

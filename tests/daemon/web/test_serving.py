@@ -145,6 +145,43 @@ def test_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> 
     play(scene)
 
 
+def test_who_asks_again_before_the_answer_is_answered_once() -> None:
+    async def scene(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(ASK * 100)
+        answers = 0
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(GONE_S):
+                while line := await reader.readline():
+                    answers += line.startswith(b"HTTP/1.1 200")
+        assert answers == 1
+
+    play(scene)
+
+
+def test_who_reads_nothing_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 3)
+
+    async def scene(connect: Connect) -> None:
+        asking = []
+        for _ in range(3):
+            reader, writer = await connect()
+            writer.write(ASK.replace(b"/ ", b"/large ", 1))
+            await reader.readuntil(b"\r\n\r\n")
+            # Its transport reads on until its limit.
+            asking.append(reader)
+        for _ in range(3):
+            one_more, writer = await connect()
+            writer.write(ASK)
+            assert b"200" in await one_more.readline()
+            writer.close()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            whole = await asking[0].readexactly(LARGE)
+            raise AssertionError(f"{len(whole)} bytes")
+
+    play(scene)
+
+
 def test_a_head_without_end() -> None:
     async def scene(connect: Connect) -> None:
         reader, writer = await connect()
