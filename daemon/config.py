@@ -280,7 +280,7 @@ def _mode(value: Any) -> int:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, str) or not Path(value).is_absolute():
+    if not isinstance(value, str) or not Path(value).is_absolute() or "\0" in value:
         raise ValueError(f"{value!r} is not an absolute path")
     return Path(value)
 

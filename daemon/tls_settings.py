@@ -75,7 +75,7 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
 
 
 def _path(value: Any) -> Path:
-    if not isinstance(value, str) or not Path(value).is_absolute():
+    if not isinstance(value, str) or not Path(value).is_absolute() or "\0" in value:
         raise ValueError(f"{value!r} is not an absolute path")
     return Path(value)
 

@@ -20,6 +20,9 @@ FIRST_FD: Final = 3
 MAX_HANDED_OVER: Final = 256
 """More is no number of addresses, but a mistake; each is looked at."""
 
+MAX_DIGITS: Final = 6
+"""Of their number; a number of any length would be made before it is looked at."""
+
 KEPT_PREFIX: Final = "gpulease-"
 """Of the names under which sockets are left in the service manager's keeping (FDNAME)."""
 
@@ -68,7 +71,7 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
     if process != str(pid):
         # Meant for another, whose child this is.
         return []
-    if not (count.isascii() and count.isdigit()) or int(count[:6]) > MAX_HANDED_OVER:
+    if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
     fds = range(FIRST_FD, FIRST_FD + int(count))
     known = names.split(":") if names else []

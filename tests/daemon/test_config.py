@@ -103,6 +103,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"max_load_s": 2**31}, "max_load_s is 2147483648; it must be at most 2147483647"),
         ({"limits": {"max_ttl_s": 10**20}}, "max_ttl_s is 1.*; it must be at most"),
         ({"audit": "log"}, "setting audit: 'log' is not an absolute path"),
+        ({"state": "/a\0b"}, r"setting state: '/a\\x00b' is not an absolute path"),
         ({"audit": "/log", "audit_required": "yes"}, "setting audit_required: 'yes' is neither true nor false"),
         ({"audit_required": True}, "need audit, the folder"),
         ({"on_stop": "keep"}, "needs state, the folder"),

@@ -23,6 +23,7 @@ def test_what_is_not_said_is_refused_or_off() -> None:
         ({}, "certificate and key and client_ca must be given"),
         (FILES | {"ca": "/x"}, "there is no 'ca'"),
         (FILES | {"key": "k"}, "key: 'k' is not an absolute path"),
+        (FILES | {"key": "/k\0"}, "is not an absolute path"),
         (FILES | {"operators": "ops"}, "must be a list"),
         (FILES | {"operators": ["tcp"]}, "no name for a tenant"),
         (FILES | {"max_connections": 0}, "is not a number of connections"),
