@@ -184,10 +184,10 @@ def at_text(wall_us: int) -> str:
     return (_EPOCH + timedelta(microseconds=wall_us)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def clean_text(text: str) -> str:
+def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
     """A text that is somebody else's: bounded, and without what moves a terminal's cursor or turns its direction."""
-    if len(text) > MAX_TEXT_CHARS:
-        text = f"{text[: MAX_TEXT_CHARS - 1]}…"
+    if len(text) > most_chars:
+        text = f"{text[: most_chars - 1]}…"
     return (
         text
         if text.isprintable()

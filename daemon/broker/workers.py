@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.audit.records import clean_text
 from gpulease.daemon.broker.finding import FoundWorker, FoundZygote
 from gpulease.daemon.broker.worker import Ended, Worker
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
@@ -318,9 +319,9 @@ class Workers:
                     # Else what it holds could not be told from others' bytes: the zygote says at once who it is.
                     self._post(WorkerReady(lease_id))
             case {"op": "failed", "reason": str(reason)}:
-                self._post(WorkerFailed(lease_id, reason[:MAX_REASON_CHARS]))
+                self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
             case {"op": "faulted", "reason": str(reason)}:
-                self._post(SessionFaulted(lease_id, reason[:MAX_REASON_CHARS]))
+                self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:

@@ -33,15 +33,25 @@ def test_an_end_is_told_by_the_number_the_worker_has_by_then() -> None:
 
 
 @pytest.mark.parametrize(("op", "event"), [("failed", WorkerFailed), ("faulted", SessionFaulted)])
-def test_what_a_worker_says_of_its_end_is_cut(op: str, event: type[WorkerFailed] | type[SessionFaulted]) -> None:
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ("x" * 100_000, "x" * (MAX_REASON_CHARS - 1) + "…"),
+        ("lost\n2026-11-21 ERROR \x1b[31mforged\u2028", "lost\ufffd2026-11-21 ERROR \ufffd[31mforged\ufffd"),
+    ],
+    ids=["long", "a line of the log"],
+)
+def test_what_a_worker_says_of_its_end_is_cut_and_one_line(
+    op: str, event: type[WorkerFailed] | type[SessionFaulted], said: str, taken: str
+) -> None:
     told: list[Event] = []
     workers = Workers("cpu")
     workers.deliver_to(told.append)
     ours, theirs = channel_pair()
     page = BrokerPage()
     with ours, theirs:
-        send_message(theirs, {"op": op, "reason": "x" * 100_000})
+        send_message(theirs, {"op": op, "reason": said})
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
         workers._on_worker_message(Worker(spec, page, ours, workers._zygote, pid=1))
     page.close()
-    assert told == [event(LEASE, "x" * MAX_REASON_CHARS)]
+    assert told == [event(LEASE, taken)]
