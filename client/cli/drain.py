@@ -78,7 +78,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
     if as_json:
         _show(status, fenced, as_json)
     elif fenced:
-        click.echo(f"No lease is left, but memory of {len(fenced)} is fenced: {', '.join(fenced)}.", err=True)
+        click.echo(shown(f"No lease is left, but memory of {len(fenced)} is fenced: {', '.join(fenced)}."), err=True)
     else:
         click.echo("No lease is left.")
     if fenced:
