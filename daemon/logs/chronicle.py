@@ -145,6 +145,14 @@ class Chronicle(Recorder):
         self._say(LogEvent.TOKEN_ISSUED, tenant, lease_id=grant.lease_id, by=by, permissions=permissions)
         self._inner.issued(tenant, by, grant, audience)
 
+    def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
+        """As above."""
+        self._inner.token_revoked(tenant, by, lease_id, nonce)
+
+    def reloaded(self, config: str) -> None:
+        """As above."""
+        self._inner.reloaded(config)
+
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         """As above."""
         told = {"operation": operation.lower(), "lease_id": lease_id, "denial": "refused", "reason": message}

@@ -111,3 +111,8 @@ def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
         scene.post(ReclaimProved(lease_id))
     kept = [scene.chronicle._asking, scene.chronicle._asked_ns, scene.chronicle._spawned_ns, scene.chronicle._pids]
     assert kept == [{}, {}, {}, {}]
+
+
+def test_nothing_the_audit_log_is_told_ends_here() -> None:
+    told = {name for name, member in vars(Recorder).items() if callable(member) and not name.startswith("_")}
+    assert told <= vars(Chronicle).keys()
