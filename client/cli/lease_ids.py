@@ -18,13 +18,12 @@ from gpulease.protocol.messages import Empty
 COMPLETION_LIMIT_S: Final = 0.5
 """For the daemon to list leases while a person waits for a completion; later there are none."""
 
-_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
-"""Of what a daemon calls a lease's id, all that gets into a shell's line: anything else there could be a command."""
-
 MAX_COMPLETIONS: Final = 256
 """Most ids given to a shell: nobody reads more, and it would ask before showing them anyway."""
 
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
+"""What is taken for one from a command line, and of what a daemon calls so, all that gets into a shell's line: anything
+else there could be a command."""
 
 
 def lease_id_argument(*, required: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -335,8 +335,9 @@ class Session:
     def look(self) -> None:
         """Show the broker that this process goes round, and how long its kernel has run."""
         now_ns = time.monotonic_ns()
-        self._counters[_LOOKED_NS] = now_ns
         self.watch.look(now_ns)
+        # Last: with what an earlier look saw of a kernel, this one's time would say that it ran until now.
+        self._counters[_LOOKED_NS] = now_ns
 
     def _check_lease(self) -> None:
         self.look()
