@@ -222,6 +222,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _take_events(self) -> None:
         for _ in range(EVENTS_PER_TURN):
             if self._connection.state is State.ATTACHING:
+                self._read_no_more()
                 return
             event = self._connection.next_event()
             if event is None:
@@ -268,6 +269,12 @@ class ControlConnection(asyncio.BufferedProtocol):
             self._deadlines.start(Wait.FRAME, STALL_TIMEOUT_S, self.say_goodbye, failure)
         else:
             self._deadlines.stop(Wait.FRAME)
+
+    def _read_no_more(self) -> None:
+        """What comes behind a request that takes its connection along is the kernel's to keep, but for what is here."""
+        reader = self._connection.reader
+        if self._transport is not None and not self._transport.is_closing() and reader.start != reader.end:
+            self._transport.pause_reading()
 
     def _resume_reading(self) -> None:
         if self._transport is not None and not self._is_reader_slow and not self._transport.is_closing():
