@@ -10,7 +10,6 @@ lease_secs = 10                 # how long a request may take on the card
 max_output_bytes = 1_048_576
 """
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +17,8 @@ from typing import Any, Final
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.gateway.inference import MAX_LEASE_S, MAX_OUTPUT_BYTES, InferenceKernel
 from gpulease.client.gateway.operation import checked_id
+from gpulease.client.model_tables import read_model_tables
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-
-MAX_MODELS: Final = 256
-"""Stops a file from filling the gateway's memory, and the metrics, which have a series for each."""
 
 _KINDS: Final[dict[str, type[Any]]] = {
     "ptx": str,
@@ -60,15 +57,7 @@ class Model:
 
 def load_models(path: Path) -> dict[str, Model]:
     """The models of a file, by id. Raises InvalidRequest with what is wrong in it."""
-    try:
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: {error}") from None
-    tables = text.pop("models", None)
-    if text or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
-        raise InvalidRequest(f"{path}: there must be 1 to {MAX_MODELS} tables [models.NAME], and nothing else")
+    tables = read_model_tables(path)
     return {checked_id(name, f"model id in {path}"): _model(path, name, table) for name, table in tables.items()}
 
 

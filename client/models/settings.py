@@ -24,18 +24,15 @@ smaller = "digits-small"        # served instead while there is no room for this
 is_pure = true                  # the kernel may be run twice for one request: see ModelSettings
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.model_tables import read_model_tables
 from gpulease.client.models.json_numbers import FORMATS, size_of
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-
-MAX_MODELS: Final = 256
-"""Stops a file from filling the server's memory, and the metrics, which have series for each."""
 
 MAX_BATCH_BYTES: Final = 256 << 20
 """Of a batch's inputs, and of its outputs: they lie in memory shared with the lease's worker, 1 GiB in all."""
@@ -115,16 +112,7 @@ _NEEDED: Final = [item.name for item in fields(ModelSettings) if item.default is
 
 def load_settings(path: Path) -> dict[str, ModelSettings]:
     """The models of a file, by name. Raises InvalidRequest with what is wrong in it."""
-    try:
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidRequest(f"{path}: {error}") from None
-    tables = text.pop("models", None)
-    if text or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
-        raise InvalidRequest(f"{path}: there must be 1 to {MAX_MODELS} tables [models.NAME], and nothing else")
-    models = {name: _model(path, name, table) for name, table in tables.items()}
+    models = {name: _model(path, name, table) for name, table in read_model_tables(path).items()}
     check_together(models)
     return models
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import InvalidRequest
+from gpulease.client.model_tables import MAX_MODELS
 from gpulease.client.models.example.digits import HIDDEN, load_weights
-from gpulease.client.models.settings import EXAMPLE, MAX_MODELS, load_settings
+from gpulease.client.models.settings import EXAMPLE, load_settings
 
 GOOD = """
 method_id = 1
