@@ -14,11 +14,12 @@ from typing import Final
 from gpulease.daemon.audit.budget import Budgets
 from gpulease.daemon.audit.inbox import MINOR
 from gpulease.daemon.audit.records import ENDS, Kind, clean_text
-from gpulease.daemon.audit.witness import Lookup, Told, Witness, lease_text
+from gpulease.daemon.audit.witness import Lookup, Told, Witness
 from gpulease.daemon.audit.writer import Writer
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.core import Denial, Denied, Effect, Event, Granted, RevokeRequested
 from gpulease.daemon.core.denials import not_recorded
+from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.protocol.capabilities import names_of

@@ -40,6 +40,7 @@ from gpulease.daemon.core import (
     SubmitRequested,
     WarmEnded,
 )
+from gpulease.daemon.lease_ids import lease_text
 
 THE_DAEMON: Final = "gpuleased"
 """Who asked, where nobody did."""
@@ -116,16 +117,16 @@ class Witness:
     def _note(self, event: Event, now_us: int) -> None:
         match event:
             case AcquireRequested(request, tenant, size_bytes=size_bytes, ttl_ms=ttl_ms, selector=selector):
-                wish: dict[str, Any] = {"size_bytes": _bounded(size_bytes), "ttl_ms": _bounded(ttl_ms)}
+                wish: dict[str, Any] = {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
                 if selector is not None:
                     wish["card"] = clean_text(selector)
                 self._asked[request] = _Asked("acquire", tenant, now_us, particulars=wish)
             case RenewRequested(request, lease_id, tenant, ttl_ms):
                 by = self._askers.pop(request, tenant)
-                self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": _bounded(ttl_ms)})
+                self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": bounded(ttl_ms)})
             case SubmitRequested(request, lease_id, tenant, timeout_ms):
                 by = self._askers.pop(request, tenant)
-                self._asked[request] = _Asked("submit", by, now_us, lease_id, {"timeout_ms": _bounded(timeout_ms)})
+                self._asked[request] = _Asked("submit", by, now_us, lease_id, {"timeout_ms": bounded(timeout_ms)})
             case FreeRequested(request, lease_id, tenant):
                 self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id)
             case RevokeRequested(request, lease_id, reason):
@@ -221,11 +222,6 @@ class Witness:
         return {} if lease is None else {"cause": _cause(lease), "reason": clean_text(lease.reason)}
 
 
-def lease_text(lease_id: int) -> str:
-    """A lease id as people and records write it."""
-    return f"{lease_id:032x}"
-
-
 def _lease(lease: LeaseSnapshot) -> dict[str, Any]:
     return {
         "lease": lease_text(lease.lease_id),
@@ -239,6 +235,6 @@ def _cause(lease: LeaseSnapshot) -> str:
     return "" if lease.cause is None else lease.cause.value
 
 
-def _bounded(number: int) -> int:
+def bounded(number: int) -> int:
     """A tenant's number: what JSON's readers can't hold is told as the largest that they can."""
     return min(number, (1 << 53) - 1)

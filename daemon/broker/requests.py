@@ -15,10 +15,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.submits import SubmitDesk
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.broker.view_desk import ViewDesk
-from gpulease.daemon.core import (
-    DrainCancelled,
-    DrainRequested,
-)
+from gpulease.daemon.core import DrainCancelled, DrainRequested
 from gpulease.daemon.core.denials import not_found
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages

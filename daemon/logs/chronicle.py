@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpulease.daemon.audit.budget import Budgets
 from gpulease.daemon.audit.recorder import OnOutcome, Recorder
 from gpulease.daemon.audit.records import Kind
-from gpulease.daemon.audit.witness import Told, Witness
+from gpulease.daemon.audit.witness import Told, Witness, bounded
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
@@ -50,9 +50,6 @@ MAX_COUNTS: Final = 50
 
 NS_PER_MS: Final = 1_000_000
 US_PER_MS: Final = 1000
-
-MAX_JSON_INTEGER: Final = (1 << 53) - 1
-"""What JSON's readers can hold; a tenant's number that is larger is told as this one (RFC 8259, section 6)."""
 
 _EVENT_OF: Final = {
     Kind.GRANT: LogEvent.LEASE_GRANTED,
@@ -216,9 +213,9 @@ class Chronicle(Recorder):
             LogEvent.LEASE_REQUESTED,
             event.tenant,
             lease_id=event.lease_id,
-            size_bytes=min(event.size_bytes, MAX_JSON_INTEGER),
-            ttl_ms=min(event.ttl_ms, MAX_JSON_INTEGER),
-            wait_ms=min(event.wait_ms, MAX_JSON_INTEGER) or None,
+            size_bytes=bounded(event.size_bytes),
+            ttl_ms=bounded(event.ttl_ms),
+            wait_ms=bounded(event.wait_ms) or None,
             exclusivity=event.exclusivity.name.lower(),
             wanted_card=event.selector,
         )

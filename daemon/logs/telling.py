@@ -4,6 +4,7 @@ import logging
 import sys
 from typing import Final
 
+from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.logs.catalogue import LogEvent
 
 Value = str | int | float | bool | list[str] | None
@@ -38,8 +39,3 @@ def tell(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fie
 def is_told(event: LogEvent) -> bool:
     """Whether events of this level are logged at all."""
     return _log.isEnabledFor(event.level)
-
-
-def lease_text(lease_id: int) -> str:
-    """A lease id as the log and the command line show it."""
-    return f"{lease_id:032x}"
