@@ -1,4 +1,7 @@
-"""Control requests of a command, without what sessions need: importing that would be most of a command's time."""
+"""One control request over a connection of its own, without what sessions need.
+
+Importing that would be most of a command's time.
+"""
 
 from typing import Any
 
@@ -9,6 +12,6 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
 
 
-def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
-    """The body of the reply to one request, over a connection of its own. Raises what the library raises."""
-    return drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
+def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
+    """The body of the reply, for programs that look after a node. Raises what the library raises."""
+    return drive(ask_once(address_of(address), op, body, reply_limit_s))

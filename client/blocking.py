@@ -7,8 +7,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from gpulease.client.asking import ask
 from gpulease.client.core.copies import PROMPT_READ_BYTES
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
 from gpulease.client.core.patience import patience_of
@@ -27,7 +27,7 @@ from gpulease.client.submission import Image, Submission
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.messages import Body, CapabilityPresent, Empty
+from gpulease.protocol.messages import CapabilityPresent, Empty
 from gpulease.protocol.sharing import Wanted
 
 Into = TypeVar("Into")
@@ -308,8 +308,3 @@ def inspect_token(token: bytes | str | Grant, address: str | None = None) -> Hel
     """
     held = ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address)
     return HeldToken(held.lease_id, Permission(held.permissions), held.ttl_ms / 1000, held.expires_at_unix_s)
-
-
-def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
-    """One control request over a connection of its own: the reply's body. For programs that look after a node."""
-    return drive(ask_once(address_of(address), op, body, reply_limit_s))

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.errors import GpuLeaseError, LeaseExpired, Revoked
 from gpulease.client.kernel_args import KernelArgs

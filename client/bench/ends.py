@@ -5,8 +5,8 @@ import time
 from typing import Any, Final
 
 from gpulease.client import Buffer, GpuBuilder, GpuLease, GpuSession, KernelArgs, LeaseExpired, Module, Revoked
+from gpulease.client.asking import ask
 from gpulease.client.bench.figures import percentile
-from gpulease.client.blocking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 

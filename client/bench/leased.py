@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
+from gpulease.client.asking import ask
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
-from gpulease.client.blocking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 

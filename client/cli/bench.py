@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import click
 
+from gpulease.client.asking import ask
 from gpulease.client.bench.core import run_core
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.gateway import request_figures
@@ -24,7 +25,6 @@ from gpulease.client.bench.load import run_load
 from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.stream import stream_rates
-from gpulease.client.blocking import ask
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseExpired
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.tables import size_text
 from gpulease.protocol import Opcode

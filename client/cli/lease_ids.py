@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from gpulease.client.cli.asking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.tables import size_text
 from gpulease.protocol import Opcode

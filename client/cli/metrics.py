@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from gpulease.client.cli.asking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.tables import table
 from gpulease.protocol import Opcode

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.asking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.endings import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, KernelArgs, Revoked
+from gpulease.client.asking import ask
 from gpulease.client.bench.figures import percentile
-from gpulease.client.blocking import ask
 from gpulease.client.verify.kernels import ONE, WARP, count_set, fill, rule_breakers
 from gpulease.client.verify.scene import Breach, Scene
 from gpulease.client.verify.workloads import at_the_same_time

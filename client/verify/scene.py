@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLeaseError
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.card import ask_card, card_title
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gpulease.client import CapacityExceeded, Drained, GpuLeaseError, GpuSession, LeaseEvent, NotFound, Phase
 from gpulease.client.aio import AsyncGpuBuilder
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE

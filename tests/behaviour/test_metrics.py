@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import GpuSession, GpuSessionFailed
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.protocol import Opcode, RevokeOutcome, Status
 from gpulease.protocol.address import ADDRESS_VARIABLE

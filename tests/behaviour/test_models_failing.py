@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.models.line import WaitingRequest
 from gpulease.client.rpc import Answer
 from gpulease.protocol import Opcode

@@ -24,7 +24,8 @@ from gpulease.client import (
     Untrusted,
     aio,
 )
-from gpulease.client.blocking import ask, my_audience
+from gpulease.client.asking import ask
+from gpulease.client.blocking import my_audience
 from gpulease.daemon.pki.authority import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping

@@ -33,7 +33,7 @@ from gpulease.client import (
     TimedOut,
 )
 from gpulease.client.aio import AsyncGpuBuilder
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults, python_environment

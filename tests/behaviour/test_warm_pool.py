@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client import AllocFailed, CapacityExceeded, GpuLease, GpuSession, GpuSessionFailed, LeaseExpired
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.daemon.worker.life import WARM_NAME
 from gpulease.protocol import Opcode, Waiting

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.browser import Browser, lacks_browser

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpulease.client import CapacityExceeded, Fenced, GpuSession, InvalidRequest, LeaseExpired, Revoked
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.protocol import Failure, Opcode, Phase, RevokeOutcome, Status, Told
 from gpulease.protocol.address import ADDRESS_VARIABLE

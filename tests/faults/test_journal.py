@@ -18,7 +18,7 @@ from gpulease.client import (
     Revoked,
     my_audience,
 )
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.daemon.broker.recording import boot_id
 from gpulease.daemon.journal.broken import EX_DATAERR, EX_UNAVAILABLE
 from gpulease.daemon.journal.contents import Contents

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import gpulease
 from gpulease.client import GpuBuilder
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRef, LeaseRevoke, Ping

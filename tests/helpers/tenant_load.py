@@ -20,7 +20,7 @@ from gpulease.client import (
     LeaseExpired,
     Revoked,
 )
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import LeaseRevoke
 from helpers.kernels import Neighbour, start_endless

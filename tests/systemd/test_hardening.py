@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke

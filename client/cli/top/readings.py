@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.cli.asking import ask
+from gpulease.client.asking import ask
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample
 from gpulease.client.cli.top.view import Revoke, Scene

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.control import ControlConnection
 from gpulease.daemon.broker.runtime import Runtime

@@ -16,7 +16,7 @@ from shutil import which
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.blocking import ask
+from gpulease.client.asking import ask
 from gpulease.daemon.supervisor import handed_over
 from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode
