@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar
 from gpulease.client.aio_events import AsyncLeaseEvents, AsyncWarningWatch
 from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
 from gpulease.client.aio_submission import AsyncSubmission, submit_by
-from gpulease.client.awaiting import drive, forgetting, undisturbed
+from gpulease.client.awaiting import drive, task_of, undisturbed
 from gpulease.client.blocking import TOKEN_S
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
@@ -320,7 +320,7 @@ class AsyncKeepAlive:
     ) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
-        self._task = asyncio.get_running_loop().create_task(forgetting(self._keep(weakref.ref(lease), schedule)))
+        self._task = task_of(self._keep(weakref.ref(lease), schedule))
 
     async def stop(self) -> None:
         """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""

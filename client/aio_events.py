@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from gpulease.client.awaiting import drive, forgetting
+from gpulease.client.awaiting import drive, task_of
 from gpulease.client.core.events import EventStream, LeaseEvent, warnings
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.events import OnWarning
@@ -49,7 +49,7 @@ class AsyncWarningWatch:
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None
         self._stream = stream
-        self._task = asyncio.get_running_loop().create_task(forgetting(self._run(on_warning)))
+        self._task = task_of(self._run(on_warning))
 
     async def stop(self) -> None:
         """Call back no more."""

@@ -33,7 +33,7 @@ async def drive(procedure: Procedure[T]) -> T:
 
 async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
     """Run something in a task of its own, which goes on to its end if the caller is cancelled."""
-    task = asyncio.ensure_future(forgetting(work))
+    task = task_of(work)
     _undisturbed.add(task)
     task.add_done_callback(_undisturbed.discard)
     try:
@@ -42,12 +42,17 @@ async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
 
 
-async def forgetting(work: Coroutine[Any, Any, T]) -> T:
-    """Run something that is a task's own; cancelled, the task keeps nothing of it.
+def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task for something that is its own; cancelled, at whatever moment, the task keeps nothing of it."""
+    task = asyncio.get_running_loop().create_task(_forgetting(work))
+    # A task that is cancelled before its first step never gets as far as `work`, which would be warned of then.
+    task.add_done_callback(lambda _: work.close())
+    return task
 
-    From 3.12 on a cancelled task keeps its CancelledError, and that its traceback: frames of the operation, with the
-    lease, and frames of the loop that cancels its tasks as it ends, with the task. The cycle would keep the lease.
-    """
+
+async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
+    # From 3.12 on a cancelled task keeps its CancelledError, and that its traceback: frames of the operation, with the
+    # lease, and frames of the loop that cancels its tasks as it ends, with the task. The cycle would keep the lease.
     try:
         return await work
     except asyncio.CancelledError as error:

@@ -10,7 +10,7 @@ from gpulease.daemon.core.cards import Card, CardAccount
 from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.revoked import RevokedIds
-from gpulease.daemon.core.submit import Submit
+from gpulease.daemon.core.submit import Submit, SubmitState
 from gpulease.daemon.core.tenants import AcquireRates
 from gpulease.daemon.core.waiting import WaitingLine
 from gpulease.daemon.core.warm import WarmContext
@@ -73,10 +73,10 @@ class Book:
         return 0 if lease is None else lease.charge_bytes - lease.submit_charge_bytes
 
     def card_of(self, number: int) -> str | None:
-        """The card of an active lease, or of a submit; None if there is none."""
+        """The card of an active lease, or of a submit that runs; None if there is none."""
         lease, submit = self.live.get(number), self.submits.get(number)
         if submit is not None:
-            return submit.card_uuid
+            return submit.card_uuid if submit.state is SubmitState.RUNNING else None
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.card_uuid
 
     def is_used(self, lease_id: int) -> bool:

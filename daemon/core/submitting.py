@@ -116,7 +116,10 @@ class Submits:
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
-        """The card of an active lease's session, or of a submit, and what its process may hold of it; else None."""
+        """The card of an active lease's session, or of a submit that runs, and what its process may hold; else None.
+
+        One that starts is not shown with a context yet, and one that ends may be gone already.
+        """
         card_uuid = self._book.card_of(number)
         return None if card_uuid is None else (card_uuid, self._book.charge_bytes(number))
 

@@ -4,8 +4,9 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -222,6 +223,17 @@ def test_keep_alive(peer: ScriptedPeer) -> None:
                 error = await asyncio.wait_for(lost, 5)
             assert isinstance(error, Revoked)
             assert keeper.loss is error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("start", [lambda lease: lease.keep_alive(), lambda lease: lease.on_warning(print)])
+def test_stopped_before_its_first_step(peer: ScriptedPeer, start: Callable[[AsyncGpuLease], Any]) -> None:
+    """Nothing is warned of: a coroutine that was never awaited would be."""
+
+    async def scenario() -> None:
+        async with await builder(peer).acquire() as lease:
+            await start(lease).stop()
 
     asyncio.run(scenario())
 

@@ -56,7 +56,7 @@ def test_all_that_is_kept_for_it_can_be_had_and_comes_back(
     used = cards.used_bytes()
     words = 4 * MIB
     fill = gpu.submit("fill_u32", FAULTS).grid([words // 256]).block([256])
-    work = Running(fill.out(4 * words).arg(np.uint32(words)).arg(np.uint32(7)).inout(bytes(64)))
+    work = Running(fill.out(4 * words).arg(np.uint32(words)).arg(np.uint32(7)).arg(np.uint32(0)))
     work.wait()
     # One argument more than the kernel has.
     assert isinstance(work.error, LaunchFailed)

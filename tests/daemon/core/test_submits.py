@@ -90,8 +90,12 @@ def test_a_lease_that_keeps_room_is_charged_two_contexts() -> None:
     assert s.table.submits.may_hold(LEASE) == ("GPU-a", SIZE - KEPT + OVERHEAD)
     spawned = one(ask(s), SpawnSubmit)
     assert (spawned.submit_id, spawned.lease_id, spawned.size_bytes) == (FIRST, LEASE, KEPT)
+    assert s.table.submits.may_hold(FIRST) is None
+    s.do(WorkerReady(FIRST))
     assert s.table.submits.may_hold(FIRST) == ("GPU-a", KEPT + OVERHEAD)
     assert s.card().held_bytes == SIZE + 2 * OVERHEAD
+    s.do(SubmitAbandoned(FIRST))
+    assert s.table.submits.may_hold(FIRST) is None
 
 
 def test_its_room_is_refused_as_any_other() -> None:
