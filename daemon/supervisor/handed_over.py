@@ -23,8 +23,8 @@ MAX_HANDED_OVER: Final = 256
 MAX_DIGITS: Final = 6
 """Of their number; a number of any length would be made before it is looked at."""
 
-KEPT_PREFIX: Final = "gpulease-"
-"""Of the names under which sockets are left in the service manager's keeping (FDNAME)."""
+KEPT_PREFIX: Final = "kept-by-gpuleased-"
+"""Of the names under which sockets are left in the service manager's keeping (FDNAME). No unit's begins so."""
 
 _COUNT: Final = "LISTEN_FDS"
 _PROCESS: Final = "LISTEN_PID"

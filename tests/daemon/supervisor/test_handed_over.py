@@ -17,6 +17,7 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.asking import ask
+from gpulease.client.cli.service import UNITS
 from gpulease.daemon.supervisor import handed_over
 from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode
@@ -160,6 +161,14 @@ def test_a_unit_s_socket_that_nobody_names(folder: Path, listen: str) -> None:
         f"the service manager handed over a socket at unix:{folder}/d (gpuleased.socket), which neither listen nor http"
         f" names: there are {listen}; name it there, or take it out of the .socket unit"
     )
+
+
+@pytest.mark.parametrize("unit", sorted(UNITS.glob("*.socket")), ids=lambda unit: unit.name)
+def test_no_unit_of_ours_is_taken_for_what_a_daemon_left(unit: Path, folder: Path) -> None:
+    """Systemd names what it hands over by its unit (systemd.socket(5), FileDescriptorName=)."""
+    with unix_listener(folder / "d") as sock:
+        address = parse_address(f"unix:{folder}/d")
+        assert assign([GivenSocket(sock, unit.name)], {address: []}).is_units(address)
 
 
 def test_what_an_earlier_daemon_left(folder: Path) -> None:
