@@ -205,7 +205,7 @@ def _sample(flipper: Flipper, number: int, context: Stamped, module: Module) -> 
 @contextmanager
 def _session(page: BrokerPage, context: Stamped, module: Module) -> Iterator[tuple[Session, bytes]]:
     """A session on that page, and the frame of a quiet launch in it."""
-    view = WorkerPage(page.fd)
+    view = WorkerPage(page.fds)
     ledger = Ledger(SLICE_BYTES)
     address = context.context.mem_alloc(BYTES)
     ledger.add_allocation(address, BYTES)

@@ -67,7 +67,7 @@ class FoundWorker:
 
     Attributes:
         serial: Its number in that zygote.
-        fds: Its pidfd, its page and the broker's end of its channel; None if it has ended.
+        fds: Its pidfd, its two pages and the broker's end of its channel; None if it has ended.
         reason: How it ended; None while it has not.
         last_page: What its page said then; None while it has not.
         overran: What is to be said of a kernel for which its zygote ended its lease, "" if it did not.
@@ -76,7 +76,7 @@ class FoundWorker:
     serial: int
     spec: WorkerSpec
     pid: int
-    fds: tuple[int, int, int] | None
+    fds: tuple[int, int, int, int] | None
     reason: str | None = None
     last_page: PageState | None = None
     overran: str = ""
@@ -193,9 +193,10 @@ def _take(channel: socket.socket, zygote: FoundZygote) -> dict[str, Any]:
     # A zygote of an earlier version does not say it.
     overran = str(message.get("overran", ""))
     match message:
-        case {"op": "worker", "serial": int(serial), "pid": int(pid), "spec": dict(spec)} if len(fds) == 3:
-            pidfd, page, end = fds
-            worker = FoundWorker(serial, WorkerSpec.from_message(spec), pid, (pidfd, page, end), overran=overran)
+        case {"op": "worker", "serial": int(serial), "pid": int(pid), "spec": dict(spec)} if len(fds) == 4:
+            pidfd, lease, claims, end = fds
+            known = WorkerSpec.from_message(spec)
+            worker = FoundWorker(serial, known, pid, (pidfd, lease, claims, end), overran=overran)
             zygote.workers.append(worker)
         case {"op": "ended", "serial": int(serial), "pid": int(pid), "spec": dict(spec), "reason": str(reason)}:
             word, deadline_ns, generation = message["page"]

@@ -24,7 +24,7 @@ from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.page import BrokerPage
+from gpulease.daemon.worker.page import BrokerPage, PageFds
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sharing import Wanted
@@ -145,11 +145,12 @@ class Workers:
             close_all(list(found.fds or ()))
             self._ended_workers[lease_id] = Ended(lease_id, found.pid, zygote, serial)
             return
-        pidfd, page_fd, channel_fd = found.fds
+        pidfd, *page_fds, channel_fd = found.fds
         channel = socket.socket(fileno=channel_fd)
         channel.setblocking(False)
         spec = replace(found.spec, lease_id=lease_id)
-        worker = Worker(spec, BrokerPage(page_fd), channel, zygote, serial, found.pid, pidfd, is_ready=True)
+        page = BrokerPage(PageFds(*page_fds))
+        worker = Worker(spec, page, channel, zygote, serial, found.pid, pidfd, is_ready=True)
         self._workers[lease_id] = self._by_serial[key] = worker
         asyncio.get_running_loop().add_reader(channel, self._on_worker_message, worker)
         if not zygote.is_running:
@@ -212,15 +213,13 @@ class Workers:
                 made.zygote.change(made.serial, spec)
                 send_message(made.channel, spec.to_message())
             return
+        page = None
         try:
             page = BrokerPage()
-        except OSError as error:
-            self._not_started(spec, error)
-            return
-        try:
             ours, theirs = channel_pair()
         except OSError as error:
-            page.close()
+            if page is not None:
+                page.close()
             self._not_started(spec, error)
             return
         ours.setblocking(False)
@@ -228,7 +227,8 @@ class Workers:
         self._workers[spec.lease_id] = self._being_born[spec.lease_id] = worker
         with theirs:
             try:
-                self._zygote.spawn(spec, theirs.fileno(), page.fd, ours.fileno())
+                self._zygote.spawn(spec, theirs.fileno(), page.fds, ours.fileno())
+                page.let_go()
             except (ChannelClosed, BlockingIOError) as error:
                 self._ended(worker, f"could not be started: {error}")
                 return

@@ -17,6 +17,7 @@ from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, rece
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.version import VERSION
+from gpulease.daemon.worker.page import PageFds
 from gpulease.daemon.worker.spec import WorkerSpec
 
 START_TIMEOUT_S: Final = 60.0
@@ -139,12 +140,12 @@ class Zygote:
             undo.pop_all()
         return ours
 
-    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fd: int, broker_end_fd: int) -> None:
+    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
         """Ask for a worker. Raises ChannelClosed or BlockingIOError if the zygote can't be asked now."""
         if self._channel is None:
             raise ChannelClosed("the zygote is not running")
         kept = (broker_end_fd,) if self.outlives_its_broker else ()
-        send_message(self._channel, spec.to_message(), (channel_fd, page_fd, *kept))
+        send_message(self._channel, spec.to_message(), (channel_fd, *page_fds, *kept))
 
     def change(self, serial: int, spec: WorkerSpec) -> None:
         """A worker has another lease now: the next broker must know. Raises as `spawn` does."""

@@ -9,7 +9,7 @@ class Measure(Enum):
     """What is done to a worker, in the order it is done.
 
     Attributes:
-        DESCRIPTORS: No descriptor that was open before but its channel, its page and the log.
+        DESCRIPTORS: No descriptor that was open before but its channel, its pages and the log.
         USER: A user of the workers' own, in no group that the devices do not need.
         CAPABILITIES: None, and none to be had.
         PRIVILEGES: No program run from here gains any.

@@ -167,7 +167,7 @@ class _Trials:
 
     def _descriptors(self) -> str:
         keep_only((self._writing, *self._needs.kept))
-        return "standard error, the channel, the control page"
+        return "standard error, the channel, the control pages"
 
     def _user(self) -> str:
         # Here, because they take what a change of user takes away.

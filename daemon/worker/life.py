@@ -4,7 +4,6 @@ One that is made ahead has no lease at first: it opens its context, rehearses, a
 """
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -20,7 +19,7 @@ from gpulease.daemon.processes import set_name
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.once import OnceServer
-from gpulease.daemon.worker.page import Counter, WorkerPage
+from gpulease.daemon.worker.page import Counter, PageFds, WorkerPage
 from gpulease.daemon.worker.patience import patience_of
 from gpulease.daemon.worker.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
 from gpulease.daemon.worker.serving import LOOK_MS, Server
@@ -37,16 +36,16 @@ SUBMIT_NAME = "gpul-submit"
 """Of a submit's."""
 
 
-def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int) -> WorkerExit:
+def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Be the worker of one lease, in a process just forked and shut in; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
         return _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
 
-    return _begin(serve, page_fd)
+    return _begin(serve, page_fds)
 
 
-def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: int) -> WorkerExit:
+def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Be a worker without a lease, and then that of one lease, in a process just forked; returns how to exit."""
 
     def wait_and_serve(page: WorkerPage) -> WorkerExit:
@@ -67,14 +66,14 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fd: 
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
         return _serve(lease, driver, channel, page, lambda: opening(lease.size_bytes))
 
-    return _begin(wait_and_serve, page_fd)
+    return _begin(wait_and_serve, page_fds)
 
 
-def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fd: int) -> WorkerExit:
+def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        page = WorkerPage(page_fd)
-        os.close(page_fd)
+        page = WorkerPage(page_fds)
+        close_all([*page_fds])
         return serve(page)
     except Exception:
         # A bug of ours: the log gets the traceback, the tenant a lost session, the broker an exit status.

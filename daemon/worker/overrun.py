@@ -1,13 +1,14 @@
-"""Whether a lease's kernel has run for longer than it may, by what its worker shows on its page.
+"""Whether a lease's kernel has run for longer than it may, by what its worker claims.
 
-The broker asks, and the zygote while there is none.
+The broker asks, and the zygote while there is none. A worker that was taken over may claim that nothing runs, and gains
+by it what its lease's deadline allows anyway.
 """
 
 import os
 import struct
 from typing import Final
 
-from gpulease.daemon.worker.page import PAGE_BYTES, Counter
+from gpulease.daemon.worker.page import Counter
 
 _U64: Final = struct.Struct("=Q")
 _NS_PER_MS: Final = 1_000_000
@@ -27,11 +28,11 @@ def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
     return f"a kernel ran for more than {bound_ms / 1000:g} s"
 
 
-def overran_on(page_fd: int, bound_ms: int) -> str:
-    """The same of a page that is not mapped."""
-    return overran(_counter(page_fd, Counter.LOOKED_NS), _counter(page_fd, Counter.KERNEL_SINCE_NS), bound_ms)
+def overran_on(claims_fd: int, bound_ms: int) -> str:
+    """The same of claims that are not mapped."""
+    return overran(_counter(claims_fd, Counter.LOOKED_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
 
 
-def _counter(page_fd: int, counter: Counter) -> int:
-    (value,) = _U64.unpack(os.pread(page_fd, _U64.size, PAGE_BYTES + _U64.size * counter))
+def _counter(claims_fd: int, counter: Counter) -> int:
+    (value,) = _U64.unpack(os.pread(claims_fd, _U64.size, _U64.size * counter))
     return int(value)

@@ -1,9 +1,11 @@
-"""The control page: what broker and worker share without a syscall.
+"""The control pages: what broker and worker share without a syscall.
 
-Two pages of one sealed memfd. The broker alone writes the first, the worker maps it read-only; the worker alone writes
-the second. Each field is one aligned native u64, so a reader sees an old or a new value, never half of one.
+Two sealed memfds of a page each. The lease's page is what is so: the broker writes it, without a broker the zygote, and
+the worker has nothing by which it could (see `for_worker`). The claims are what the worker says: whoever reads them
+takes into account that it may have been taken over, so a deadline or the number of a grant is never among them. Each
+field is one aligned native u64, so a reader sees an old or a new value, never half of one.
 
-    page 0, by the broker           page 1, by the worker
+    the lease's page                the claims
       0  revocation word              0  launches
       8  deadline, monotonic ns       8  syncs
      16  generation                  16  failed operations
@@ -18,12 +20,13 @@ the second. Each field is one aligned native u64, so a reader sees an old or a n
                                      88  bytes copied
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
-from then on. The memfd is sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
+from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
 """
 
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import time
 from enum import IntEnum
@@ -52,7 +55,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Counter(IntEnum):
-    """The worker's counters, by their place in page 1."""
+    """The worker's counters, by their place among the claims."""
 
     LAUNCHES = 0
     SYNCS = 1
@@ -79,8 +82,34 @@ class Lapsing(Protocol):
         """Whether it still does, while the lease is of that generation."""
 
 
+class PageFds(NamedTuple):
+    """The descriptors of both pages."""
+
+    lease: int
+    claims: int
+
+
+NO_FDS: Final = PageFds(-1, -1)
+
+
+def for_worker(fds: PageFds) -> PageFds:
+    """The pages as a worker may have them: of the lease's page a descriptor to read by, instead of `fds.lease`.
+
+    By such a one nothing is written, truncated or punched, and no mapping is made, or made later, that could be written
+    (mmap(2), mprotect(2)). It could be opened anew under /proc/self/fd, as the file's mode has it, which for a new
+    memfd is for everybody (memfd_create(2)). Who could change the mode is kept from that: by being another user, or by
+    the filter of system calls. F_SEAL_FUTURE_WRITE would be against the next broker too, who must map the page.
+
+    Raises OSError.
+    """
+    os.fchmod(fds.lease, stat.S_IRUSR)
+    lease = os.open(f"/proc/self/fd/{fds.lease}", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(fds.lease)
+    return PageFds(lease, fds.claims)
+
+
 class PageState(NamedTuple):
-    """What a broker last wrote on a page.
+    """What a broker last wrote on a lease's page.
 
     Attributes:
         word: The status that answers every operation; None while the lease lives.
@@ -92,9 +121,9 @@ class PageState(NamedTuple):
     generation: int
 
 
-def state_of(fd: int) -> PageState:
-    """Read a page without mapping it."""
-    word, deadline_ns, generation = _STATE.unpack(os.pread(fd, _STATE.size, 0))
+def state_of(lease_fd: int) -> PageState:
+    """Read a lease's page without mapping it."""
+    word, deadline_ns, generation = _STATE.unpack(os.pread(lease_fd, _STATE.size, 0))
     try:
         status = Status(-word) if word else None
     except ValueError:
@@ -103,29 +132,33 @@ def state_of(fd: int) -> PageState:
     return PageState(status, deadline_ns, generation)
 
 
-def flip_word(fd: int, status: Status) -> None:
-    """Flip the revocation word of a page that is not mapped."""
-    os.pwrite(fd, struct.pack("=Q", -status), 8 * _WORD)
+def flip_word(lease_fd: int, status: Status) -> None:
+    """Flip the revocation word of a lease's page that is not mapped."""
+    os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
 
 
 class BrokerPage:
-    """The broker's view: it writes the lease's state and reads the worker's counters.
+    """The broker's view: it writes the lease's state and reads the worker's claims.
 
     Args:
-        fd: A page that another broker made, this one's from now on; None to make one.
+        fds: Pages that another broker made, this one's from now on; None to make them.
+
+    Attributes:
+        fds: To be handed over, until `let_go`; the view itself does without.
     """
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("gpulease-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
+    def __init__(self, fds: PageFds | None = None) -> None:
+        self.fds = _make() if fds is None else fds
         try:
-            if fd is None:
-                os.ftruncate(self.fd, 2 * PAGE_BYTES)
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = mmap.mmap(self.fd, 2 * PAGE_BYTES)
+            self._map = mmap.mmap(self.fds.lease, PAGE_BYTES)
+            self._claims_map = mmap.mmap(self.fds.claims, PAGE_BYTES, prot=mmap.PROT_READ)
         except BaseException:
-            os.close(self.fd)
+            self.let_go()
             raise
         self._words = memoryview(self._map).cast("Q")
+        self._claims = memoryview(self._claims_map).cast("Q")
+        if fds is not None:
+            self.let_go()
 
     def set_deadline(self, deadline_ns: int, generation: int) -> None:
         """The lease lives until `deadline_ns`."""
@@ -145,8 +178,7 @@ class BrokerPage:
     def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
         """Have what depends on a token refused, for as long as it could be valid; False if there is no room."""
         words = self._words
-        # Bounded, because a worker that was taken over may have written here.
-        count = min(words[_MARKS], MAX_REVOKED_TOKENS)
+        count = words[_MARKS]
         known = range(count)
         place = next((at for at in known if words[_FIRST_MARK + at] == mark), None)
         if place is None:
@@ -160,18 +192,46 @@ class BrokerPage:
 
     def counter(self, counter: Counter) -> int:
         """What the worker says: for reports, and for finding workers and kernels that do not end."""
-        return self._words[PAGE_BYTES // 8 + counter]
+        return self._claims[counter]
 
     def counters(self) -> list[int]:
         """All of them, by their numbers."""
-        first = PAGE_BYTES // 8
-        return self._words[first : first + len(Counter)].tolist()
+        return self._claims[: len(Counter)].tolist()
+
+    def let_go(self) -> None:
+        """Close the descriptors: whoever was to have the pages has them."""
+        fds, self.fds = self.fds, NO_FDS
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def close(self) -> None:
         """Give the pages back."""
         self._words.release()
+        self._claims.release()
         self._map.close()
-        os.close(self.fd)
+        self._claims_map.close()
+        self.let_go()
+
+
+def _make() -> PageFds:
+    lease = _sealed("gpulease-lease")
+    try:
+        return PageFds(lease, _sealed("gpulease-claims"))
+    except BaseException:
+        os.close(lease)
+        raise
+
+
+def _sealed(name: str) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class WorkerPage:
@@ -182,9 +242,9 @@ class WorkerPage:
         guest: Whose token the operations depend on that are done now; None if they are the tenant's own.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._state_map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
-        self._count_map = mmap.mmap(fd, PAGE_BYTES, offset=PAGE_BYTES)
+    def __init__(self, fds: PageFds) -> None:
+        self._state_map = mmap.mmap(fds.lease, PAGE_BYTES, prot=mmap.PROT_READ)
+        self._count_map = mmap.mmap(fds.claims, PAGE_BYTES)
         self._state = memoryview(self._state_map).cast("Q")
         self.word = self._state[_WORD : _WORD + 1]
         self.guest: Lapsing | None = None

@@ -72,7 +72,7 @@ class RehearsalFailed(Exception):
 def rehearse(context: Context) -> None:
     """Do each kind of operation on a page of its own, and release it all. Raises RehearsalFailed and DriverError."""
     broker_page = BrokerPage()
-    page = WorkerPage(broker_page.fd)
+    page = WorkerPage(broker_page.fds)
     try:
         broker_page.set_deadline(_FAR_NS, 1)
         _Rehearsal(Session(_LEASE, context, Ledger(_COUNTED_BYTES), page, native=context.native())).run()

@@ -32,6 +32,7 @@ from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
+from gpulease.daemon.worker.page import PageFds, for_worker
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.daemon.zygote.keeper import ALONE_S, Keeper
 from gpulease.daemon.zygote.sayings import Sayings, say_to
@@ -183,11 +184,12 @@ class Zygote:
 
     def _spawn(self, spec: WorkerSpec, fds: list[int]) -> None:
         lease = f"{spec.lease_id:032x}"
-        if len(fds) != 2 + (self._listener is not None):
+        if len(fds) != 3 + (self._listener is not None):
             close_all(fds)
             self._say({"op": "no_fork", "lease": lease, "reason": "the zygote has no descriptors left"})
             return
-        channel_fd, page_fd, *broker_end = fds
+        channel_fd, lease_fd, claims_fd, *broker_end = fds
+        page_fds = PageFds(lease_fd, claims_fd)
         said: tuple[int, ...] = ()
         try:
             said = heard_fd, said_fd = os.pipe()
@@ -197,7 +199,7 @@ class Zygote:
             self._say({"op": "no_fork", "lease": lease, "reason": f"fork: {error.strerror}"})
             return
         if pid == 0:
-            self._become_worker(spec, channel_fd, page_fd, said_fd, [*broker_end, heard_fd])
+            self._become_worker(spec, channel_fd, page_fds, said_fd, [*broker_end, heard_fd])
         close_all([channel_fd, said_fd])
         self._sayings.listen(heard_fd, pid)
         try:
@@ -206,18 +208,18 @@ class Zygote:
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            close_all([page_fd, *broker_end])
+            close_all([*page_fds, *broker_end])
             self._say({"op": "no_fork", "lease": lease, "reason": f"pidfd_open: {error.strerror}"})
             return
-        kept = self._keeper.add(spec, pid, (pidfd, page_fd, broker_end[0]) if broker_end else None)
+        kept = self._keeper.add(spec, pid, (pidfd, page_fds, broker_end[0]) if broker_end else None)
         try:
             self._say({"op": "spawned", "lease": lease, "pid": pid, "serial": kept.serial}, (pidfd,))
         finally:
             if not broker_end:
-                close_all([pidfd, page_fd])
+                close_all([pidfd, *page_fds])
 
     def _become_worker(
-        self, spec: WorkerSpec, channel_fd: int, page_fd: int, said_fd: int, not_its: list[int]
+        self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, said_fd: int, not_its: list[int]
     ) -> NoReturn:
         status = 1
         try:
@@ -233,19 +235,21 @@ class Zygote:
                 if sock is not None:
                     sock.close()
             channel = socket.socket(fileno=channel_fd)
-            status = self._enter_and_begin(spec, channel, page_fd)
+            status = self._enter_and_begin(spec, channel, page_fds)
         finally:
             # Not sys.exit: the worker must not run what the zygote registered for its own exit.
             os._exit(status)
 
-    def _enter_and_begin(self, spec: WorkerSpec, channel: socket.socket, page_fd: int) -> WorkerExit:
+    def _enter_and_begin(self, spec: WorkerSpec, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
         try:
-            self._plan.enter((channel.fileno(), page_fd), self._pid)
-        except SandboxBroken as error:
+            # Before it is shut in: the page's mode is its owner's to change.
+            page_fds = for_worker(page_fds)
+            self._plan.enter((channel.fileno(), *page_fds), self._pid)
+        except (OSError, SandboxBroken) as error:
             send_message(channel, {"op": "failed", "reason": str(error)})
             return WorkerExit.NO_CONTEXT
         begin = stand_by if spec.is_warm else live
-        return begin(spec, self._driver, channel, page_fd)
+        return begin(spec, self._driver, channel, page_fds)
 
     def _log_saying(self, pid: int, line: str, lost_lines: int) -> None:
         lease_id = self._keeper.lease_of(pid)

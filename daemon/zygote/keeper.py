@@ -1,9 +1,10 @@
 """What a zygote knows of its workers, and, where it outlives its broker, what it keeps of them.
 
-That is, for each: what the broker knew of it, its process, its control page, and the broker's end of its channel. So a
+That is, for each: what the broker knew of it, its process, its control pages, and the broker's end of its channel. So a
 worker does not notice that the broker died: its channel is whole, and what it says meanwhile waits in it for the next
-broker. While there is none, this is who ends leases: by the deadline on the page, the word there, or a kernel that has
-run for longer than it may.
+broker. While there is none, this is who ends leases: by the deadline on the lease's page, the word there, or a kernel
+that has run for longer than it may. The first two are the broker's, which no worker can write; of the kernel the worker
+tells, so that one that was taken over lives to its deadline.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.overrun import overran_on
-from gpulease.daemon.worker.page import PageState, flip_word, state_of
+from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 
@@ -48,11 +49,11 @@ class Kept:
         serial: Its number in this zygote, never used again.
         born_as: The lease, or warm context, it was made for.
         spec: What it is now: one that was made ahead has taken a lease since.
-        page_fd: Its control page, -1 where nothing is kept; so are the others.
+        page_fds: Its control pages, -1 where nothing is kept; so are the others.
         channel_fd: The broker's end of its channel.
         reason: How it ended; None while it has not.
         last_page: What its page said then.
-        deadline_ns: When its lease ends, as the page said when the broker was lost.
+        deadline_ns: When its lease ends, as the broker wrote last.
         kill_due_ns: When it is killed, None while nothing has ended it.
         is_killed: That was done.
         overran: What is to be said of a kernel for which its lease was ended, "" if it was not.
@@ -63,7 +64,7 @@ class Kept:
     spec: WorkerSpec
     pid: int
     pidfd: int = -1
-    page_fd: int = -1
+    page_fds: PageFds = NO_FDS
     channel_fd: int = -1
     reason: str | None = None
     last_page: PageState | None = None
@@ -74,10 +75,11 @@ class Kept:
 
     def close(self) -> None:
         """Let go of the descriptors."""
-        for fd in (self.pidfd, self.page_fd, self.channel_fd):
+        for fd in (self.pidfd, *self.page_fds, self.channel_fd):
             if fd >= 0:
                 os.close(fd)
-        self.pidfd = self.page_fd = self.channel_fd = -1
+        self.pidfd = self.channel_fd = -1
+        self.page_fds = NO_FDS
 
 
 class Keeper:
@@ -90,8 +92,8 @@ class Keeper:
 
     # --- what becomes of them ---
 
-    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, int, int] | None) -> Kept:
-        """A worker was forked; `fds` are its pidfd, page and channel, if they are to be kept, and the keeper's then."""
+    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int] | None) -> Kept:
+        """A worker was forked; `fds`, if it is to be kept: its pidfd, pages and channel, the keeper's then."""
         self._last_serial += 1
         kept = Kept(self._last_serial, spec.lease_id, spec, pid, *(fds or ()))
         self._living[pid] = kept
@@ -110,7 +112,7 @@ class Keeper:
             kept.reason = reason
             if remember:
                 # A broker that died before it could write down why it ended the lease had flipped the word before.
-                kept.last_page = state_of(kept.page_fd)
+                kept.last_page = state_of(kept.page_fds.lease)
             kept.close()
             if remember:
                 self._ended[kept.serial] = kept
@@ -143,12 +145,9 @@ class Keeper:
     # --- while there is no broker ---
 
     def lose_broker(self, now_ns: int) -> None:
-        """Nobody else ends leases from now on.
-
-        The deadlines are those the broker wrote last; what a page says later is not the broker's.
-        """
+        """Nobody else ends leases, nor writes deadlines, from now on."""
         for kept in self._living.values():
-            state = state_of(kept.page_fd)
+            state = state_of(kept.page_fds.lease)
             kept.deadline_ns = state.deadline_ns
             if not state.deadline_ns:
                 # Nobody was told of it, nor will be.
@@ -171,7 +170,7 @@ class Keeper:
             return
         if kept.kill_due_ns is None and (word := _word_for(kept, now_ns)) is not None:
             kept.kill_due_ns = now_ns + GRACE_NS
-            flip_word(kept.page_fd, word)
+            flip_word(kept.page_fds.lease, word)
             _wake(kept.channel_fd)
         if kept.kill_due_ns is None:
             yield kept.deadline_ns
@@ -190,7 +189,7 @@ def _word_for(kept: Kept, now_ns: int) -> Status | None:
     """What ends a lease now, None if nothing does."""
     if now_ns >= kept.deadline_ns:
         return Status.LEASE_EXPIRED
-    kept.overran = overran_on(kept.page_fd, kept.spec.max_kernel_ms)
+    kept.overran = overran_on(kept.page_fds.claims, kept.spec.max_kernel_ms)
     return Status.SESSION_FAILED if kept.overran else None
 
 

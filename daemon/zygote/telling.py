@@ -9,7 +9,7 @@ from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.version import VERSION
 from gpulease.daemon.zygote.keeper import Keeper
 
-HANDOVER: Final = 2
+HANDOVER: Final = 3
 """The form of what is told, and of what brokers and workers say to each other. One that differs can't be adopted."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
@@ -51,7 +51,8 @@ def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
         os.close(own_pidfd)
     for kept in keeper.living():
         worker = {"op": "worker", "serial": kept.serial, "pid": kept.pid, "spec": kept.spec.to_message()}
-        send_message(channel, worker | {"overran": kept.overran}, (kept.pidfd, kept.page_fd, kept.channel_fd))
+        fds = (kept.pidfd, *kept.page_fds, kept.channel_fd)
+        send_message(channel, worker | {"overran": kept.overran}, fds)
     for kept in keeper.ended():
         ended = {"op": "ended", "serial": kept.serial, "pid": kept.pid, "reason": kept.reason}
         said = {"spec": kept.spec.to_message(), "page": kept.last_page, "overran": kept.overran}

@@ -61,8 +61,8 @@ def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
         wanted = [
             "/memfd:gpulease-arena (deleted)",
             "/memfd:gpulease-arena (deleted)",
-            "/memfd:gpulease-control (deleted)",
-            "/memfd:gpulease-control (deleted)",
+            "/memfd:gpulease-claims (deleted)",
+            "/memfd:gpulease-lease (deleted)",
             "/memfd:gpulease-ring (deleted)",
             "pipe",
             "pipe",

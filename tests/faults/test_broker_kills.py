@@ -160,8 +160,8 @@ def check_nothing_leaks(lasting: LastingDaemon, zygote: int, files: int, load: L
         assert card["held_bytes"] == card["fenced_bytes"] == 0, card
     assert lasting.zygotes() == [zygote]
     wait_until(
-        # Three for each warm context: its process, page and channel.
-        lambda: len(open_files(zygote)) <= files + 6,
+        # Four for each warm context: its process, two pages and channel.
+        lambda: len(open_files(zygote)) <= files + 8,
         "the zygote's descriptors are closed",
         seen=lambda: open_files(zygote),
     )

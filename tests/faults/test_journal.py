@@ -46,7 +46,7 @@ CAN_NOT_BE_WRITTEN = "the journal can't be written"
 
 
 class Disk:
-    """A daemon's: full or not. Two pages fit, which a worker's page needs; no commit does."""
+    """A daemon's: full or not. Two pages fit, each of a worker's is one; no commit does."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

@@ -80,7 +80,7 @@ def _count(folder: str) -> int:
 def opened(*, has_arena: bool) -> Iterator[Tenant]:
     page = BrokerPage()
     page.set_deadline(DEADLINE_NS, 1)
-    view = WorkerPage(page.fd)
+    view = WorkerPage(page.fds)
     context = CpuContext(SLICE, hosts=1)
     ledger = Ledger(SLICE, ALLOWANCE)
     session = Session(LEASE, context, ledger, view)

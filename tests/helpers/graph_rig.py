@@ -144,7 +144,7 @@ def rigged() -> Iterator[Rig]:
     """A session; nothing of it is left behind the block."""
     page = BrokerPage()
     page.set_deadline(1 << 62, 1)
-    worker_page = WorkerPage(page.fd)
+    worker_page = WorkerPage(page.fds)
     driver = CpuDriver()
     driver.preload()
     context = driver.open_context("GPU-0", SLICE)

@@ -115,7 +115,7 @@ class Rig:
 def rig(*, is_native: bool = False) -> Iterator[Rig]:
     page = BrokerPage()
     page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
-    view = WorkerPage(page.fd)
+    view = WorkerPage(page.fds)
     context = Recording(CpuDriver().open_context("GPU-0", 1 << 20))
     ledger = Ledger(1 << 20)
     native = context.native() if is_native else None

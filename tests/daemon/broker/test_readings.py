@@ -19,7 +19,7 @@ class Scene:
 
     def __init__(self) -> None:
         page = BrokerPage()
-        self.own = WorkerPage(page.fd)
+        self.own = WorkerPage(page.fds)
         spec = WorkerSpec(5, "GPU-a", 1, is_shared=False)
         self.worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
 

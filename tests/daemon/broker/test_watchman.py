@@ -45,7 +45,7 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     page = BrokerPage()
-    worker_page = WorkerPage(page.fd)
+    worker_page = WorkerPage(page.fds)
     spec = WorkerSpec(5, "GPU-a", 1, is_shared=False, max_kernel_ms=2000)
     # No channel and no process: the watchman looks at pages alone.
     worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)

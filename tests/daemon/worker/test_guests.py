@@ -37,7 +37,7 @@ def test_what_is_refused() -> None:
 
 def test_the_page_looks_at_the_guest_behind_the_lease() -> None:
     broker = BrokerPage()
-    page = WorkerPage(broker.fd)
+    page = WorkerPage(broker.fds)
     try:
         broker.set_deadline(FAR, 4)
         assert page.refusal() is None
@@ -60,7 +60,7 @@ def test_the_page_looks_at_the_guest_behind_the_lease() -> None:
 
 def test_revoked_tokens_are_refused_for_as_long_as_they_could_be_valid() -> None:
     broker = BrokerPage()
-    page = WorkerPage(broker.fd)
+    page = WorkerPage(broker.fds)
     try:
         broker.set_deadline(FAR, 1)
         marks = [mark_of(number.to_bytes(16, "big")) for number in range(MAX_REVOKED_TOKENS + 1)]

@@ -26,11 +26,11 @@ def test_what_ran_for_too_long_by_what_is_on_the_page(looked_ns: int, since_ns: 
     assert overran(looked_ns, since_ns, bound_ms) == said
     page = BrokerPage()
     try:
-        worker_page = WorkerPage(page.fd)
+        worker_page = WorkerPage(page.fds)
         worker_page.counters[Counter.LOOKED_NS] = looked_ns
         worker_page.counters[Counter.KERNEL_SINCE_NS] = since_ns
         worker_page.close()
-        fd = os.dup(page.fd)
+        fd = os.dup(page.fds.claims)
         assert overran_on(fd, bound_ms) == said
         os.close(fd)
     finally:

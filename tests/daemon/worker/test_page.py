@@ -1,3 +1,4 @@
+import fcntl
 import mmap
 import os
 import time
@@ -5,7 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.worker.page import PAGE_BYTES, BrokerPage, Counter, WorkerPage
+from gpulease.daemon.worker.page import (
+    PAGE_BYTES,
+    BrokerPage,
+    Counter,
+    PageFds,
+    PageState,
+    WorkerPage,
+    flip_word,
+    for_worker,
+    state_of,
+)
 from gpulease.protocol.opcodes import Status
 
 FAR = 1 << 62
@@ -20,7 +31,7 @@ def broker() -> Iterator[BrokerPage]:
 
 @pytest.fixture
 def worker(broker: BrokerPage) -> Iterator[WorkerPage]:
-    page = WorkerPage(broker.fd)
+    page = WorkerPage(broker.fds)
     yield page
     page.close()
 
@@ -76,17 +87,58 @@ def test_the_worker_can_not_write_the_brokers_page(worker: WorkerPage) -> None:
         worker._state[0] = 1
 
 
-@pytest.mark.parametrize("size", [0, PAGE_BYTES, 2 * PAGE_BYTES - 1, 3 * PAGE_BYTES])
-def test_nobody_can_change_its_size(broker: BrokerPage, worker: WorkerPage, size: int) -> None:
-    with pytest.raises(PermissionError):
-        os.ftruncate(broker.fd, size)
+@pytest.mark.parametrize("size", [0, PAGE_BYTES - 1, 2 * PAGE_BYTES])
+def test_nobody_can_change_their_size(broker: BrokerPage, worker: WorkerPage, size: int) -> None:
+    for fd in broker.fds:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
     broker.set_deadline(FAR, 1)
     assert worker.refusal() is None
 
 
 def test_each_side_has_a_page_of_its_own(broker: BrokerPage, worker: WorkerPage) -> None:
-    assert os.fstat(broker.fd).st_size == 2 * mmap.PAGESIZE
+    assert [os.fstat(fd).st_size for fd in broker.fds] == [mmap.PAGESIZE] * 2
     for counter in range(PAGE_BYTES // 8):
         worker.counters[counter] = 2**64 - 1
     broker.set_deadline(FAR, 1)
     assert worker.refusal() is None
+    assert state_of(broker.fds.lease) == PageState(None, FAR, 1)
+
+
+def test_the_broker_can_not_write_the_claims(broker: BrokerPage) -> None:
+    with pytest.raises(TypeError):
+        broker._claims[0] = 1
+
+
+def test_the_views_do_without_the_descriptors(broker: BrokerPage, worker: WorkerPage) -> None:
+    kept = PageFds(*map(os.dup, broker.fds))
+    broker.let_go()
+    broker.set_deadline(FAR, 7)
+    worker.counters[Counter.LAUNCHES] = 5
+    # Another broker's, which has what this one wrote.
+    taken = BrokerPage(kept)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(kept.lease)
+    taken.set_deadline(FAR + 1, 8)
+    assert taken.counter(Counter.LAUNCHES) == broker.counter(Counter.LAUNCHES) == 5
+    taken.refuse(Status.REVOKED)
+    assert worker.refusal() is Status.REVOKED
+    taken.close()
+
+
+def test_what_a_worker_is_given_of_the_leases_page_is_to_be_read(broker: BrokerPage) -> None:
+    broker.set_deadline(FAR, 1)
+    fds = for_worker(PageFds(*map(os.dup, broker.fds)))
+    try:
+        assert fcntl.fcntl(fds.lease, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        assert os.fstat(fds.lease).st_mode & 0o777 == 0o400
+        assert state_of(fds.lease) == PageState(None, FAR, 1)
+        view = WorkerPage(fds)
+        assert view.refusal() is None
+        # What was open before, with a broker or a zygote, writes on.
+        flip_word(broker.fds.lease, Status.SESSION_FAILED)
+        assert view.refusal() is Status.SESSION_FAILED
+        view.close()
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -98,7 +98,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     page = BrokerPage()
     page.set_deadline(FAR, 1)
-    worker_page = WorkerPage(page.fd)
+    worker_page = WorkerPage(page.fds)
     driver = CpuDriver()
     driver.preload()
     context = driver.open_context("GPU-0", SLICE)

@@ -117,7 +117,7 @@ class Rig:
 def made_rig() -> Iterator[Rig]:
     page = BrokerPage()
     page.set_deadline(time.monotonic_ns() + 600_000_000_000, 1)
-    view = WorkerPage(page.fd)
+    view = WorkerPage(page.fds)
     told = Told(CpuDriver().open_context("GPU-0", SLICE))
     ledger = Ledger(SLICE)
     session = Session(LEASE, told, ledger, view)  # type: ignore[arg-type]  # the rest is forwarded

@@ -101,7 +101,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     broker, page = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), BrokerPage()
     page.set_deadline(time.monotonic_ns() + MINUTE_NS, 1)
-    worker_page = WorkerPage(page.fd)
+    worker_page = WorkerPage(page.fds)
     driver = CpuDriver()
     context = driver.open_context("GPU-x", SLICE)
     session = Session(LEASE, context, Ledger(SLICE), worker_page, is_submit=True)

@@ -16,9 +16,10 @@ import pytest
 from gpulease.daemon.broker.finding import FoundWorker, FoundZygote, find_zygotes
 from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.core import FIRST_WARM_ID
+from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.exits import WorkerExit
-from gpulease.daemon.worker.page import BrokerPage, state_of
+from gpulease.daemon.worker.page import BrokerPage, PageFds, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment
@@ -26,13 +27,33 @@ from helpers.processes import descendants, is_running, open_files
 from helpers.waiting import wait_until
 
 SIZE = 1 << 20
-LAUNCHER = "import sys; import gpulease.daemon.zygote.__main__ as z; z.ALONE_S = {alone}; sys.exit(z.main(*{args!r}))"
+LAUNCHER = """
+import sys
+import gpulease.daemon.zygote.__main__ as z
+{before}
+z.ALONE_S = {alone}
+sys.exit(z.main(*{args!r}))
+"""
 
 
 class Broker:
-    """Stands where the broker does: it starts a zygote, makes workers, and goes away without a word."""
+    """Stands where the broker does: it starts a zygote, makes workers, and goes away without a word.
 
-    def __init__(self, folder: Path, alone_s: float = 60.0, stderr: int | None = None) -> None:
+    Args:
+        before: Python that the zygote runs first; it is `z` there.
+
+    Attributes:
+        measures: Which its workers are under.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        alone_s: float = 60.0,
+        stderr: int | None = None,
+        sandbox: SandboxSettings | None = None,
+        before: str = "",
+    ) -> None:
         self.path = folder / "z.sock"
         self.channel, theirs = channel_pair()
         self.channel.settimeout(30)
@@ -40,13 +61,14 @@ class Broker:
             listener.bind(str(self.path))
             listener.listen()
             fds = (theirs.fileno(), listener.fileno())
-            code = LAUNCHER.format(
-                alone=alone_s, args=("cpu", fds[0], os.getpid(), SandboxSettings().to_text(), fds[1])
-            )
+            args = ("cpu", fds[0], os.getpid(), (sandbox or SandboxSettings()).to_text(), fds[1])
+            code = LAUNCHER.format(alone=alone_s, args=args, before=before)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code], pass_fds=fds, env=python_environment(), stderr=stderr
             )
-        assert receive_message(self.channel)[0]["op"] == "preloaded"
+        said, _ = receive_message(self.channel)
+        assert said["op"] == "preloaded"
+        self.measures = {Measure(finding["measure"]) for finding in said["sandbox"] if finding["on"]}
 
     def spawn(self, lease_id: int, *, size_bytes: int = SIZE, for_s: float = 0) -> int:
         """A worker, ready, and granted if `for_s`; its process id. This side keeps nothing of it."""
@@ -64,7 +86,7 @@ class Broker:
         ours.settimeout(30)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
-            send_message(self.channel, spec.to_message(), (theirs.fileno(), page.fd, ours.fileno()))
+            send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds, ours.fileno()))
         message, (pidfd,) = receive_message(self.channel)
         os.close(pidfd)
         assert receive_message(ours) == ({"op": "ready"}, [])
@@ -133,7 +155,7 @@ def test_what_a_worker_says_meanwhile_waits_for_the_next_broker(broker: Broker) 
     with found(broker) as (_, workers):
         fds = workers[1].fds
         assert fds is not None
-        with socket.socket(fileno=os.dup(fds[2])) as channel:
+        with socket.socket(fileno=os.dup(fds[3])) as channel:
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 attach = {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": None}
@@ -143,7 +165,7 @@ def test_what_a_worker_says_meanwhile_waits_for_the_next_broker(broker: Broker) 
     with found(broker) as (_, workers):
         fds = workers[1].fds
         assert fds is not None
-        with socket.socket(fileno=os.dup(fds[2])) as channel:
+        with socket.socket(fileno=os.dup(fds[3])) as channel:
             # Nonblocking, as the broker's end is, whoever has it.
             wait_until(lambda: select.select([channel], [], [], 1)[0], "it has said it")
             assert receive_message(channel) == ({"op": "attached"}, [])
@@ -155,8 +177,8 @@ def test_a_worker_holds_nothing_of_the_others(broker: Broker) -> None:
     sockets = [{to for to in files if to.startswith("socket:")} for files in held]
     assert [len(found) for found in sockets] == [1, 1, 1], "its channel"
     assert len(set.union(*sockets)) == 3
-    # One for each of its page's two mappings.
-    assert [sum("gpulease-control" in to for to in files) for files in held] == [2, 2, 2]
+    # One for the mapping of each of its pages.
+    assert [sum("memfd:gpulease" in to for to in files) for files in held] == [2, 2, 2]
     assert not any("pidfd" in to for files in held for to in files)
 
 
@@ -188,24 +210,9 @@ def found_alive(broker: Broker) -> Iterator[BrokerPage]:
     with found(broker) as (_, workers):
         (worker,) = workers.values()
         assert worker.fds is not None
-        page = BrokerPage(os.dup(worker.fds[1]))
+        page = BrokerPage(PageFds(*map(os.dup, worker.fds[1:3])))
         yield page
         page.close()
-
-
-def test_what_a_page_says_later_extends_nothing(broker: Broker) -> None:
-    """A worker that was taken over could write on its own page."""
-    pid = broker.spawn(1, for_s=1.0)
-    broker.die()
-    with found(broker) as (_, workers):
-        fds = workers[1].fds
-        assert fds is not None
-        page = BrokerPage(os.dup(fds[1]))
-    # The zygote has seen that the second broker is gone once it takes a third.
-    time.sleep(0.2)
-    page.set_deadline(time.monotonic_ns() + 10**12, 1)
-    page.close()
-    wait_until(lambda: not is_running(pid), "it ends when it was to")
 
 
 def test_one_broker_at_a_time(broker: Broker) -> None:

@@ -27,8 +27,8 @@ SIZE = 1 << 20
 ONLY_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can look into a worker")
 
 STANDARD = [0, 1, 2]
-OF_EVERY_WORKER = ["/memfd:gpulease-control (deleted)", "/memfd:gpulease-control (deleted)", "socket"]
-"""The page's two mappings keep a descriptor each; and the channel to the broker."""
+OF_EVERY_WORKER = ["/memfd:gpulease-claims (deleted)", "/memfd:gpulease-lease (deleted)", "socket"]
+"""The mappings of its two pages keep a descriptor each; and the channel to the broker."""
 
 
 def what_is_open(pid: int) -> list[object]:
@@ -75,7 +75,7 @@ class Parent:
         ours.settimeout(30)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
-            send_message(self.channel, spec.to_message(), (theirs.fileno(), page.fd))
+            send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds))
         message, (pidfd,) = receive_message(self.channel)
         assert message["op"] == "spawned"
         assert message["lease"] == f"{lease_id:032x}"
