@@ -53,12 +53,14 @@ class Faults:
     inflate_while: Path | None = None
     hang_syncs_while: Path | None = None
     leaks_descriptors: bool = False
+    has_hostile_workers: bool = False
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
         flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while")}
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
-        return json.dumps({"constants": self.constants, "leaks_descriptors": self.leaks_descriptors} | paths)
+        others = {"leaks_descriptors": self.leaks_descriptors, "has_hostile_workers": self.has_hostile_workers}
+        return json.dumps({"constants": self.constants} | others | paths)
 
 
 class Daemon:

@@ -1,7 +1,8 @@
 """`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
 
 FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3);
-`leaks_descriptors`, whether one is left open with each worker; and three paths. As long as `withhold_proof_while`
+`leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
+`helpers.hostile_worker.HOSTILE_BYTES` are taken over; and three paths. As long as `withhold_proof_while`
 exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
 as long as `hang_syncs_while` does, no file gets to the disk.
 """
@@ -9,6 +10,7 @@ as long as `hang_syncs_while` does, no file gets to the disk.
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +35,8 @@ def break_things(faults: dict[str, Any]) -> None:
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
     if faults["leaks_descriptors"]:
         leak_descriptors()
+    if faults["has_hostile_workers"]:
+        take_workers_over()
     if faults["hang_syncs_while"] is not None:
         hang_syncs(Path(faults["hang_syncs_while"]))
     if faults["inflate_while"] is not None:
@@ -53,6 +57,17 @@ def leak_descriptors() -> None:
         spawn(self, spec)
 
     Workers.spawn = leaking  # type: ignore[method-assign]
+
+
+def take_workers_over() -> None:
+    """Have a zygote started whose workers are not ours."""
+    start = subprocess.Popen.__init__
+
+    def starting(self: Any, command: list[str], **options: Any) -> None:
+        instead = {"gpulease.daemon.zygote": "helpers.hostile_worker"}
+        start(self, [instead.get(part, part) for part in command], **options)
+
+    subprocess.Popen.__init__ = starting  # type: ignore[method-assign, assignment]
 
 
 def hang_syncs(flag: Path) -> None:

@@ -1,6 +1,7 @@
 """A worker that was taken over as soon as it began: it tries to write its lease's page, and claims what it likes.
 
-Its `live` stands in a zygote for the daemon's, behind all that a zygote does before.
+Its `live` stands in a zygote for the daemon's, behind all that a zygote does before. As a program, with a zygote's
+arguments, this is one where it does so for leases of HOSTILE_BYTES, so that start-up finds nothing wrong.
 """
 
 import ctypes
@@ -11,16 +12,23 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.drivers.interface import Driver
 from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.processes import set_name
 from gpulease.daemon.sandbox.call_numbers import X86_64
 from gpulease.daemon.sandbox.kernel import system_call
+from gpulease.daemon.worker import life
+from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.page import PAGE_BYTES, Counter, PageFds, WorkerPage
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.zygote import __main__ as zygote
+
+HOSTILE_BYTES: Final = 3 << 20
 
 MADV_REMOVE: Final = 9
 PUNCH_HOLE: Final = 3
@@ -116,6 +124,7 @@ def outcome_of(attempt: Callable[[], Any]) -> str:
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> NoReturn:
     """Say that it is ready, then what came of the attempts; make them for ever, and never end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_name(f"gpul-{spec.lease_id:032x}")
     page = WorkerPage(page_fds)
     tried = attempts(page_fds, address_of(page.word))
     send_message(channel, {"op": "ready"})
@@ -140,3 +149,15 @@ def store(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pa
     send_message(channel, {"op": "ready"})
     ctypes.memmove(at + WORD_BYTES, FOREVER, len(FOREVER))
     raise AssertionError("it was stored")
+
+
+def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
+    """Be hostile where the lease's size asks for it."""
+    if spec.size_bytes == HOSTILE_BYTES:
+        live(spec, driver, channel, page_fds)
+    return life.live(spec, driver, channel, page_fds)
+
+
+if __name__ == "__main__":
+    zygote.live = live_by_size  # type: ignore[attr-defined]
+    sys.exit(zygote.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], *map(int, sys.argv[5:])))
