@@ -1,0 +1,158 @@
+"""A host that systemd runs: this machine's files in namespaces of their own (systemd-nspawn(1)).
+
+What it changes lies in an overlay that goes with it. Its init may filter no system calls (SYSTEMD_SECCOMP=0), because
+the units' own filters are what is tried.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import gpulease
+from helpers.daemon import TESTS
+from helpers.waiting import wait_until
+
+BOOT_LIMIT_S: Final = 60.0
+COMMAND_LIMIT_S: Final = 60
+PYTHON: Final = "/opt/gpulease-tests"
+"""Where this Python and what it imports lie there: a unit sees nothing of /tmp."""
+
+DROP_IN: Final = """
+[Service]
+Environment=PYTHONPATH={path}
+ExecStart=
+ExecStart={python} -P -m gpulease.daemon --config /etc/gpulease/gpuleased.toml
+# The interpreter may lie in a home.
+ProtectHome=read-only
+WatchdogSec=5
+"""
+
+
+class BootedHost:
+    """Runs commands there, as root."""
+
+    def __init__(self, root: Path, process: "subprocess.Popen[bytes]", path: str) -> None:
+        self._root, self._process, self._path = root, process, path
+        self.python = f"{PYTHON}/venv/bin/python"
+
+    def wait_until_it_runs(self) -> bool:
+        """Whether it booted."""
+
+        def has_come_up() -> bool:
+            if self._process.poll() is not None:
+                return True
+            return bool(self._init()) and self.said("systemctl", "is-system-running") in ("running", "degraded")
+
+        wait_until(has_come_up, "systemd is up", BOOT_LIMIT_S)
+        return self._process.poll() is None
+
+    def install(self, **settings: str) -> None:
+        """Do what `gpulease install-service --install` does and says, and set these."""
+        self.do(self.python, "-P", "-m", "gpulease.client.cli.__main__", "install-service", "--install")
+        folder = self._root / "etc/systemd/system/gpuleased.service.d"
+        folder.mkdir()
+        (folder / "test.conf").write_text(DROP_IN.format(path=self._path, python=self.python))
+        file = self._root / "etc/gpulease/gpuleased.toml"
+        lines = file.read_text().splitlines()
+        known = [line for line in lines if line.lstrip("#").partition(" = ")[0] not in settings]
+        file.write_text("\n".join([*(f"{name} = {value}" for name, value in settings.items()), *known, ""]))
+        self.do("systemd-sysusers")
+        self.do("systemd-tmpfiles", "--create")
+        self.do("systemctl", "daemon-reload")
+
+    def do(self, *command: str) -> str:
+        """What it prints; fails unless it ends well."""
+        done = self._run(command)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.log()}"
+        return done.stdout
+
+    def said(self, *command: str) -> str:
+        """What it prints, however it ends."""
+        return self._run(command).stdout.strip()
+
+    def shown(self, name: str) -> str:
+        """A property of the daemon's unit (systemctl(1), "show")."""
+        return self.said("systemctl", "show", "gpuleased.service", f"--property={name}", "--value")
+
+    def log(self) -> str:
+        """The last that the daemon said."""
+        return self.said("journalctl", "--unit=gpuleased", "--no-pager", "--output=cat", "--lines=10")
+
+    def start(self, *command: str) -> "subprocess.Popen[str]":
+        """Start a program there whose output is read."""
+        return subprocess.Popen(
+            self._inside(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def _run(self, command: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+        inside = self._inside(command)
+        return subprocess.run(inside, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+
+    def _inside(self, command: tuple[str, ...]) -> list[str]:
+        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
+        variables = (
+            f"PATH={os.defpath}:/usr/sbin:/sbin",
+            f"PYTHONPATH={self._path}:{PYTHON}/tree/tests",
+            "LANG=C.UTF-8",
+        )
+        return ["nsenter", f"--target={self._init()}", *namespaces, "--", "env", "-i", *variables, *command]
+
+    def _init(self) -> int:
+        """Its process 1, as it is numbered here; 0 if there is none yet."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(children[-1]) if children else 0
+
+
+def missing() -> str:
+    """Why no host can be booted here, "" if one can, as far as is seen before."""
+    if os.geteuid() != 0:
+        return "only root can boot a host"
+    needed = ("systemd-nspawn", "nsenter", "mount", "umount")
+    return next((f"{name} is not installed" for name in needed if shutil.which(name) is None), "")
+
+
+@contextmanager
+def booted_host(folder: Path) -> Iterator[BootedHost | None]:
+    """A host that is up until the block is left; None if this machine's kernel does not let one boot."""
+    root, upper, work = folder / "root", folder / "upper", folder / "work"
+    for place in (root, upper, work):
+        place.mkdir()
+    overlay = ["mount", "-t", "overlay", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", str(root)]
+    if subprocess.run(overlay, capture_output=True, check=False).returncode:
+        yield None
+        return
+    try:
+        parent = Path(next(iter(gpulease.__path__))).parent
+        binds = {sys.prefix: f"{PYTHON}/venv", str(TESTS.parent): f"{PYTHON}/tree"}
+        path = next(
+            f"{there}/{parent.relative_to(here)}" for here, there in binds.items() if parent.is_relative_to(here)
+        )
+        process = subprocess.Popen(
+            [
+                *("systemd-nspawn", "--quiet", f"--directory={root}", "--machine=gpulease-tests", "--register=no"),
+                *("--keep-unit", "--console=pipe", "--capability=all", "--boot"),
+                *(f"--bind-ro={here}:{there}" for here, there in binds.items()),
+            ],
+            env=os.environ | {"SYSTEMD_SECCOMP": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            host = BootedHost(root, process, path)
+            yield host if host.wait_until_it_runs() else None
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)

@@ -1,0 +1,96 @@
+"""The units under a systemd that runs them: what no reader of units can tell."""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.cards.diagnosis import EX_OSERR
+from helpers.booted_host import BootedHost, booted_host, missing
+from helpers.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    # A boot takes seconds, on a busy host many.
+    pytest.mark.timeout(240),
+]
+
+RESTART_LIMIT_S = 40.0
+CLI = ("-P", "-m", "gpulease.client.cli.__main__")
+
+
+@pytest.fixture
+def host() -> Iterator[BootedHost]:
+    # Not below /tmp, which the host has one of its own of.
+    with tempfile.TemporaryDirectory(prefix="gpul-", dir="/var/tmp") as folder, booted_host(Path(folder)) as host:
+        if host is None:
+            pytest.skip("no systemd can be booted here")
+        yield host
+
+
+def daemon_after(host: BootedHost, pid: str) -> str:
+    """The process id of the daemon that came after that one, once it leases."""
+
+    def is_there() -> bool:
+        return host.shown("MainPID") not in (pid, "0") and host.shown("StatusText").startswith("Leasing")
+
+    wait_until(is_there, "the next daemon leases", RESTART_LIMIT_S)
+    return host.shown("MainPID")
+
+
+def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None:
+    host.install(driver='"cpu"', vram='["64MiB"]')
+    host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpuleased.service")
+    tenant = host.start(host.python, "-P", "-m", "helpers.busy_tenant", "120", "20")
+    try:
+        assert tenant.stdout is not None
+        assert tenant.stdout.readline() == "leased\n"
+        first = host.shown("MainPID")
+        host.do("systemctl", "restart", "gpuleased")
+        second = daemon_after(host, first)
+        host.do("kill", "-KILL", second)
+        third = daemon_after(host, second)
+        host.do("systemctl", "reload", "gpuleased")
+        host.do("kill", "-STOP", third)
+        assert daemon_after(host, third) != third, "the watchdog saw to it"
+        said, _ = tenant.communicate(timeout=60)
+        assert re.fullmatch(r"[1-9]\d* rounds\n", said), said
+        assert tenant.returncode == 0
+    finally:
+        tenant.kill()
+        tenant.communicate()
+    (card,) = json.loads(host.do(host.python, *CLI, "info", "--json"))
+    # What Landlock does is up to this machine's kernel.
+    off = {said["measure"] for said in card["sandbox"] if not said["on"]}
+    assert off <= {"files", "device_calls", "network", "scope"}
+    host.do("systemctl", "stop", "gpuleased.socket", "gpuleased.service")
+    assert host.shown("Result") == "success"
+
+
+def test_all_sockets_are_the_units(host: BootedHost) -> None:
+    """The daemon could bind none of them itself: it has no network and no right to make such sockets."""
+    host.install(driver='"cpu"', vram='["64MiB"]', http='"127.0.0.1:9400"')
+    host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpulease-http.socket", "gpuleased.service")
+    asked = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9400/readyz').status)"
+    assert host.do(host.python, "-c", asked) == "200\n"
+    # Its own socket is kept over a restart, where no unit has it.
+    host.do("systemctl", "disable", "--now", "gpuleased.socket")
+    host.do("systemctl", "restart", "gpuleased")
+    assert host.shown("NFileDescriptorStore") == "1"
+    pid = host.shown("MainPID")
+    host.do("kill", "-KILL", pid)
+    host.do(host.python, *CLI, "info")
+    assert daemon_after(host, pid) != pid
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
+def test_what_no_restart_mends_is_not_started_again(host: BootedHost) -> None:
+    host.install(driver='"cuda"')
+    with pytest.raises(AssertionError, match="failed"):
+        host.do("systemctl", "start", "gpuleased")
+    assert host.shown("ExecMainStatus") == str(EX_OSERR)
+    assert (host.shown("NRestarts"), host.shown("ActiveState")) == ("0", "failed")
+    assert "NVML" in host.shown("StatusText")
