@@ -43,6 +43,14 @@ class Worker:
     born_as: int = 0
     counted: tuple[int, ...] = ()
 
+    def take_lease(self, spec: WorkerSpec) -> None:
+        """Have it take a lease, or a submit, if it was made ahead."""
+        self.spec = spec
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            # The zygote first: a worker that has a lease must not be known to it as one that has none.
+            self.zygote.change(self.serial, spec)
+            send_message(self.channel, spec.to_message())
+
     def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
         """Give it a tenant's socket, or a guest's; False if it can't take it now."""
         if self.hand_overs >= MAX_HAND_OVERS:

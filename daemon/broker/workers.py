@@ -202,16 +202,15 @@ class Workers:
             self._ended_workers[to_id] = ended
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker made, or have the one that was made ahead for this lease take it.
+        """Have a worker made, or have the one that was made ahead for this lease, or submit, take it.
 
         `WorkerReady` or `WorkerExited` follows; of a worker made ahead that hangs, nothing.
         """
         if (made := self._workers.get(spec.lease_id)) is not None:
-            made.spec = spec
-            with contextlib.suppress(ChannelClosed, BlockingIOError):
-                # The zygote first: a worker that has a lease must not be known to it as one that has none.
-                made.zygote.change(made.serial, spec)
-                send_message(made.channel, spec.to_message())
+            made.take_lease(spec)
+            return
+        if spec.lease_id in self._ended_workers:
+            # One made ahead that has just died, which is about to be told.
             return
         page = None
         try:

@@ -32,6 +32,22 @@ def test_an_end_is_told_by_the_number_the_worker_has_by_then() -> None:
     assert told == [WorkerExited(FIRST_WARM_ID, "could not be started: the zygote is not running")]
 
 
+def test_one_made_ahead_that_dies_as_it_is_taken_is_told_of_once_and_nothing_is_made_in_its_place() -> None:
+    told: list[Event] = []
+
+    async def run() -> None:
+        workers = Workers("cpu")
+        workers.deliver_to(told.append)
+        workers.spawn(WorkerSpec(FIRST_WARM_ID, "GPU-0", 0, is_shared=False))
+        workers.rename(FIRST_WARM_ID, LEASE)
+        workers.spawn(WorkerSpec(LEASE, "GPU-0", 1, is_shared=False))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert told == [WorkerExited(LEASE, "could not be started: the zygote is not running")]
+
+
 @pytest.mark.parametrize(("op", "event"), [("failed", WorkerFailed), ("faulted", SessionFaulted)])
 @pytest.mark.parametrize(
     ("said", "taken"),
