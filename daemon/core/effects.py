@@ -38,7 +38,8 @@ class WarmUp:
 class RenameWorker:
     """The worker known by one number is known by the other from now on, dead or alive, in every event and effect.
 
-    A lease takes a warm context so, which the `SpawnWorker` that follows then uses; or gives it back.
+    A lease takes a warm context so, which the `SpawnWorker` that follows then uses; or gives it back. So does a submit,
+    which gives none back.
     """
 
     from_id: int
@@ -57,7 +58,10 @@ class WarmEnded:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSubmit:
-    """Start a second worker for a lease, known by its own number; answered as `SpawnWorker` is."""
+    """Start a second worker for a lease, known by its own number; answered as `SpawnWorker` is.
+
+    One that is warm is there already: a `RenameWorker` before this one gave it the number.
+    """
 
     submit_id: int
     lease_id: int
@@ -66,6 +70,7 @@ class SpawnSubmit:
     timeout_ms: int
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
+    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

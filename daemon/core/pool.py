@@ -7,6 +7,8 @@
    lease is started once their bytes are proved back, never before.
 4. A card whose memory is fenced, or that one lease has to itself, keeps none; nor does a node that is drained.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
+6. Submits take contexts as leases do. Their lease holds the bytes of a second context already, so that what the pool
+   held of the one that is taken is free again.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,6 +34,7 @@ from gpulease.daemon.core.events import Event, TimerKind
 from gpulease.daemon.core.keeping import KeptWarm
 from gpulease.daemon.core.leases import Cause, Lease
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
+from gpulease.daemon.core.submit import Submit
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
 
@@ -69,6 +72,7 @@ class Pool:
         self._refills = {account.card.uuid: _Refill() for account in book.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
+        teardown.submits.take_from(self)
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[WarmContext, Any, int, list[Effect]], None]] = {
             events.WorkerReady: self._on_ready,
@@ -96,7 +100,7 @@ class Pool:
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Start a lease that was just entered in the book, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
-        context = next((found for found in account.warm.values() if found.state is WarmState.READY), None)
+        context = _choose(account.warm.values())
         if context is not None:
             self._book.remove_warm(context)
             account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
@@ -119,6 +123,25 @@ class Pool:
         self._book.add_warm(context)
         self._lose(context, reason, now_ns, out)
         self._start_leases(account, now_ns, out)
+
+    # --- Submits. -------------------------------------------------------------
+
+    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
+        """Have a submit that starts take a context; False if none is ready. It does not come back to the pool."""
+        account = self._account(submit.card_uuid)
+        context = _choose(account.warm.values())
+        if context is None:
+            return False
+        self._book.remove_warm(context)
+        out.append(RenameWorker(context.warm_id, submit.submit_id))
+        self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
+        return True
+
+    def miss(self, card_uuid: str, now_ns: int) -> None:
+        """One that a submit took was lost before it was ready: the next one is made later."""
+        self._back_off(card_uuid, now_ns)
+
+    # --- All of it. -----------------------------------------------------------
 
     def tend(self, now_ns: int, out: list[Effect]) -> None:
         """What is to be done after any event: leases started that have room now, contexts dropped and made."""
@@ -286,11 +309,14 @@ class Pool:
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop one that was not to go; the next one is made later."""
-        refill = self._refills[context.card_uuid]
+        self._back_off(context.card_uuid, now_ns)
+        self._drop(context, reason, now_ns, out)
+
+    def _back_off(self, card_uuid: str, now_ns: int) -> None:
+        refill = self._refills[card_uuid]
         back_off_s = min(FIRST_BACK_OFF_S << refill.losses, MAX_BACK_OFF_S)
         refill.losses = min(refill.losses + 1, MAX_BACK_OFF_S.bit_length())
-        self._postpone(self._account(context.card_uuid), now_ns + back_off_s * NS_PER_S)
-        self._drop(context, reason, now_ns, out)
+        self._postpone(self._account(card_uuid), now_ns + back_off_s * NS_PER_S)
 
     def _drop(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         context.state = WarmState.DROPPING
@@ -317,3 +343,8 @@ class Pool:
 
     def _account(self, card_uuid: str) -> CardAccount:
         return self._book.account_by_uuid[card_uuid]
+
+
+def _choose(contexts: Iterable[WarmContext]) -> WarmContext | None:
+    """Which one is taken: the oldest that is ready."""
+    return next((context for context in contexts if context.state is WarmState.READY), None)

@@ -51,6 +51,8 @@ class Submit:
         is_kill_sent: The worker was ordered dead; it is never ordered twice.
         is_worker_gone: Its process was reaped, so a proof of its bytes means something.
         is_timed_out: It was ended because it, its kernel or its image took too long.
+        is_warm: Its context was made ahead.
+        is_replaced: That was lost before it was ready: another one starts once its bytes are proved back.
     """
 
     submit_id: int
@@ -69,6 +71,8 @@ class Submit:
     is_kill_sent: bool = False
     is_worker_gone: bool = False
     is_timed_out: bool = False
+    is_warm: bool = False
+    is_replaced: bool = False
 
     def snapshot(self) -> SubmitSnapshot:
         """The submit as it is now."""

@@ -28,6 +28,8 @@ def _validate_submit(book: Book, submit: Submit, require: Require) -> None:
     require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
     require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
     require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
+    is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
+    require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
     require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
     is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
     require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")

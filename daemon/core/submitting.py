@@ -7,10 +7,12 @@
    goes on whatever ends it.
 4. Its bytes are its lease's: no lease is torn down before its submit is proved gone. One that can't be proved gone
    takes the lease's next submits away, and fences the lease when that ends.
+5. A submit takes a context of the pool if there is one, else it gets a new one. If one of the pool is lost before it is
+   ready, a new one takes its place once its bytes are proved back: they are the lease's by then, and there are no more.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from gpulease.daemon.core import denials, events, submit_denials
 from gpulease.daemon.core.book import Book
@@ -32,7 +34,9 @@ from gpulease.daemon.core.effects import (
 from gpulease.daemon.core.events import Event, SubmitRequested, TimerKind
 from gpulease.daemon.core.leases import Cause, Lease, LeaseState
 from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
-from gpulease.daemon.core.submit import FIRST_SUBMIT_ID, Submit, SubmitSnapshot, SubmitState
+from gpulease.daemon.core.submit import FIRST_SUBMIT_ID, Submit, SubmitState
+from gpulease.daemon.core.submit_admission import check
+from gpulease.daemon.core.submit_views import SubmitViews
 
 GRACE_MS: Final = 20
 """For a submit that is ended to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
@@ -47,7 +51,17 @@ OnFreed = Callable[[Lease, int, list[Effect]], None]
 OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
 
-class Submits:
+class WarmContexts(Protocol):
+    """The pool as submits know it."""
+
+    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
+        """Have a submit that starts take a context; False if none is ready."""
+
+    def miss(self, card_uuid: str, now_ns: int) -> None:
+        """One that a submit took was lost before it was ready."""
+
+
+class Submits(SubmitViews):
     """Keeps them; each method appends to `out` what the shell is to do.
 
     Args:
@@ -56,9 +70,10 @@ class Submits:
     """
 
     def __init__(self, book: Book, on_freed: OnFreed, on_stuck: OnStuck) -> None:
-        self._book = book
+        super().__init__(book)
         self._on_freed = on_freed
         self._on_stuck = on_stuck
+        self._pool: WarmContexts | None = None
         self._last_id = FIRST_SUBMIT_ID - 1
         # By request: its lease, and until when it waits for the submit before it.
         self._asked: dict[int, tuple[int, int]] = {}
@@ -73,6 +88,10 @@ class Submits:
             events.ReclaimProved: self._on_proved,
             events.ReclaimFailed: self._on_not_proved,
         }
+
+    def take_from(self, pool: WarmContexts) -> None:
+        """Submits take contexts of this pool from now on."""
+        self._pool = pool
 
     def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
         """Whether the event was about a submit; it is handled then."""
@@ -91,37 +110,9 @@ class Submits:
             handler(submit, event, now_ns, out)
         return True
 
-    def snapshots(self) -> tuple[SubmitSnapshot, ...]:
-        """Every submit that is not proved gone, oldest first."""
-        return tuple(submit.snapshot() for submit in self._book.submits.values())
-
-    def of(self, lease_id: int) -> SubmitSnapshot | None:
-        """A live lease's submit, None if it has none."""
-        lease = self._book.live.get(lease_id)
-        submit = None if lease is None else self._book.submits.get(lease.submit_id)
-        return None if submit is None else submit.snapshot()
-
-    def last_of(self, lease_id: int) -> SubmitSnapshot | None:
-        """The last submit of a live lease that is proved gone; None if it had none yet."""
-        lease = self._book.live.get(lease_id)
-        return None if lease is None else lease.last_submit
-
     def asked(self) -> set[int]:
         """The requests that are not answered."""
         return set(self._asked)
-
-    def lease_of(self, submit_id: int) -> int:
-        """The lease of a submit that is not proved gone; 0 if there is no such submit."""
-        submit = self._book.submits.get(submit_id)
-        return 0 if submit is None else submit.lease_id
-
-    def may_hold(self, number: int) -> tuple[str, int] | None:
-        """The card of an active lease's session, or of a submit that runs, and what its process may hold; else None.
-
-        One that starts is not shown with a context yet, and one that ends may be gone already.
-        """
-        card_uuid = self._book.card_of(number)
-        return None if card_uuid is None else (card_uuid, self._book.charge_bytes(number))
 
     # --- Leases. --------------------------------------------------------------
 
@@ -138,11 +129,6 @@ class Submits:
         submit = self._book.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
-
-    def is_stuck(self, lease: Lease) -> bool:
-        """Whether a lease has a submit that can't be proved gone."""
-        submit = self._book.submits.get(lease.submit_id)
-        return submit is not None and submit.state is SubmitState.FENCED
 
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
         """A lease was fenced: what its submit holds is fenced with it."""
@@ -178,7 +164,7 @@ class Submits:
 
     def _on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
-        denial = self._check(lease, event, now_ns)
+        denial = check(self._book, lease, event, now_ns)
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
@@ -188,27 +174,7 @@ class Submits:
             lease.next_submit = event
             out.append(ArmWaitTimer(event.request, due_ns))
         else:
-            self._start(lease, event, now_ns, out)
-
-    def _check(self, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
-        if lease is None or lease.tenant != event.tenant:
-            return denials.not_found(event.lease_id)
-        if lease.state is LeaseState.PENDING:
-            return denials.lease_pending(lease.snapshot())
-        if lease.state is not LeaseState.ACTIVE:
-            return denials.lease_ended(lease.snapshot())
-        if lease.is_expired(now_ns):
-            return denials.lease_expired(lease.snapshot())
-        if not lease.submit_bytes:
-            return submit_denials.keeps_no_room(lease.lease_id)
-        if event.timeout_ms < 1:
-            return submit_denials.no_time(event.timeout_ms)
-        earlier = self._book.submits.get(lease.submit_id)
-        if earlier is not None and earlier.state is SubmitState.FENCED:
-            return submit_denials.stuck(lease.lease_id)
-        if earlier is not None and lease.next_submit is not None:
-            return submit_denials.busy(lease.lease_id)
-        return self._book.rates.denial(event.tenant, self._book.limits.tenants.of(event.tenant), now_ns)
+            self._start(lease, event.request, event.timeout_ms, now_ns, out)
 
     def _on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         lease = self._book.live.get(self._asked.pop(request, (0, 0))[0])
@@ -245,9 +211,21 @@ class Submits:
         lease.submit_id = submit_id
         return submit
 
-    def _start(self, lease: Lease, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+    def _start(
+        self,
+        lease: Lease,
+        request: int,
+        timeout_ms: int,
+        now_ns: int,
+        out: list[Effect],
+        *,
+        may_be_warm: bool = True,
+    ) -> None:
         self._last_id += 1
-        submit = self._enter(lease, self._last_id, event.request, event.timeout_ms, now_ns)
+        submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
+        if may_be_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
+            submit.is_warm = True
+            submit.spawn_due_ns = now_ns + self._book.limits.adopt_timeout_s * NS_PER_S
         out.append(
             SpawnSubmit(
                 submit.submit_id,
@@ -257,6 +235,7 @@ class Submits:
                 submit.timeout_ms,
                 lease.max_kernel_ms,
                 lease.waiting,
+                submit.is_warm,
             )
         )
         out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.SPAWN, submit.spawn_due_ns))
@@ -282,13 +261,17 @@ class Submits:
         if submit.is_worker_gone:
             return
         submit.is_worker_gone = True
-        if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
+        if submit.state is SubmitState.STARTING and submit.is_warm:
+            self._replace(submit, event.reason, now_ns, out)
+        elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = submit_denials.not_started(submit.lease_id, event.reason)
             self._end(submit, None, event.reason, denial, now_ns, out)
         elif submit.state is SubmitState.ENDING:
             self._prove(submit, now_ns, out)
 
     def _on_condemned(self, submit: Submit, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
+        if submit.state is SubmitState.ENDING:
+            return
         denial = submit_denials.not_started(submit.lease_id, event.reason)
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause in (Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT)
@@ -308,6 +291,9 @@ class Submits:
             return
         if now_ns < due_ns:
             out.append(ArmTimer(submit.submit_id, _GENERATION, event.kind, due_ns))
+        elif event.kind is TimerKind.SPAWN and submit.is_warm:
+            reason = f"its context did not take it within {self._book.limits.adopt_timeout_s} s"
+            self._replace(submit, reason, now_ns, out)
         elif event.kind is TimerKind.SPAWN:
             reason = f"it was not ready within {self._book.limits.spawn_timeout_s} s"
             self._end(submit, None, reason, submit_denials.not_started(submit.lease_id, reason), now_ns, out)
@@ -327,12 +313,19 @@ class Submits:
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
     ) -> None:
         """End one that has not. `denial`: what who waits for it is told; None if nobody is there to be told."""
-        was = submit.state
-        if was not in (SubmitState.STARTING, SubmitState.RUNNING):
-            return
-        submit.state, submit.reason = SubmitState.ENDING, reason
-        if was is SubmitState.STARTING and self._asked.pop(submit.request, None) is not None and denial is not None:
-            out.append(Denied(submit.request, denial))
+        self._refuse(submit, denial, out)
+        if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
+            self._stop(submit, cause, reason, now_ns, out)
+
+    def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End one whose context, made ahead, is dead or hangs; who waits for it goes on waiting."""
+        if self._pool is not None:
+            self._pool.miss(submit.card_uuid, now_ns)
+        submit.is_replaced = True
+        self._stop(submit, None, reason, now_ns, out)
+
+    def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, out: list[Effect]) -> None:
+        was, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
         out.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, out)
@@ -361,11 +354,14 @@ class Submits:
             return
         lease = self._book.live[submit.lease_id]
         self._forget(submit, lease, out)
-        following, lease.next_submit = lease.next_submit, None
+        following = lease.next_submit
         if lease.state is LeaseState.DRAINING:
             self._on_freed(lease, now_ns, out)
+        elif submit.is_replaced:
+            self._start(lease, submit.request, submit.timeout_ms, now_ns, out, may_be_warm=False)
         elif following is not None:
-            self._start(lease, following, now_ns, out)
+            lease.next_submit = None
+            self._start(lease, following.request, following.timeout_ms, now_ns, out)
 
     def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
         if submit.state is SubmitState.ENDING:
@@ -376,9 +372,16 @@ class Submits:
         submit.state = SubmitState.FENCED
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
+        self._refuse(submit, submit_denials.stuck(lease.lease_id), out)
         self._refuse_next(lease, submit_denials.stuck(lease.lease_id), out)
         if lease.state is LeaseState.DRAINING:
             self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
+
+    def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
+        """Who waits for it, or for the one in its place, waits no more."""
+        submit.is_replaced = False
+        if self._asked.pop(submit.request, None) is not None and denial is not None:
+            out.append(Denied(submit.request, denial))
 
     def _refuse_next(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
         following, lease.next_submit = lease.next_submit, None

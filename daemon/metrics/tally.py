@@ -34,6 +34,7 @@ from gpulease.daemon.core import (
     RevokeDone,
     RevokeRequested,
     SessionFaulted,
+    SpawnSubmit,
     SubmitReady,
     SubmitRequested,
     WarmEnded,
@@ -132,6 +133,7 @@ class Tally:
             RefuseWork: self._refused_work,
             LeaseEnded: self._ended,
             RenameWorker: self._renamed,
+            SpawnSubmit: self._began_submit,
             WarmEnded: self._warm_ended,
         }
 
@@ -249,6 +251,10 @@ class Tally:
         lease = self._lookup(effect.to_id)
         if effect.from_id >= FIRST_WARM_ID and lease is not None:
             self._count(families.WARM_TAKEN, (lease.card_uuid,))
+
+    def _began_submit(self, effect: SpawnSubmit, now_ns: int) -> None:
+        if effect.is_warm:
+            self._count(families.WARM_TAKEN, (effect.card_uuid,))
 
     def _warm_ended(self, effect: WarmEnded, now_ns: int) -> None:
         self._count(families.WARM_LOST, (effect.card_uuid,))

@@ -10,7 +10,8 @@ from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuSessi
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
-from helpers.submits import ROOM, WORKER, Running, check_scaled, endless, running, scaling
+from helpers.processes import is_running
+from helpers.submits import ROOM, WORKER, Running, check_scaled, endless, running, scaling, wait_until_warm
 from helpers.waiting import wait_until
 
 StartLasting = Callable[..., LastingDaemon]
@@ -127,3 +128,33 @@ def test_one_that_had_not_begun_when_the_broker_died_was_not_run(lasting: Lastin
         wait_until(lambda: "submit" not in lease.query(), "what was made of it is gone", seen=lease.query)
         check_scaled(scaling(lease).launch())
     lasting.check_idle()
+
+
+def test_one_on_a_context_made_ahead_is_known_to_the_next_broker_by_its_zygote(start_lasting: StartLasting) -> None:
+    lasting = start_lasting(config="warm_contexts = 1\n")
+    with lasting.now.builder().submits(ROOM).acquire() as lease:
+        (made,) = wait_until_warm(lasting.now)
+        with running(lasting.now, lease, endless(lease).timeout_secs(1.5)) as work:
+            assert lasting.workers()[WORKER] == made
+            lasting.restart()
+            assert lasting.now.query(lease.lease_id)["submit"]["state"] == "running"
+        assert "more time than it was given" in str(work.error)
+        wait_until_warm(lasting.now)
+        check_scaled(scaling(lease).launch())
+
+
+def test_one_whose_broker_dies_as_it_takes_a_context_was_not_run(start_lasting: StartLasting) -> None:
+    lasting = start_lasting(config="warm_contexts = 1\n[limits]\nadopt_timeout_s = 30\n")
+    with lasting.now.builder().submits(ROOM).acquire() as lease:
+        (made,) = wait_until_warm(lasting.now)
+        os.kill(made, signal.SIGSTOP)
+        work = Running(scaling(lease))
+        wait_until(lambda: lease.query().get("submit", {}).get("state") == "starting", "it takes it")
+        lasting.restart()
+        work.wait()
+        assert isinstance(work.error, Disconnected)
+        assert "Nothing was run" in str(work.error)
+        # Its zygote or the next broker ends it: nobody was told of it.
+        wait_until(lambda: not is_running(made), "the context is gone")
+        wait_until(lambda: "submit" not in lease.query(), "and so is what it was to be", seen=lease.query)
+        check_scaled(scaling(lease).launch())

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission
+from gpulease.daemon.worker.life import WARM_NAME
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers
 from helpers.processes import ProcessInfo
@@ -17,6 +18,9 @@ ROOM: Final = 1 << 20
 """What leases of these tests keep for submits."""
 
 WORKER: Final = "gpul-submit"
+
+POOL_S: Final = 60.0
+"""For a pool to be full again: on a card a context takes long, and after a loss the next one is made later."""
 
 
 def scaling(lease: Any, n: int = 1000, factor: float = 2.0) -> Any:
@@ -76,6 +80,16 @@ class Running:
 def workers_of(processes: Callable[[], list[ProcessInfo]]) -> list[int]:
     """The process ids of submits."""
     return [info.pid for info in processes() if info.name == WORKER and not info.is_zombie]
+
+
+def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
+    """The process ids of contexts made ahead, once the first card has as many as it is to have."""
+
+    def is_full() -> bool:
+        return int(daemon.inventory().details[0]["warm_contexts"]) == wanted
+
+    wait_until(is_full, "the pool is full", POOL_S, seen=lambda: daemon.inventory().details)
+    return [info.pid for info in daemon.processes() if info.name == WARM_NAME]
 
 
 @contextmanager

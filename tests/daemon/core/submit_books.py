@@ -62,6 +62,10 @@ class SubmitBooks:
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
         assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
         self.leases[effect.submit_id] = effect.lease_id
+        # An earlier daemon's may have had the number: nothing is kept of those that are gone.
+        shell.deadlines.pop(effect.submit_id, None)
+        assert effect.is_warm == (effect.submit_id in shell.unproved), "a context is there, or it is not"
         shell.hold_on(effect.submit_id, effect.card_uuid, effect.size_bytes + overhead_bytes)
-        shell.alive.add(effect.submit_id)
+        if not effect.is_warm:
+            shell.alive.add(effect.submit_id)
         shell.jobs.append(effect)

@@ -38,10 +38,11 @@ from gpulease.daemon.core import (
     WarmUp,
     WorkerExited,
 )
+from gpulease.daemon.core.pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
-from .simulated import CARDS, MS, Shell
+from .simulated import CARDS, LIMITS, MS, Shell
 from .tenant_books import NARROW, RULES, WIDE
 
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
@@ -184,6 +185,32 @@ class AnyOrder(RuleBasedStateMachine):
         for job in [job for job in self.shell.jobs if isinstance(job, SpawnSubmit) and is_started]:
             self.shell.jobs.remove(job)
             self.shell.do_job(job, 1)
+
+    @precondition(lambda self: self.warm_contexts)
+    @rule(tenant=TENANTS, how=st.sampled_from(["starts", "dies", "hangs"]), is_refilled=st.booleans())
+    def submit_takes_a_context(self, tenant: str, how: str, is_refilled: bool) -> None:
+        """All that it takes: without it a run seldom gets to have a submit on a context that was made ahead."""
+        if is_refilled:
+            self.shell.now_ns += MAX_BACK_OFF_S * 1000 * MS
+            self.shell.send(PoolTimerFired())
+        self.acquire_and_start(tenant, 20, 8000, Exclusivity.SHARED, 0, 10)
+        if is_refilled:
+            self.shell.now_ns += REFILL_PAUSE_MS * MS
+            self.shell.send(PoolTimerFired())
+        for made in [job for job in self.shell.jobs if isinstance(job, WarmUp)]:
+            self.shell.jobs.remove(made)
+            self.shell.do_job(made, 1)
+        lease_id = max(self.shell.spawned, default=1)
+        self.ask(lambda number: SubmitRequested(number, lease_id, tenant, 3000))
+        for job in [job for job in self.shell.jobs if isinstance(job, SpawnSubmit) and job.is_warm]:
+            self.shell.jobs.remove(job)
+            if how == "starts":
+                self.shell.do_job(job, 1)
+            elif how == "dies":
+                self.shell.send(WorkerExited(job.submit_id, "signal 9"))
+            else:
+                self.shell.now_ns += LIMITS.adopt_timeout_s * 1000 * MS
+                self.shell.send(TimerFired(job.submit_id, 0, TimerKind.SPAWN))
 
     @precondition(lambda self: self.shell.table.submits.snapshots())
     @rule(pick=ANY, what=st.sampled_from(["dies", "abandoned", "condemned", "proof", *TimerKind]))

@@ -1,0 +1,204 @@
+"""Submits on contexts that were made ahead: like any other in all but the time that their context takes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gpulease.client import (
+    AllocFailed,
+    Disconnected,
+    Drained,
+    GpuLease,
+    GpuLeaseError,
+    GpuSession,
+    GpuSessionFailed,
+    LeaseExpired,
+    LeaseFreed,
+    Revoked,
+    SyncFailed,
+    TimedOut,
+)
+from gpulease.client.asking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Drain, Empty
+from helpers.daemon import Daemon, Faults
+from helpers.kernels import FAULTS, Neighbour
+from helpers.processes import is_running
+from helpers.submits import (
+    ROOM,
+    Running,
+    check_scaled,
+    endless,
+    running,
+    scaling,
+    stray,
+    wait_until_warm,
+    workers_of,
+)
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+CONTEXT_BYTES = 100 * MIB
+COSTLY = {"gpulease.daemon.cards.embedded:CONTEXT_BYTES": CONTEXT_BYTES}
+TEN = 10
+
+
+@pytest.fixture
+def pool(start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
+    """A card of 1 GiB whose contexts cost 100 MiB, and a pool of one; afterwards nothing of a submit is left."""
+    config = "warm_contexts = 1\n[limits]\nadopt_timeout_s = 1\n"
+    daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
+    wait_until_warm(daemon)
+    yield daemon
+    wait_until(lambda: not daemon.leases(), "no lease is left", seen=daemon.leases)
+    wait_until(lambda: not workers_of(daemon.processes), "no submit is left", seen=daemon.processes)
+    card = daemon.inventory().details[0]
+    assert (card["held_bytes"], card["fenced_bytes"]) == (0, 0)
+
+
+@pytest.fixture
+def gpu(pool: Daemon) -> Iterator[GpuLease]:
+    """A lease that keeps memory for submits."""
+    with pool.builder().submits(ROOM).acquire() as lease:
+        wait_until_warm(pool)
+        yield lease
+
+
+def test_a_submit_takes_a_context_and_the_pool_fills_up_again(pool: Daemon, gpu: GpuLease) -> None:
+    used: list[int] = []
+    for _ in range(2):
+        (made,) = wait_until_warm(pool)
+        with running(pool, gpu, endless(gpu).timeout_secs(1)) as work:
+            assert workers_of(pool.processes) == [made]
+            card = pool.inventory().details[0]
+            assert card["held_bytes"] == gpu.size_bytes + 2 * CONTEXT_BYTES
+        assert isinstance(work.error, TimedOut)
+        assert made not in used
+        used.append(made)
+        wait_until(lambda: not workers_of(pool.processes), "its context is gone")
+    wait_until(lambda: gpu.query()["last_submit"]["number"] == 1, "both are known to be gone", seen=gpu.query)
+    assert gpu.query()["launches"] == 0
+
+
+def test_all_that_is_kept_for_submits_can_be_had_and_no_more(pool: Daemon, gpu: GpuLease) -> None:
+    with GpuSession(gpu) as session:
+        neighbour = Neighbour(session)
+        fill = gpu.submit("fill_u32", FAULTS).block([2]).out(ROOM).arg(np.uint32(2)).arg(np.uint32(7))
+        (output,) = fill.launch()
+        assert output[:8] == np.array([7, 7], np.uint32).tobytes()
+        assert not any(output[8:])
+        wait_until_warm(pool)
+        with pytest.raises(AllocFailed, match="submits"):
+            gpu.submit("fill_u32", FAULTS).block([2]).out(ROOM + 1).arg(np.uint32(2)).arg(np.uint32(7)).launch()
+        wait_until_warm(pool)
+        with pytest.raises(SyncFailed, match="stray_store"):
+            stray(gpu).launch()
+        neighbour.check()
+        wait_until_warm(pool)
+        check_scaled(scaling(gpu).launch())
+
+
+def test_one_that_is_bounded_by_its_lease(pool: Daemon) -> None:
+    with pool.builder().submits(ROOM).max_kernel_secs(0.3).acquire() as lease:
+        wait_until_warm(pool)
+        with pytest.raises(TimedOut):
+            endless(lease).launch()
+        assert lease.query()["state"] == "active"
+
+
+def revoke(daemon: Daemon, lease: GpuLease) -> None:
+    daemon.revoke(lease.lease_id, "maintenance at noon")
+
+
+def free(daemon: Daemon, lease: GpuLease) -> None:
+    lease.free()
+
+
+def lose_the_session(daemon: Daemon, lease: GpuLease) -> None:
+    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGKILL)
+
+
+def drain(daemon: Daemon, lease: GpuLease) -> None:
+    ask(Opcode.DRAIN, Drain(200), daemon.address)
+
+
+ENDS: dict[str, tuple[Callable[[Daemon, GpuLease], None], type[GpuLeaseError]]] = {
+    "revoked": (revoke, Revoked),
+    "freed": (free, LeaseFreed),
+    "its session's worker killed": (lose_the_session, GpuSessionFailed),
+    "drained": (drain, Drained),
+}
+
+
+def test_it_ends_with_its_lease_whatever_ends_that(pool: Daemon) -> None:
+    for what, (end, kind) in ENDS.items():
+        (made,) = wait_until_warm(pool)
+        lease = pool.builder().submits(ROOM).acquire()
+        (made,) = wait_until_warm(pool)
+        with running(pool, lease) as work:
+            assert workers_of(pool.processes) == [made]
+            end(pool, lease)
+        assert isinstance(work.error, kind), (what, work.error)
+        pool.wait_for_end(lease.lease_id)
+    ask(Opcode.DRAIN_CANCEL, Empty(), pool.address)
+
+
+def test_its_worker_is_killed(pool: Daemon, gpu: GpuLease) -> None:
+    with running(pool, gpu) as work:
+        os.kill(workers_of(pool.processes)[0], signal.SIGKILL)
+    assert isinstance(work.error, Disconnected)
+    check_scaled(scaling(gpu).launch())
+
+
+def test_a_context_that_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
+    (made,) = wait_until_warm(pool)
+    os.kill(made, signal.SIGSTOP)
+    begun = time.monotonic()
+    check_scaled(scaling(gpu).launch())
+    assert time.monotonic() - begun >= 1
+    assert not is_running(made)
+
+
+def test_one_that_is_killed_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
+    (made,) = wait_until_warm(pool)
+    os.kill(made, signal.SIGSTOP)
+    work = Running(scaling(gpu))
+    wait_until(lambda: gpu.query().get("submit", {}).get("state") == "starting", "it takes it")
+    os.kill(made, signal.SIGKILL)
+    work.wait()
+    assert work.outputs is not None, work.error
+    check_scaled(work.outputs)
+
+
+def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config="warm_contexts = 1\n[limits]\nadopt_timeout_s = 30\n")
+    wait_until_warm(daemon)
+    lease = daemon.builder(seconds=1.5).submits(ROOM).acquire()
+    (made,) = wait_until_warm(daemon)
+    os.kill(made, signal.SIGSTOP)
+    with pytest.raises(LeaseExpired):
+        scaling(lease).launch()
+    daemon.wait_for_end(lease.lease_id)
+    assert not is_running(made)
+
+
+def test_two_leases_and_one_context(pool: Daemon, gpu: GpuLease) -> None:
+    with pool.builder().submits(ROOM).acquire() as other, ThreadPoolExecutor(2) as threads:
+        wait_until_warm(pool)
+        for outputs in threads.map(lambda lease: scaling(lease).launch(), (gpu, other)):
+            check_scaled(outputs)
+
+
+def test_ten_in_a_row_leave_nothing(pool: Daemon, gpu: GpuLease) -> None:
+    wait_until_warm(pool)
+    files = len(pool.open_files())
+    for _ in range(TEN):
+        check_scaled(scaling(gpu, 64).launch(), 64)
+    wait_until(lambda: not workers_of(pool.processes), "all are gone")
+    wait_until_warm(pool)
+    wait_until(lambda: len(pool.open_files()) <= files, "nothing is left open", seen=pool.open_files)
