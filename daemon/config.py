@@ -101,7 +101,7 @@ class Config:
             itself; see `gpulease.daemon.relay.naming`.
         http: Where the web page and the metrics are served; None to serve none.
         http_hosts: Names besides that address that they are asked for by.
-        http_token_file: What opens tenants' names there; None to show them to nobody.
+        http_token_file: What opens tenants' names there, and lets revoke; None to let nobody.
         limits: The lease table's bounds, those of single tenants among them.
     """
 

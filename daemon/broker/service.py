@@ -13,6 +13,7 @@ from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import CannotListen, Listeners
+from gpulease.daemon.broker.page_desk import PageActs
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
 from gpulease.daemon.broker.recording import config_digest, recording
@@ -95,8 +96,10 @@ class Service:
         self._remote: RemoteDoor | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
             self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
+        self._web: WebDoor | None = None
         http = config.of_http
-        self._web = None if http is None else WebDoor(http, config.of_sandbox, self._new_reader)
+        if http is not None:
+            self._web = WebDoor(http, config.of_sandbox, self._new_reader, PageActs(self.runtime))
 
     async def start(self) -> None:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen or BadHandover."""
@@ -145,8 +148,10 @@ class Service:
         """Somebody keeps the listening sockets open for the next daemon: their files stay when this one stops."""
         self._listeners.leave_paths()
 
-    def take_settings(self, config: Config) -> None:
+    def take_settings(self, config: Config, token_digest: bytes | None = None) -> None:
         """What can be changed while it runs, from now on: see `supervisor.reloading`. What is not said of it stays.
+
+        `token_digest`: of the web page's token, as its file has it now; None if there is no page.
 
         Raises ConfigError, and changes nothing, if a tenant's cards are not all here.
         """
@@ -164,6 +169,9 @@ class Service:
         self._doorkeeper.widen(config.max_connections, config.max_connections_per_tenant)
         if self._remote is not None:
             self._remote.rename(config.tenant_of_certificate)
+        if self._web is not None and token_digest is not None:
+            self._web.take_token(token_digest)
+            self._config = replace(self._config, http_token_file=config.http_token_file)
         self._recorder.reloaded(config_digest(self._config))
 
     def may_end_sessions(self, *, is_interrupted: bool) -> None:

@@ -1,4 +1,7 @@
-"""The web process as the broker sees it: its listening socket, its start, its end, and its view of the leases.
+"""The web process as the broker sees it: its listening socket, its start, its end, and what goes between the two.
+
+By a connection of the protocol it sees the leases, and changes nothing. By the channel it was started with it passes on
+what an operator asks for by the page, with the operator's token, which is looked at here.
 
 The broker holds the socket, so that it outlives a web process that dies; it never reads from it.
 """
@@ -15,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
+from gpulease.daemon.broker.page_desk import Acts, PageDesk
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.config import ConfigError
@@ -51,15 +55,15 @@ class WebDoor:
         bound: The descriptor of the socket that was made here, if one was, with its address.
     """
 
-    def __init__(self, settings: HttpSettings, sandbox: SandboxSettings, make_connection: MakeConnection) -> None:
+    def __init__(
+        self, settings: HttpSettings, sandbox: SandboxSettings, make_connection: MakeConnection, acts: Acts
+    ) -> None:
         self.bound: list[tuple[Address, int]] = []
         self._settings = settings
         self._sandbox = sandbox
         self._make_connection = make_connection
-        try:
-            self._token_digest = settings.token_digest()
-        except BadToken as error:
-            raise ConfigError(f"setting http_token_file: {error}") from None
+        self._token_digest = token_digest_of(settings)
+        self._desk = PageDesk(acts, self._token_digest)
         # The same for every process of this broker's, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
@@ -81,6 +85,19 @@ class WebDoor:
         await self._start()
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+    def take_token(self, digest: bytes) -> None:
+        """The operator's token is another from now on, for the process too; `digest`: its SHA-256, b"" for none."""
+        if digest == self._token_digest:
+            return
+        self._token_digest = digest
+        self._desk.take_token(digest)
+        if self._channel is not None:
+            try:
+                send_message(self._channel, {"op": "token", "digest": digest})
+            except (BlockingIOError, ChannelClosed):
+                # It has not read for as long as takes to fill the channel: the next one is given the new token.
+                self._gone()
 
     def _bind(self) -> socket.socket:
         address = self._settings.address
@@ -153,8 +170,9 @@ class WebDoor:
             )
             undo.callback(self._end)
             host = self._settings.address.host
-            hosts = [f"[{host}]" if ":" in host else host, "localhost", *sorted(self._settings.hosts)]
-            told = {"hosts": hosts, "token_digest": self._token_digest, "secret": self._secret}
+            hosts = [f"[{host}]" if ":" in host else host, "localhost"]
+            told: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
+            told |= {"token_digest": self._token_digest, "secret": self._secret}
             send_message(ours, told, (broker.fileno(), self._listener.fileno()))
             undo.pop_all()
         return ours
@@ -183,7 +201,15 @@ class WebDoor:
             self._gone()
             return
         close_all(fds)
+        channel = self._channel
+        self._desk.take(message, lambda answer: self._answer(channel, answer))
         self._take(message)
+
+    def _answer(self, channel: socket.socket, message: dict[str, Any]) -> None:
+        """To that process, if it is there still and reads."""
+        if channel is self._channel:
+            with contextlib.suppress(BlockingIOError, ChannelClosed):
+                send_message(channel, message)
 
     def _take(self, message: dict[str, Any]) -> None:
         if self._awaited is None or self._awaited.done():
@@ -217,3 +243,11 @@ class WebDoor:
                 continue
             tell(LogEvent.WEB_BACK)
             return
+
+
+def token_digest_of(settings: HttpSettings) -> bytes:
+    """The SHA-256 of the operator's token as its file has it now, b"" if there is none. Raises ConfigError."""
+    try:
+        return settings.token_digest()
+    except BadToken as error:
+        raise ConfigError(f"setting http_token_file: {error}") from None

@@ -181,6 +181,9 @@ class LogEvent(Enum):
     )
     WEB_NOT_STARTED = Kind("web.not_started", ERROR, "the web process can't be started", ("reason",))
     WEB_BACK = Kind("web.back", INFO, "the web process is back")
+    WEB_WRONG_TOKEN = Kind(
+        "web.wrong_token", WARNING, "the web page was asked with what is not the operator's token", ("count",)
+    )
     TLS_NOT_USED = Kind("tls.not_used", WARNING, "the [tls] table is not used: no address of listen begins with tls:")
     DRAIN_GOES_ON = Kind(
         "drain.goes_on",

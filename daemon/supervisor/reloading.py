@@ -10,14 +10,20 @@ from dataclasses import fields, replace
 from typing import Final
 
 from gpulease.daemon.broker.service import Service
+from gpulease.daemon.broker.web import token_digest_of
 from gpulease.daemon.config import Config, ConfigError
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.supervisor.notifying import Notifier, status
 
-RELOADED: Final = frozenset({"tenant_of_uid", "tenant_of_certificate", "max_connections", "max_connections_per_tenant"})
+RELOADED: Final = frozenset(
+    {
+        *("tenant_of_uid", "tenant_of_certificate", "max_connections", "max_connections_per_tenant"),
+        "http_token_file",
+    }
+)
 """Beside [tenants]. For tenants and connections that come, and for what tenants ask for, from then on; what they have
-stays theirs."""
+stays theirs. Of the token's file what is in it is read anew; who was let in by the token before is not any more."""
 
 _NAMES: Final = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size"}
 _NS_PER_USEC: Final = 1_000
@@ -67,10 +73,16 @@ class Reloading:
             said = await self._reload()
             await self._notifier.tell_surely("READY=1", status(said))
 
+    def _read(self) -> tuple[Config, bytes | None]:
+        """The settings, and what the web page's token is. Raises ConfigError."""
+        config = self._load()
+        http = config.of_http
+        return config, None if http is None else token_digest_of(http)
+
     async def _reload(self) -> str:
         try:
-            config = await asyncio.to_thread(self._load)
-            self._service.take_settings(config)
+            config, token_digest = await asyncio.to_thread(self._read)
+            self._service.take_settings(config, token_digest)
         except ConfigError as error:
             tell(LogEvent.SETTINGS_KEPT, f"the settings stay as they were: {error}", reason=str(error))
             return f"The settings stay as they were: {error}"

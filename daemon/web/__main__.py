@@ -19,6 +19,7 @@ from gpulease.daemon.web.complaints import spare_the_log
 from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import App
 from gpulease.daemon.web.link import BrokerLink, BrokerSilent
+from gpulease.daemon.web.revoking import BrokerChannel
 from gpulease.daemon.web.serving import server_of
 from gpulease.daemon.web.view import Pseudonyms
 
@@ -56,13 +57,16 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     return 0
 
 
-def _site(told: dict[str, Any], page: Page, feed: Feed) -> App:
-    site = Site(feed, Access(told["token_digest"]), Pseudonyms(told["secret"]), page)
-    return site.app(frozenset(told["hosts"]))
+def _site(told: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
+    access = Access(told["token_digest"])
+    to_broker = BrokerChannel(access.change)
+    site = Site(feed, access, Pseudonyms(told["secret"]), page, to_broker.revoke)
+    others = frozenset(told["others"])
+    return site.app(others | frozenset(told["hosts"]), others), to_broker
 
 
 async def _rehearse(told: dict[str, Any], page: Page) -> None:
-    app = _site(told, page, Feed())
+    app, _ = _site(told, page, Feed())
     server_of(app)
     await rehearse(app, told["hosts"][0])
 
@@ -75,7 +79,9 @@ async def _serve(
     feed = Feed()
     _, link = await loop.create_connection(lambda: BrokerLink(feed.heard), sock=broker)
     await link.greet()
-    server = server_of(_site(told, page, feed))
+    app, to_broker = _site(told, page, feed)
+    to_broker.open(channel)
+    server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
     begun = loop.create_task(server.begun.wait())
     await _first_of(begun, feeding, serving, link.lost)

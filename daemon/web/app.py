@@ -1,12 +1,12 @@
-"""The web process's answers: the page, its state, its stream, health and metrics."""
+"""The web process's answers: the page, its state, its stream, health and metrics; and what it has the broker do."""
 
 import asyncio
 import hashlib
 import hmac
 import json
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -17,12 +17,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gpulease.daemon import web
+from gpulease.daemon.web.complaints import WrongTokens
 from gpulease.daemon.web.feed import Feed
-from gpulease.daemon.web.guard import App, Guard, Receive, Scope, Send
+from gpulease.daemon.web.guard import ACTING, LEASES, App, Guard, Receive, Scope, Send
 from gpulease.daemon.web.health import Health
 from gpulease.daemon.web.link import BrokerSilent
 from gpulease.daemon.web.metrics import Metrics
+from gpulease.daemon.web.revoking import MAX_REASON_CHARS, NotRevoked, Refused
 from gpulease.daemon.web.view import Pseudonyms, Snapshot, view_of
+from gpulease.protocol.opcodes import RevokeOutcome
 
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -48,27 +51,59 @@ QUIET_S: Final = 3.0
 
 RETRY_S: Final = 5
 
+REASON: Final = "revoked by the operator"
+"""What a tenant is told if nobody gave a reason."""
 
-@dataclass(frozen=True, slots=True)
+OUTCOMES: Final = {
+    RevokeOutcome.TORN_DOWN: "torndown",
+    RevokeOutcome.FENCED: "fenced",
+    RevokeOutcome.NOT_FOUND: "notfound",
+}
+"""As `gpulease revoke --json` has them."""
+
+STATUS_OF: Final = {Refused.WRONG_TOKEN: 401, Refused.TOO_MANY: 429, Refused.DENIED: 409}
+
+_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+
+RevokeLease = Callable[[str, str, bytes], Awaitable[RevokeOutcome]]
+"""By id, reason and token. Raises NotRevoked or BrokerSilent."""
+
+
 class Access:
-    """Who may see names.
+    """Who may see names, and ask for what the broker looks at the token for once more.
+
+    Args:
+        token_digest: The SHA-256 of the operator's token; b"" if there is none.
 
     Attributes:
-        token_digest: The SHA-256 of the operator's token; b"" if there is none.
+        changes: How often it was another.
     """
 
-    token_digest: bytes
+    def __init__(self, token_digest: bytes) -> None:
+        self.changes = 0
+        self._token_digest = token_digest
+        self._wrong = WrongTokens()
+
+    def change(self, token_digest: bytes) -> None:
+        """Another token counts from now on; who was let in by the one before is not any more."""
+        self.changes += 1
+        self._token_digest = token_digest
 
     def is_operator(self, request: Request) -> bool:
         """Whether the request carries the token. Raises HTTPException, 401, if it carries another."""
-        header = request.headers.get("authorization")
-        if header is None:
-            return False
-        scheme, _, token = header.partition(" ")
-        found = hashlib.sha256(token.strip().encode("latin-1")).digest()
-        if self.token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self.token_digest):
-            return True
-        why = "This is not the operator's token." if self.token_digest else "This daemon has no http_token_file."
+        return "authorization" in request.headers and bool(self.token_of(request))
+
+    def token_of(self, request: Request) -> bytes:
+        """The operator's token. Raises HTTPException, 401, if the request carries none or another."""
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        token = text.strip().encode("latin-1")
+        found = hashlib.sha256(token).digest()
+        if self._token_digest and scheme.lower() == "bearer" and hmac.compare_digest(found, self._token_digest):
+            return token
+        if scheme and self._token_digest:
+            self._wrong.one_more()
+        why = "This is not the operator's token." if scheme else "This takes the operator's token."
+        why = why if self._token_digest else "This daemon has no http_token_file."
         raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
 
 
@@ -99,9 +134,12 @@ def load_page() -> Page:
 class Site:
     """All that is answered, from one feed."""
 
-    def __init__(self, feed: Feed, access: Access, pseudonyms: Pseudonyms, page: Page) -> None:
+    def __init__(
+        self, feed: Feed, access: Access, pseudonyms: Pseudonyms, page: Page, revoke_lease: RevokeLease
+    ) -> None:
         self._feed = feed
         self._access = access
+        self._revoke_lease = revoke_lease
         self._pseudonyms = pseudonyms
         self._health = Health(feed.ask)
         self._metrics = Metrics(feed.ask, pseudonyms)
@@ -109,8 +147,8 @@ class Site:
         self._encodings: dict[bool, tuple[Snapshot, float, bytes]] = {}
         self._page = page
 
-    def app(self, hosts: frozenset[str]) -> App:
-        """The ASGI application, guarded."""
+    def app(self, hosts: frozenset[str], others: frozenset[str] = frozenset()) -> App:
+        """The ASGI application, guarded; see `Guard`."""
         routes = [Route(path, self._file) for path in self._page]
         routes += [
             Route("/api/v1/state", self._state),
@@ -118,9 +156,13 @@ class Site:
             Route("/healthz", self._healthz),
             Route("/readyz", self._readyz),
             Route("/metrics", self._exposition),
+            Route(LEASES + "{lease_id}", self._revoke, methods=[ACTING]),
         ]
         handlers: Mapping[Any, Any] = {BrokerSilent: _silent}
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), hosts)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        # What is asked for is what is named, or it is nothing.
+        app.router.redirect_slashes = False
+        return Guard(app, hosts, others)
 
     async def _file(self, request: Request) -> Response:
         found = self._page.get(request.scope["path"])
@@ -142,17 +184,22 @@ class Site:
             return Response(media_type="text/event-stream")
         # From here on, not from its first bytes: those who come in one turn of the loop are counted one by one.
         self._streams += 1
-        return _Stream(self._stream(is_named=is_named), self._stream_ended)
+        return _Stream(self._stream(self._access.changes, is_named=is_named), self._stream_ended)
 
     def _stream_ended(self) -> None:
         self._streams -= 1
 
-    async def _stream(self, *, is_named: bool) -> AsyncIterator[bytes]:
-        """Server-sent events (HTML, 9.2): `state` with all there is, whenever it was looked at; else comments."""
+    async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
+        """Server-sent events (HTML, 9.2): `state` with all there is, whenever it was looked at; else comments.
+
+        `changes`: of the token that it was asked with.
+        """
         until_s = time.monotonic() + STREAM_S
         # The head goes out with the first bytes: not to wait for a broker that does not answer.
         yield b": gpulease\n\n"
         async for snapshot in self._feed.watch(QUIET_S):
+            if is_named and changes != self._access.changes:
+                return
             if snapshot is None:
                 yield b": nothing new\n\n"
             else:
@@ -171,6 +218,22 @@ class Site:
         encoded = json.dumps(view, separators=(",", ":")).encode("ascii")
         self._encodings[is_named] = snapshot, now_s, encoded
         return encoded
+
+    async def _revoke(self, request: Request) -> Response:
+        token = self._access.token_of(request)
+        lease_id = request.path_params["lease_id"]
+        if _LEASE_ID.fullmatch(lease_id) is None:
+            raise HTTPException(400, "A lease's id has 32 hexadecimal digits.")
+        reason = request.query_params.get("reason", "").strip() or REASON
+        if len(reason) > MAX_REASON_CHARS:
+            raise HTTPException(400, f"A reason has {MAX_REASON_CHARS} characters at most.")
+        try:
+            outcome = await self._revoke_lease(lease_id, reason, token)
+        except NotRevoked as refusal:
+            headers = {"WWW-Authenticate": "Bearer"} if refusal.why is Refused.WRONG_TOKEN else {}
+            raise HTTPException(STATUS_OF[refusal.why], str(refusal), headers) from None
+        status = 404 if outcome is RevokeOutcome.NOT_FOUND else 200
+        return JSONResponse({"lease_id": lease_id, "outcome": OUTCOMES[outcome]}, status)
 
     async def _healthz(self, request: Request) -> Response:
         await self._health.check_alive()
@@ -198,8 +261,9 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
-    for path in (*FILES, "/api/v1/state", "/api/v1/events", "/healthz", "/readyz", "/metrics", "/nothing"):
-        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+    reading = (*FILES, "/api/v1/state", "/api/v1/events", "/healthz", "/readyz", "/metrics", "/nothing")
+    for method, path in (*(("GET", path) for path in reading), (ACTING, f"{LEASES}{0:032x}")):
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
         scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {}}
         async with asyncio.timeout(QUIET_S):

@@ -1,4 +1,4 @@
-"""What the HTTP server logs of its own troubles, kept within bounds: a peer may cause them for as long as it likes."""
+"""What is logged of the server's own troubles, and of wrong tokens, within bounds: a peer may cause them for ever."""
 
 import logging
 import time
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 import h11
+
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 
 PAUSE_S: Final = 10.0
 """Between two lines."""
@@ -40,3 +43,23 @@ def spare_the_log() -> None:
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
         logger.addFilter(sparing)
+
+
+class WrongTokens:
+    """Tells the log that somebody comes with wrong tokens, at once and then now and then, with how many.
+
+    None is refused unseen for that: whoever may connect could then keep operators out, and a token can't be guessed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._next_s = clock()
+
+    def one_more(self) -> None:
+        """One came."""
+        self._count += 1
+        if self._clock() >= self._next_s:
+            tell(LogEvent.WEB_WRONG_TOKEN, count=self._count)
+            self._count = 0
+            self._next_s = self._clock() + PAUSE_S

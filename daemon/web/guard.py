@@ -2,10 +2,11 @@
 
 The attacks are those on servers that listen on loopback: a page of somebody else's, in a browser of this host, that
 asks by a name of its own which it has made resolve to 127.0.0.1 (DNS rebinding), or that embeds what is served here.
-Nothing here is told to a browser by a cookie, so no other page can act as an operator.
+Nothing here is told to a browser by a cookie, so no other page can act as an operator; and what changes something is
+taken from this server's own page only, or from a program.
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 Scope = MutableMapping[str, Any]
@@ -34,6 +35,13 @@ HEADERS: Final = (
 
 READING: Final = ("GET", "HEAD")
 
+ACTING: Final = "DELETE"
+"""The one method that changes something. No form sends it, and no other site's script before this server allows it,
+which it never does (Fetch Standard, CORS preflight)."""
+
+LEASES: Final = "/api/v1/leases/"
+"""Below it is what can be deleted."""
+
 PAGE_PATHS: Final = ("/",)
 """What a link on somebody else's page may lead to; all else is for this server's own page, and for programs."""
 
@@ -43,11 +51,13 @@ class Guard:
 
     Args:
         hosts: The names and addresses that it may be asked by, without ports.
+        others: Those of them that are not its own: a proxy's, behind which it has another origin.
     """
 
-    def __init__(self, app: App, hosts: frozenset[str]) -> None:
+    def __init__(self, app: App, hosts: frozenset[str], others: frozenset[str] = frozenset()) -> None:
         self._app = app
         self._hosts = hosts
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -79,14 +89,29 @@ class Guard:
             return 400, "There must be one Host header."
         if host_of(hosts[0]) not in self._hosts:
             return 421, "This server is not asked by that name: see http_hosts in the daemon's settings."
-        if scope["method"] not in READING:
+        is_act = scope["method"] == ACTING and scope["path"].startswith(LEASES)
+        if scope["method"] not in READING and not is_act:
             return 405, "Here is nothing but to be read."
         if headers.get(b"content-length", [b"0"]) != [b"0"] or b"transfer-encoding" in headers:
             return 413, "A request has no body here."
+        if is_act and not self._is_own(headers, hosts[0]):
+            return 403, "This is not asked for by this server's own page."
         is_foreign = headers.get(b"sec-fetch-site", [b"none"])[0] in (b"cross-site", b"same-site")
         if is_foreign and scope["path"] not in PAGE_PATHS:
             return 403, "Another site's page has asked for this."
         return None
+
+    def _is_own(self, headers: Mapping[bytes, list[bytes]], host: bytes) -> bool:
+        """Whether this server's own page asks, or a program: browsers say of every script where it comes from."""
+        if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
+            return False
+        origins = headers.get(b"origin")
+        if origins is None:
+            return True
+        scheme, _, origin = origins[0].partition(b"://")
+        # Another port of this host is another server; a proxy may ask by a name of its own.
+        is_ours = origin.lower() == host.lower() or host_of(origin) in self._others
+        return len(origins) == 1 and scheme in (b"http", b"https") and is_ours
 
 
 def host_of(header: bytes) -> str:

@@ -37,7 +37,7 @@ class HttpSettings:
     Attributes:
         address: Where it is served, on loopback.
         hosts: Names besides its address that it is asked for by, such as those of a proxy before it.
-        token_file: What opens tenants' names and leases' ids; None to show them to nobody.
+        token_file: What opens tenants' names and leases' ids, and lets revoke leases; None to let nobody.
     """
 
     address: TcpAddress

@@ -12,13 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client import GpuBuilder, GpuSession
+from gpulease.client import GpuBuilder, GpuSession, Revoked
 from gpulease.client.asking import ask
+from gpulease.daemon.broker.page_desk import BY_PAGE
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
+from helpers import audit_log
 from helpers.browser import Browser, lacks_browser
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
+from helpers.log_story import story_of
 from helpers.waiting import wait_until
 from helpers.web_rig import GIB, Scene, WebRig, card, lease
 
@@ -53,7 +56,7 @@ def settings(folder: Path, port: int = 0) -> str:
 
 def url_of(daemon: Daemon) -> str:
     def found() -> re.Match[str] | None:
-        return re.search(r"is to be seen at (http\S+)", daemon.log())
+        return re.search(r"is to be seen at (http[^\s\"]+)", daemon.log())
 
     return str(wait_until(found, "it says where", seen=daemon.log)[1])  # type: ignore[index]
 
@@ -129,6 +132,75 @@ def show_names(browser: Browser) -> None:
         browser.press(token + "\ue007")
         if after:
             browser.wait_for("#token-error", after)
+
+
+@with_browser
+def test_an_operator_revokes_by_the_page(start_daemon: Callable[..., Daemon], browser: Browser, tmp_path: Path) -> None:
+    daemon = start_daemon(config=settings(tmp_path), log_format="json")
+    browser.open(url_of(daemon))
+    browser.wait_for("#status", "Live")
+    with daemon.builder(2 * GIB, seconds=120).acquire() as ours, daemon.builder(GIB, seconds=120).acquire() as other:
+        wait_until(lambda: len(slices(browser)) == 2, "both slices are drawn", seen=lambda: browser.text("body"))
+        shown = "return [...document.querySelectorAll('.revoke')].filter(one => one.checkVisibility()).length"
+        assert browser.run(shown) == 0, "whoever looks has nothing to press"
+        show_names(browser)
+        wait_until(lambda: browser.run(shown) == 2, "an operator has")
+        browser.run(press_revoke(ours.lease_id))
+        said = browser.text("#revoke-dialog")
+        assert all(part in said for part in (f"{ours.lease_id:032x}", "ann", "2 GiB"))
+        browser.press("\ue007")
+        wait_until(lambda: not browser.run("return document.getElementById('revoke-dialog').open"), "Enter is Cancel")
+        assert all(one["state"] == "active" for one in daemon.leases())
+        browser.run(press_revoke(ours.lease_id))
+        browser.run("document.getElementById('revoke-reason').focus()")
+        browser.press(HOSTILE + "\ue004\ue004")
+        assert browser.run("return document.activeElement.id") == "revoke-do"
+        browser.press("\ue007")
+        browser.wait_for("#revoke-told", "torn down and its memory is free")
+        browser.press("\ue007")
+        wait_until(lambda: len(slices(browser)) == 1, "it is gone", seen=lambda: browser.text("body"))
+        with pytest.raises(Revoked, match="<script>"):
+            ours.renew(60)
+        # One that has ended meanwhile is told as that.
+        browser.run(press_revoke(other.lease_id))
+        other.free()
+        browser.run("document.getElementById('revoke-do').click()")
+        wait_until(lambda: browser.text("#revoke-told") not in ("", "Being revoked …"), "it is told")
+        assert browser.run("return document.title") == "gpuleased"
+    (acted,) = [record for record in story_of(daemon.log(), ours.lease_id) if record["event"] == "operator.acted"]
+    assert [acted[name] for name in ("action", "by", "outcome", "reason")] == ["revoke", BY_PAGE, "torn_down", HOSTILE]
+    assert not [message for message in browser.complaints() if "401" not in message and "404" not in message]
+
+
+def press_revoke(lease_id: int) -> str:
+    row = f"[...document.querySelectorAll('tbody tr')].find(row => row.innerText.includes('{lease_id:032x}'))"
+    return f"{row}.querySelector('.revoke').click()"
+
+
+def test_a_lease_is_revoked_over_http_and_the_audit_log_says_so(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    log = tmp_path / "audit"
+    daemon = start_daemon(config=audit_log.config(log) + settings(tmp_path))
+    with daemon.builder().acquire() as held, GpuSession(held) as session:
+        where = f"{url_of(daemon)}api/v1/leases/{held.lease_id:032x}"
+
+        def deleted(headers: dict[str, str]) -> int:
+            return httpx.delete(
+                where, headers=headers, params={"reason": "why"}, timeout=30, trust_env=False
+            ).status_code
+
+        assert deleted({}) == 401
+        assert deleted({"Authorization": f"Bearer {TOKEN[::-1]}"}) == 401
+        assert deleted(BEARER | {"Origin": "http://evil.example"}) == 403
+        check_main_job(session)
+        assert deleted(BEARER) == 200
+        with pytest.raises(Revoked, match="why"):
+            session.sync()
+    audit_log.stop(daemon)
+    (acted,) = [one["data"] for one in audit_log.records(log) if one["kind"] == "operator"]
+    assert [acted[name] for name in ("action", "by", "outcome", "reason")] == ["revoke", BY_PAGE, "torn_down", "why"]
+    audit_log.check_whole(log)
 
 
 @with_browser

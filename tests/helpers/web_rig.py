@@ -1,7 +1,9 @@
 """The web process in front of a broker that says what the test wants: any tenants, states and texts."""
 
 import asyncio
+import hashlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,13 +13,14 @@ from typing import Any, Self
 
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.web import WebDoor
+from gpulease.daemon.core import Outcome, RevokeDone
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import Body, Empty, HelloReply, Inventory, LeaseEvent, Metrics, Report
-from gpulease.protocol.opcodes import Opcode, Phase
+from gpulease.protocol.opcodes import Opcode, Phase, RevokeOutcome
 
 GIB = 1 << 30
 CARD = "GPU-00000000-0000-0000-0000-000000000001"
@@ -75,6 +78,9 @@ class Scene:
     Attributes:
         is_silent: Whether it answers nothing.
         asked: What it was asked, in order.
+        outcome: What comes of each revocation; None if that is never told.
+        revoked: What was revoked, with the reasons.
+        refusals: How often somebody was not let do so.
     """
 
     cards: list[dict[str, Any]] = field(default_factory=lambda: [card()])
@@ -83,6 +89,17 @@ class Scene:
     metrics: str = ""
     is_silent: bool = False
     asked: list[Opcode] = field(default_factory=list)
+    outcome: Outcome | None = field(default_factory=lambda: RevokeDone(0, RevokeOutcome.TORN_DOWN))
+    revoked: list[tuple[int, str]] = field(default_factory=list)
+    refusals: int = 0
+
+    def revoke(self, lease_id: int, reason: str, on_outcome: Callable[[Outcome], None]) -> None:
+        self.revoked.append((lease_id, reason))
+        if self.outcome is not None:
+            on_outcome(self.outcome)
+
+    def refused(self, lease_id: int, message: str) -> None:
+        self.refusals += 1
 
     def answer(self, request: Request) -> Body:
         """To one request."""
@@ -153,7 +170,7 @@ class WebRig:
         self._settings = HttpSettings(TcpAddress("127.0.0.1", 0), hosts, token_file)
         self._loop = asyncio.new_event_loop()
         self._brokers: list[ScriptedBroker] = []
-        self._door = WebDoor(self._settings, SandboxSettings(), self._connect)
+        self._door = WebDoor(self._settings, SandboxSettings(), self._connect, scene)
         self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
 
     def __enter__(self) -> Self:
@@ -181,6 +198,14 @@ class WebRig:
             self._brokers[-1].tell(lease_id, phase, cause, reason)
 
         self._in_loop(tell())
+
+    def change_token(self, token: str) -> None:
+        """Another one counts, as after a reload."""
+
+        async def change() -> None:
+            self._door.take_token(hashlib.sha256(token.encode()).digest())
+
+        self._in_loop(change())
 
     def _connect(self, peer: Peer) -> ScriptedBroker:
         assert peer.is_reader

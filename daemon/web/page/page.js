@@ -214,6 +214,9 @@ function drawRow(row, slice) {
   told.classList.toggle("is-fenced", slice.state === "fenced");
   const rate = slice.state === "fenced" ? null : slice.launches_per_s ?? null;
   say(row.querySelector(".launches"), rate === null ? "" : integer.format(Math.round(rate)));
+  const button = row.querySelector(".revoke");
+  button.hidden = !slice.lease_id || !["pending", "active"].includes(slice.state);
+  button.setAttribute("aria-label", `Revoke lease ${slice.lease_id ?? ""} of ${slice.tenant}`);
   row.slice = slice;
 }
 
@@ -405,6 +408,65 @@ by("token-cancel").addEventListener("click", () => by("token-dialog").close());
 by("token").addEventListener("keydown", (event) => {
   if (event.key === "Enter") useToken(by("token").value.trim());
 });
+
+// --- revoking: what is asked for is what the dialog says, however the page goes on meanwhile ---
+
+const OUTCOMES = {
+  torndown: "The lease is torn down and its memory is free.",
+  fenced: "The lease is over, but its memory could not be proved free and is fenced.",
+  notfound: "There is no such lease any more.",
+};
+let asked = ""; // the lease's id
+
+function askToRevoke(slice) {
+  asked = slice.lease_id;
+  say(by("revoke-lease"), slice.lease_id);
+  say(by("revoke-tenant"), slice.tenant);
+  say(by("revoke-size"), bytes(slice.size_bytes));
+  by("revoke-reason").value = "";
+  tellOfRevoking("", false);
+  by("revoke-do").disabled = by("revoke-reason").disabled = false;
+  say(by("revoke-cancel"), "Cancel");
+  by("revoke-dialog").showModal();
+  // Whoever presses Enter without looking has ended nothing.
+  by("revoke-cancel").focus();
+}
+
+function tellOfRevoking(text, isFailure) {
+  say(by("revoke-told"), text);
+  by("revoke-told").classList.toggle("failed", isFailure);
+}
+
+async function revoke(leaseId) {
+  const of = () => asked === leaseId && by("revoke-dialog").open;
+  by("revoke-do").disabled = by("revoke-reason").disabled = true;
+  tellOfRevoking("Being revoked …", false);
+  const reason = by("revoke-reason").value.trim();
+  const where = `/api/v1/leases/${leaseId}${reason ? `?reason=${encodeURIComponent(reason)}` : ""}`;
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) ?? ""}` };
+  let [told, isDone] = ["", false];
+  try {
+    const answer = await fetch(where, { method: "DELETE", headers, cache: "no-store" });
+    const isOutcome = answer.headers.get("content-type") === "application/json";
+    const outcome = isOutcome ? (await answer.json()).outcome : "";
+    told = isOutcome ? (OUTCOMES[outcome] ?? `The daemon says: ${outcome}`) : (await answer.text()).trim();
+    isDone = isOutcome && outcome !== "fenced";
+  } catch {
+    told = "No connection to the daemon: look whether the lease is still there.";
+  }
+  if (!of()) return;
+  tellOfRevoking(told, !isDone);
+  by("revoke-do").disabled = by("revoke-reason").disabled = isDone;
+  say(by("revoke-cancel"), "Close");
+  by("revoke-cancel").focus();
+}
+
+by("cards").addEventListener("click", (event) => {
+  const slice = event.target.closest(".revoke")?.closest("tr").slice;
+  if (slice?.lease_id) askToRevoke(slice);
+});
+by("revoke-do").addEventListener("click", () => revoke(asked));
+by("revoke-cancel").addEventListener("click", () => by("revoke-dialog").close());
 
 // --- a card's bar: one stop for the Tab key, arrows within, Enter to the lease's row ---
 

@@ -11,6 +11,7 @@ from gpulease.daemon.channel import channel_pair
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
+from helpers.web_rig import Scene
 
 FLOOD_S = 20
 TALKS = f"""
@@ -24,7 +25,9 @@ while time.monotonic() < until:
 
 def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop() -> None:
     async def run(ours: socket.socket) -> float:
-        door = WebDoor(HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol())
+        door = WebDoor(
+            HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), Scene()
+        )
         ours.setblocking(False)
         door._channel = ours
         loop = asyncio.get_running_loop()

@@ -1,7 +1,9 @@
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gpulease.client import Denied
@@ -10,8 +12,14 @@ from gpulease.daemon.core.tenants import TenantLimits, TenantRules
 from gpulease.daemon.supervisor.reloading import RELOADED, settings_that_wait
 from helpers import audit_log
 from helpers.service_manager import ServiceManager
+from helpers.waiting import wait_until
 
 BAD_RULES = ("max_leases = 0", "devices = [99]")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -92,6 +100,34 @@ def test_the_audit_log_has_the_digest_of_what_holds(manager: ServiceManager) -> 
     assert changed["data"]["action"] == back["data"]["action"] == "reload"
     assert start["data"]["config"] == back["data"]["config"] != changed["data"]["config"]
     audit_log.check_whole(log)
+
+
+def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
+    path = manager.folder / "token"
+    port = free_port()
+    config = f'http = "127.0.0.1:{port}"\nhttp_token_file = "{path}"\n'
+    path.write_text("a" * 32)
+    path.chmod(0o600)
+    manager.start_ready(config=config)
+
+    def statuses() -> list[int]:
+        url = f"http://127.0.0.1:{port}/api/v1/state"
+        bearers = [{"Authorization": f"Bearer {letter * 32}"} for letter in "ab"]
+        return [httpx.get(url, headers=bearer, timeout=10, trust_env=False).status_code for bearer in bearers]
+
+    assert statuses() == [200, 401]
+    for text, told in (("b" * 31, "STATUS=The settings stay as they were: setting http_token_file: "), ("b" * 32, "")):
+        path.write_text(text)
+        heard = manager.said.count("READY=1")
+        manager.send(signal.SIGHUP)
+        manager.wait_for("READY=1", times=heard + 1)
+        assert manager.said[-1].startswith(told or "STATUS=The settings were read again.")
+        expected = [200, 401] if told else [401, 200]
+        wait_until(lambda: statuses() == expected, "it is what it is to be", seen=statuses)  # noqa: B023
+    manager.configure(config.splitlines()[0])
+    manager.send(signal.SIGHUP)
+    wait_until(lambda: statuses() == [401, 401], "there is none any more", seen=statuses)
+    assert manager.end() == 0
 
 
 def test_without_a_file_there_is_nothing_to_read_again(manager: ServiceManager) -> None:

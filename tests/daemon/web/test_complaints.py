@@ -3,7 +3,8 @@ import logging
 import h11
 import pytest
 
-from gpulease.daemon.web.complaints import PAUSE_S, Sparing
+from gpulease.daemon.logs.telling import ATTRIBUTE
+from gpulease.daemon.web.complaints import PAUSE_S, Sparing, WrongTokens
 
 
 def record(error: Exception | None = None) -> logging.LogRecord:
@@ -24,3 +25,16 @@ def test_what_a_peer_does_is_no_trouble(error: Exception) -> None:
     sparing = Sparing()
     assert not sparing.filter(record(error))
     assert sparing.filter(record()), "and takes nobody's line"
+
+
+def test_wrong_tokens_are_told_with_how_many(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 7.0
+    wrong = WrongTokens(lambda: now_s)
+    for _ in range(5):
+        wrong.one_more()
+    now_s += PAUSE_S
+    wrong.one_more()
+    assert [getattr(record, ATTRIBUTE) for record in caplog.records] == [
+        ("web.wrong_token", {"count": 1}),
+        ("web.wrong_token", {"count": 5}),
+    ]

@@ -24,7 +24,7 @@ def asked(path: str, *headers: tuple[bytes, bytes], method: str = "GET") -> tupl
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
-    asyncio.run(Guard(app, HOSTS)(scope, receive, send))
+    asyncio.run(Guard(app, HOSTS, frozenset({"gpu1.example"}))(scope, receive, send))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     return sent[0]["status"], dict(sent[0]["headers"])
 
@@ -89,12 +89,51 @@ def test_other_pages_get_nothing(site: bytes, path: str, status: int) -> None:
     assert asked(path, HOST, (b"sec-fetch-site", site))[0] == status
 
 
+LEASE = f"/api/v1/leases/{1:032x}"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], 200),
+        ([(b"origin", b"http://127.0.0.1:9400")], 200),
+        ([(b"origin", b"http://127.0.0.1:9400"), (b"sec-fetch-site", b"same-origin")], 200),
+        ([(b"origin", b"https://GPU1.example")], 200),
+        ([(b"origin", b"http://127.0.0.1:9401")], 403),
+        ([(b"origin", b"http://localhost:9400")], 403),
+        ([(b"origin", b"http://127.0.0.1:9400"), (b"origin", b"http://127.0.0.1:9400")], 403),
+        ([(b"origin", b"null")], 403),
+        ([(b"origin", b"")], 403),
+        ([(b"origin", b"file://127.0.0.1:9400")], 403),
+        ([(b"origin", b"http://gpu1.example.evil.example")], 403),
+        ([(b"origin", b"http://evil.example")], 403),
+        ([(b"sec-fetch-site", b"none")], 403),
+        ([(b"sec-fetch-site", b"same-site")], 403),
+        ([(b"sec-fetch-site", b"cross-site")], 403),
+        ([(b"sec-fetch-site", b"same-origin"), (b"sec-fetch-site", b"cross-site")], 403),
+        ([(b"content-length", b"2")], 413),
+    ],
+)
+def test_whose_page_may_change_something(headers: list[tuple[bytes, bytes]], status: int) -> None:
+    assert asked(LEASE, HOST, *headers, method="DELETE")[0] == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS", "PATCH"])
+def test_no_form_and_no_preflight_gets_through(method: str) -> None:
+    status, headers = asked(LEASE, HOST, method=method)
+    assert status == 405
+    assert not [name for name in headers if name.startswith(b"access-control")]
+
+
 @pytest.mark.parametrize("path", ["/", "/nothing"])
 def test_what_every_answer_says(path: str) -> None:
     for found in (asked(path, HOST), asked(path, (b"host", b"evil"))):
         headers = found[1]
         assert b"default-src 'self'" in headers[b"content-security-policy"]
         assert b"unsafe" not in headers[b"content-security-policy"]
+        assert b"frame-ancestors 'none'" in headers[b"content-security-policy"]
+        assert headers[b"x-frame-options"] == b"DENY"
+        assert b"set-cookie" not in headers
         assert headers[b"cache-control"] == b"no-store"
         assert headers[b"x-content-type-options"] == b"nosniff"
         assert headers[b"cross-origin-resource-policy"] == b"same-origin"

@@ -13,14 +13,17 @@ from typing import Any
 import httpx
 import pytest
 
+from gpulease.daemon.core import Denied, RevokeDone
+from gpulease.daemon.core.denials import invalid
 from gpulease.daemon.processes import name_of
 from gpulease.daemon.web.app import MAX_STREAMS
-from gpulease.protocol.opcodes import Phase
+from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
 from helpers.web_rig import Scene, WebRig, lease
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
+ONE = f"{1:032x}"
 
 
 @pytest.fixture
@@ -136,6 +139,63 @@ def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
 def asked_stream(rig: WebRig, headers: dict[str, str] | None = None) -> int:
     with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=10, trust_env=False) as answer:
         return answer.status_code
+
+
+def deleted(rig: WebRig, lease_id: str = ONE, headers: dict[str, str] | None = None, **query: str) -> httpx.Response:
+    where = f"{rig.url}api/v1/leases/{lease_id}"
+    return httpx.delete(
+        where, headers=BEARER if headers is None else headers, params=query, timeout=10, trust_env=False
+    )
+
+
+def test_an_operator_revokes(rig: WebRig, scene: Scene) -> None:
+    done = deleted(rig, reason="two words \u2028 and\nmore")
+    assert (done.status_code, done.json()) == (200, {"lease_id": ONE, "outcome": "torndown"})
+    assert deleted(rig).status_code == 200
+    assert scene.revoked == [(1, "two words \u2028 and\nmore"), (1, "revoked by the operator")]
+    for outcome, status, word in ((RevokeOutcome.FENCED, 200, "fenced"), (RevokeOutcome.NOT_FOUND, 404, "notfound")):
+        scene.outcome = RevokeDone(0, outcome)
+        done = deleted(rig)
+        assert (done.status_code, done.json()["outcome"]) == (status, word)
+    scene.outcome = Denied(0, invalid("It makes no sense.", "Ask otherwise."))
+    done = deleted(rig)
+    assert (done.status_code, done.text) == (409, "It makes no sense. Ask otherwise.")
+
+
+def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
+    for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": f"token={TOKEN}"}):
+        answer = deleted(rig, headers=wrong)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    for foreign in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "null"}):
+        assert deleted(rig, headers=BEARER | foreign).status_code == 403
+    assert deleted(rig, headers=BEARER | {"Host": "evil.example"}).status_code == 421
+    for nothing in ("1", "g" * 32, ONE + "%0a", ONE + "%2f"):
+        assert deleted(rig, nothing).status_code in (400, 404)
+    assert deleted(rig, reason="x" * 513).status_code == 400
+    assert asked(rig, f"api/v1/leases/{ONE}", BEARER).status_code == 405
+    assert (scene.revoked, scene.refusals) == ([], 0), "none of it came to the broker"
+
+
+def test_another_token_counts_from_when_it_is_read(rig: WebRig, scene: Scene) -> None:
+    other = {"Authorization": f"Bearer {TOKEN[::-1]}"}
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=20, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith(":")
+        rig.change_token(TOKEN[::-1])
+        wait_until(lambda: asked(rig, "api/v1/state", other).status_code == 200, "the process knows it")
+        assert [asked(rig, path, BEARER).status_code for path in ("api/v1/state", "metrics")] == [401, 401]
+        assert [deleted(rig, headers=of).status_code for of in (BEARER, other)] == [401, 200]
+        # What was begun by the one before ends, and the page asks anew.
+        assert sum(1 for _ in lines) < 10_000
+    assert len(scene.revoked) == 1
+    os.kill(rig.process_id, signal.SIGKILL)
+    wait_until(lambda: is_asked(rig, other), "the next process is given it, too")
+
+
+def is_asked(rig: WebRig, headers: dict[str, str]) -> bool:
+    with suppress(httpx.TransportError):
+        return asked(rig, "api/v1/state", headers).status_code == 200
+    return False
 
 
 NASTY = (
