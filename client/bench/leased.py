@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
-from gpulease.client.asking import ask
 from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
-from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty
+from gpulease.client.reports import first_card
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -187,7 +185,7 @@ def await_pool(address: str) -> None:
     """Return once the first card's pool has all the contexts that are wanted. Raises RuntimeError if it never has."""
     until = time.monotonic() + POOL_TIMEOUT_S
     while True:
-        card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        card = first_card(address, "warm_contexts", "warm_wanted")
         if card["warm_contexts"] >= card["warm_wanted"]:
             return
         if time.monotonic() > until:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.asking import ask
 from gpulease.client.bench.core import run_core
 from gpulease.client.bench.ends import SPIN_PTX, expiry, revocation
 from gpulease.client.bench.gateway import request_figures
@@ -29,8 +28,7 @@ from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
 from gpulease.client.cli.tables import table
-from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty
+from gpulease.client.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300
 """For one round of direct calls; a hung driver must not hang the benchmark."""
@@ -191,7 +189,7 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
             tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
             also_at = (tcp, tls) if tls else (tcp,)
             address = stack.enter_context(private_daemon(driver, also_at=also_at, settings=settings))
-        card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        card = first_card(address)
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)

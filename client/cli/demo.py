@@ -10,11 +10,9 @@ import click
 import numpy as np
 
 from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseExpired
-from gpulease.client.asking import ask
 from gpulease.client.cli.private_daemon import private_daemon, running_address
 from gpulease.client.cli.tables import size_text
-from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty
+from gpulease.client.reports import first_card
 
 SLICE_BYTES: Final = 64 << 20
 VALUES: Final = 1024
@@ -49,7 +47,7 @@ def demo(as_json: bool) -> None:
 
 
 def _run(address: str, say: Any) -> dict[str, Any]:
-    card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+    card = first_card(address)
     say(f"Card 0: {card['name']}, {card['uuid']}, {size_text(card['capacity_bytes'])} (driver {card['driver']}).\n")
     with GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(120).acquire() as lease:
         say(f"Lease    {lease.lease_id_text}: {size_text(lease.size_bytes)} for {lease.remaining_s:.0f} s")

@@ -17,6 +17,7 @@ from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
 from gpulease.client.core.wish import address_of, milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
 from gpulease.client.events import LeaseEvents
+from gpulease.client.reports import cards_of, leases_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
 
@@ -87,7 +88,7 @@ def drain(ctx: click.Context, within_ms: int, wait: bool, cancel: bool, as_json:
 
 def _check_drained() -> None:
     """Whoever waits for a node to be empty must not believe it of one that grants again. Raises InvalidRequest."""
-    if all(card.get("drain_left_ms") is None for card in _ask_patiently(Opcode.GET_INVENTORY).details):
+    if all(card.get("drain_left_ms") is None for card in cards_of(_ask_patiently(Opcode.GET_INVENTORY))):
         raise InvalidRequest(
             "the node is not drained any more: somebody cancelled that, or its daemon was started anew without `state`",
             "Drain it again",
@@ -107,7 +108,7 @@ def _ask_patiently(op: Opcode) -> Any:
 
 
 def _left(*, with_fenced: bool) -> list[str]:
-    found = _ask_patiently(Opcode.LEASE_LIST_ACTIVE).report
+    found = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
     return [lease["lease_id"] for lease in found if with_fenced or lease["state"] != "fenced"]
 
 

@@ -1,6 +1,5 @@
 """What programs that watch a node read: `gpulease metrics`, `health`."""
 
-import json
 import sys
 
 import click
@@ -8,6 +7,7 @@ import click
 from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.tables import table
+from gpulease.client.reports import health_of, json_text
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 
@@ -27,10 +27,11 @@ def metrics() -> None:
 def health(as_json: bool) -> None:
     """Show whether the daemon can grant leases, and what keeps it from it. Exit status 1 if it can't."""
     found = ask(Opcode.HEALTH, Empty()).report
+    is_ready, checks = health_of(found)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json_text(found))
     else:
-        rows = [[check["check"], "ok" if check["ok"] else "FAILS", check["detail"]] for check in found["checks"]]
+        rows = [[check["check"], "ok" if check["ok"] else "FAILS", check["detail"]] for check in checks]
         click.echo(table(["check", "", "what is wrong"], rows))
-    if not found["ready"]:
+    if not is_ready:
         sys.exit(1)

@@ -3,8 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -13,6 +12,7 @@ from gpulease.client.cli.cells import shown
 from gpulease.client.cli.endings import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import MISSING, seconds_text, size_text, table
+from gpulease.client.reports import Report, cards_of, json_text, leases_of
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
 
@@ -27,9 +27,10 @@ def info(as_json: bool) -> None:
     """Show the cards: what may be leased, what is free, what is fenced; and what workers are shut in by."""
     inventory = ask(Opcode.GET_INVENTORY, Empty())
     if as_json:
-        click.echo(json.dumps(inventory.details, indent=2))
+        click.echo(json_text(inventory.details))
         return
-    left_ms = next((card.get("drain_left_ms") for card in inventory.details), None)
+    cards = cards_of(inventory)
+    left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
         click.echo(f"The node is drained: it grants nothing, and {when}.")
@@ -46,23 +47,24 @@ def info(as_json: bool) -> None:
             _warm(card),
             "yes" if card["exclusive"] else "no",
         ]
-        for card in inventory.details
+        for card in cards
     ]
     click.echo(
         table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"], rows)
     )
     # All workers of a node are in the same one; a daemon from before there was one says nothing.
-    sandbox = inventory.details[0].get("sandbox") if inventory.details else None
+    sandbox = cards[0].get("sandbox") if cards else None
     if sandbox:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
         click.echo("\n" + table(["workers' sandbox", "", "how far, or why not"], measures))
 
 
-def _warm(card: dict[str, Any]) -> str:
+def _warm(card: Report) -> str:
     """Contexts that wait for a lease, and what all of the pool's hold."""
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
-    return f"{card['warm_contexts']} of {card['warm_wanted']}, {size_text(card['warm_bytes'])}"
+    ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
+    return f"{ready} of {wanted}, {size_text(held_bytes)}"
 
 
 @click.command()
@@ -71,21 +73,21 @@ def leases(as_json: bool) -> None:
     """List leases: your own, or everybody's if you are the operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json_text(found))
         return
     if not found:
         click.echo("No leases.")
         return
     head = ["lease", "tenant", "state", "slice", "used", "launches", "copies", "left"]
-    click.echo(table(head, [_row(item) for item in found]))
+    click.echo(table(head, [_row(item) for item in leases_of(found)]))
 
 
-def _row(lease: Mapping[str, Any]) -> list[str]:
+def _row(lease: Report) -> list[str]:
     used, launches, copies = (lease.get(key) for key in ("allocated_bytes", "launches", "copies"))
     return [
         lease["lease_id"],
         lease["tenant"],
-        lease["state"] if lease["cause"] is None else f"{lease['state']} ({lease['cause']})",
+        lease["state"] if lease.get("cause") is None else f"{lease['state']} ({lease['cause']})",
         size_text(lease["size_bytes"]),
         MISSING if used is None else size_text(used),
         MISSING if launches is None else str(launches),

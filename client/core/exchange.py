@@ -125,7 +125,8 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
     """The error of a control connection that ended: what its goodbye says, or Disconnected."""
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
-    return error_of(Failure(ended.failure.status, ended.failure.message, _is_it_running(channel.address)), doing)
+    hint = ended.failure.hint or _is_it_running(channel.address)
+    return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
 
 
 def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:

@@ -19,6 +19,11 @@ DIRECT_READ_BYTES: Final = 16 << 10
 """From this size on a read's reply is received in two pieces, header and data, so that the data needs no copy. Below,
 one system call less is worth more than the copy."""
 
+NOT_FOLLOWED_HINT: Final = (
+    "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
+)
+"""What to do about a peer whose bytes make no sense."""
+
 _LENGTH: Final = struct.Struct(">I")
 _PREFIX_BYTES: Final = HEADER_BYTES + _LENGTH.size
 
@@ -200,4 +205,6 @@ class Link:
 
     def _distrust(self, failure: Failure) -> None:
         status = Status.UNSUPPORTED if failure.status is Status.UNSUPPORTED else Status.DISCONNECTED
-        self.break_off(Failure(status, f"what the daemon sends can't be followed: {failure.message}"))
+        self.break_off(
+            Failure(status, f"what the daemon sends can't be followed: {failure.message}", NOT_FOLLOWED_HINT)
+        )

@@ -8,6 +8,7 @@ from typing import Any, Final
 from gpulease.client import GpuBuilder, GpuLeaseError
 from gpulease.client.asking import ask
 from gpulease.client.cli.card import ask_card, card_title
+from gpulease.client.reports import first_card, leases_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef
 
@@ -47,7 +48,7 @@ class Scene:
     @classmethod
     def at(cls, address: str) -> "Scene":
         """The daemon's first card."""
-        card = ask(Opcode.GET_INVENTORY, Empty(), address).details[0]
+        card = first_card(address)
         return cls(address, card["driver"], card["uuid"], card["name"], card["capacity_bytes"])
 
     def title(self) -> str:
@@ -69,11 +70,11 @@ class Scene:
 
     def held_bytes(self) -> int:
         """What leases hold, by the daemon's account."""
-        return int(ask(Opcode.GET_INVENTORY, Empty(), self.address).details[0]["held_bytes"])
+        return int(first_card(self.address, "held_bytes")["held_bytes"])
 
     def lease_ids(self) -> set[int]:
         """All leases that live."""
-        report = ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report
+        report = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
         return {int(lease["lease_id"], 16) for lease in report}
 
     def used_mib(self) -> int:

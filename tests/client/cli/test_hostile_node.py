@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulease.client.core.link import NOT_FOLLOWED_HINT
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.connection import Connection, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
@@ -24,7 +25,7 @@ IDS = ("$(touch${IFS}pwned)", "a\nplain,--reason", "--help", "*", "0" * 31, "0" 
 OBEYED = "\x1b[2J\x1b]0;title\x07"
 FENCED = [lease(8, OBEYED, lease_id=OBEYED, state="fenced")]
 
-ANSWERS: dict[Opcode, Body] = {
+ANSWERS: dict[Opcode, Body | bytes] = {
     Opcode.HELLO: HelloReply(0, "gpuleased", MAX_PAYLOAD_BYTES, ()),
     Opcode.LEASE_LIST_ACTIVE: Report(
         [lease(1, "ann", lease_id=text) for text in IDS] + [lease(7, "ann\x1b[2J")] + FENCED
@@ -50,7 +51,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
                 while data := peer.recv(1 << 16):
                     connection.receive_data(data)
                     while isinstance(event := connection.next_event(), Request):
-                        peer.sendall(connection.send_reply(event, ANSWERS[event.op]))
+                        answer = ANSWERS[event.op]
+                        if not isinstance(answer, bytes):
+                            answer = connection.send_reply(event, answer)
+                        peer.sendall(answer)
 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "node"))
@@ -97,6 +101,69 @@ def test_what_is_said_is_shown_escaped(
     if "--wait" in words:
         monkeypatch.setitem(ANSWERS, Opcode.LEASE_LIST_ACTIVE, Report(FENCED))
     assert_escaped(environment, *words)
+
+
+GOOD_CARD, GOOD_LEASE = card(), lease(9, "ann")
+
+
+def without(found: dict[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in found.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "said"),
+    [
+        ("leases", Report("none"), "the daemon's answer is not a list of leases"),
+        ("leases", Report([GOOD_LEASE, [1]]), "lease 2 of the daemon's answer is not a map"),
+        ("leases", Report([without(GOOD_LEASE, "tenant")]), "lease 1 of the daemon's answer lacks tenant"),
+        ("leases", Report([GOOD_LEASE | {"size_bytes": "1"}]), "size_bytes of lease 1 of the daemon's answer is not a"),
+        ("leases", Report([GOOD_LEASE | {"remaining_ms": float("nan")}]), "remaining_ms of lease 1"),
+        ("leases", Report([GOOD_LEASE | {"launches": True}]), "launches of lease 1"),
+        ("leases --json", Report([b"bytes"]), "can't be written as JSON"),
+        ("leases --json", Report([float("inf")]), "can't be written as JSON"),
+        ("info", Inventory((), {}), "the daemon's answer is not a list of cards"),
+        ("info", Inventory((), [GOOD_CARD | {"capacity_bytes": None}]), "capacity_bytes of card 1"),
+        ("info", Inventory((), [without(GOOD_CARD, "uuid")]), "card 1 of the daemon's answer lacks uuid"),
+        ("info", Inventory((), [GOOD_CARD | {"sandbox": [{"on": True}]}]), "measure of the sandbox 1"),
+        ("drain --wait", Report([{}]), "lease 1 of the daemon's answer lacks lease_id"),
+        ("health", Report({"ready": True}), "the daemon's answer lacks checks"),
+        ("health", Report({"ready": 1, "checks": []}), "ready of the daemon's answer is not true or false"),
+        ("demo", Inventory((), []), "the daemon's answer tells of no card"),
+    ],
+)
+def test_what_makes_no_sense_is_told_as_the_daemons(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: str, answer: Body, said: str
+) -> None:
+    op = {"info": Opcode.GET_INVENTORY, "demo": Opcode.GET_INVENTORY, "health": Opcode.HEALTH}.get(words.split()[0])
+    monkeypatch.setitem(ANSWERS, op or Opcode.LEASE_LIST_ACTIVE, answer)
+    done = subprocess.run([*INSTALLED, *words.split()], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("gpulease: MalformedReport: ")
+    assert said in done.stderr
+    assert "versions differ?" in done.stderr
+    assert "itself" not in done.stderr
+
+
+@pytest.mark.parametrize("op", [Opcode.HELLO, Opcode.LEASE_LIST_ACTIVE])
+def test_what_is_no_answer_at_all(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, op: Opcode) -> None:
+    monkeypatch.setitem(ANSWERS, op, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
+    done = subprocess.run([*INSTALLED, "leases"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 69
+    assert "can't be followed" in done.stderr
+    assert NOT_FOLLOWED_HINT in done.stderr
+
+
+def test_older_daemons_are_understood(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lack what was added since."""
+    old_lease = {key: GOOD_LEASE[key] for key in ("lease_id", "tenant", "state", "cause", "size_bytes", "remaining_ms")}
+    keys = ("uuid", "name", "driver", "index", "capacity_bytes", "available_bytes", "fenced_bytes", "leases")
+    old_card = {key: GOOD_CARD[key] for key in (*keys, "exclusive")}
+    monkeypatch.setitem(ANSWERS, Opcode.LEASE_LIST_ACTIVE, Report([old_lease]))
+    monkeypatch.setitem(ANSWERS, Opcode.GET_INVENTORY, Inventory((), [old_card]))
+    for word, shown in (("leases", "ann"), ("info", "H100")):
+        done = subprocess.run([*INSTALLED, word], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert shown in done.stdout
 
 
 def test_metrics_do_not_reach_a_terminal_as_they_are(environment: dict[str, str]) -> None:

@@ -1,0 +1,124 @@
+"""The maps that a daemon tells of cards, leases and itself, checked before anybody reads them.
+
+They have no fixed form on the wire: a daemon of another version may have more, or lack some. What is needed and is not
+there is the daemon's answer's fault, and is told as that.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from gpulease.client.asking import ask
+from gpulease.client.errors import GpuLeaseError
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, Inventory
+
+Report = dict[str, Any]
+
+
+class MalformedReport(GpuLeaseError):
+    """The daemon's answer is not what this program can read."""
+
+    default_hint = (
+        "Do their versions differ? Compare `gpulease --version` with what the daemon logs at its start; what answers"
+        " there may be no gpuleased at all"
+    )
+
+
+NUMBER: Final = "a number"
+WORD: Final = "a text"
+TRUTH: Final = "true or false"
+LIST: Final = "a list"
+
+CARD: Final = {
+    **dict.fromkeys(("uuid", "name", "driver"), WORD),
+    **dict.fromkeys(("index", "capacity_bytes", "available_bytes", "fenced_bytes", "leases"), NUMBER),
+    "exclusive": TRUTH,
+}
+CARD_PERHAPS: Final = {
+    **dict.fromkeys(("drain_left_ms", "held_bytes", "warm_contexts", "warm_wanted", "warm_bytes"), NUMBER),
+    "sandbox": LIST,
+}
+MEASURE: Final = {"measure": WORD, "on": TRUTH, "detail": WORD}
+LEASE: Final = {
+    **dict.fromkeys(("lease_id", "tenant", "state"), WORD),
+    **dict.fromkeys(("size_bytes", "remaining_ms"), NUMBER),
+}
+LEASE_PERHAPS: Final = {"cause": WORD, **dict.fromkeys(("allocated_bytes", "launches", "copies"), NUMBER)}
+CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
+"""What each must have, and what it may lack or have as None; all else is the daemon's."""
+
+
+def cards_of(inventory: Inventory) -> list[Report]:
+    """GET_INVENTORY's cards, each with the sandbox's measures where it tells of any. Raises MalformedReport."""
+    cards = _maps(inventory.details, "card", CARD, CARD_PERHAPS)
+    for card in cards:
+        _maps(card.get("sandbox") or [], "measure of the sandbox", MEASURE)
+    return cards
+
+
+def first_card(address: str, *figures: str) -> Report:
+    """The first card of the daemon there, with these figures, too. Raises MalformedReport, or what `ask` raises."""
+    cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
+    if not cards:
+        raise MalformedReport("the daemon's answer tells of no card")
+    return _map(cards[0], "card 1 of the daemon's answer", dict.fromkeys(figures, NUMBER), {})
+
+
+def leases_of(report: object) -> list[Report]:
+    """LEASE_LIST_ACTIVE's leases. Raises MalformedReport."""
+    return _maps(report, "lease", LEASE, LEASE_PERHAPS)
+
+
+def health_of(report: object) -> tuple[bool, list[Report]]:
+    """HEALTH: whether leases can be granted, and what was looked at. Raises MalformedReport."""
+    whole = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
+    return whole["ready"], _maps(whole["checks"], "check", CHECK)
+
+
+def json_text(report: object, indent: int | None = 2) -> str:
+    """A report as it came, for programs. Raises MalformedReport for what no JSON can hold."""
+    try:
+        return json.dumps(report, indent=indent, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedReport(f"the daemon's answer can't be written as JSON: {error}") from None
+
+
+def _maps(
+    found: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str] | None = None
+) -> list[Report]:
+    if not isinstance(found, list):
+        raise MalformedReport(f"the daemon's answer is not a list of {what}s")
+    numbered = enumerate(found, 1)
+    return [_map(item, f"{what} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered]
+
+
+def _map(item: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str]) -> Report:
+    if not isinstance(item, dict):
+        raise MalformedReport(f"{what} is not a map")
+    for name, kind in needed.items():
+        if name not in item:
+            raise MalformedReport(f"{what} lacks {name}")
+        _check(item[name], f"{name} of {what}", kind)
+    for name, kind in perhaps.items():
+        if item.get(name) is not None:
+            _check(item[name], f"{name} of {what}", kind)
+    return item
+
+
+def _check(value: object, what: str, kind: str) -> None:
+    if not _IS[kind](value):
+        raise MalformedReport(f"{what} is not {kind}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_IS: Final[Mapping[str, Callable[[object], bool]]] = {
+    NUMBER: _is_number,
+    WORD: lambda value: isinstance(value, str),
+    TRUTH: lambda value: isinstance(value, bool),
+    LIST: lambda value: isinstance(value, list),
+}
