@@ -112,7 +112,10 @@ class LogEvent(Enum):
         "an operator's request is done",
         ("action", "by", "lease_id", "reason", "outcome", "count", "contexts", "card", "within_ms", "took_ms"),
     )
-    TOKEN_ISSUED = Kind("token.issued", INFO, "a token was issued", ("lease_id", "tenant", "by", "permissions"))
+    TOKEN_ISSUED = Kind(
+        "token.issued", INFO, "a token was issued", ("lease_id", "tenant", "by", "permissions", "nonce")
+    )
+    TOKEN_REVOKED = Kind("token.revoked", INFO, "a token was revoked", ("lease_id", "tenant", "by", "nonce"))
     WORKER_SAID = Kind(
         "worker.said", INFO, "a worker or its kernel says:", ("lease_id", "worker_pid", "said", "lost_lines")
     )

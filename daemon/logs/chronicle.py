@@ -139,11 +139,13 @@ class Chronicle(Recorder):
     def issued(self, tenant: str, by: str, grant: Claims, audience: str | None) -> None:
         """As above."""
         permissions = list(names_of(grant.permissions))
-        self._say(LogEvent.TOKEN_ISSUED, tenant, lease_id=grant.lease_id, by=by, permissions=permissions)
+        told = {"lease_id": grant.lease_id, "by": by, "permissions": permissions, "nonce": grant.nonce.hex()}
+        self._say(LogEvent.TOKEN_ISSUED, tenant, **told)
         self._inner.issued(tenant, by, grant, audience)
 
     def token_revoked(self, tenant: str, by: str, lease_id: int, nonce: bytes) -> None:
         """As above."""
+        self._say(LogEvent.TOKEN_REVOKED, tenant, lease_id=lease_id, by=by, nonce=nonce.hex())
         self._inner.token_revoked(tenant, by, lease_id, nonce)
 
     def reloaded(self, config: str) -> None:
