@@ -10,6 +10,7 @@ from typing import Final
 
 from gpulease.daemon.broker.zygote import Zygote
 from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.processes import exit_text
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -17,6 +18,11 @@ from gpulease.protocol.sharing import Wanted
 
 MAX_HAND_OVERS: Final = 16
 """Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
+
+KILLED: Final = exit_text(signal.SIGKILL)
+"""How a zygote tells that a worker died of what the daemon, or anybody else, kills with."""
+
+ENDED_BY_DAEMON: Final = "was ended by the daemon"
 
 
 @dataclass(slots=True)
@@ -73,6 +79,12 @@ class Worker:
             elif self.pid:
                 # Its pidfd did not get through for want of descriptors here. The zygote reaps it, and says so first.
                 os.kill(self.pid, signal.SIGKILL)
+
+    def end_of(self, reason: str) -> tuple[str, bool]:
+        """How it ended, for logs, and whether by the daemon; `reason`: as its zygote tells it."""
+        # Whatever else it died of, it died of before the kill.
+        is_by_daemon = self.is_killed and reason == KILLED
+        return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
 
     def close(self) -> None:
         """Let go of all that is open for it; it is listened to no more."""

@@ -256,7 +256,8 @@ class Workers:
         """End the worker whatever it is doing; `WorkerExited` follows."""
         worker = self._workers.get(lease_id)
         if worker is None:
-            asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, "there was no process"))
+            exited = WorkerExited(lease_id, "there was no process", is_by_daemon=True)
+            asyncio.get_running_loop().call_soon(self._post, exited)
             return
         worker.is_killed = True
         worker.kill()
@@ -372,7 +373,7 @@ class Workers:
         lease_id = worker.spec.lease_id
         ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
         self._ended_workers[lease_id] = ended
-        asyncio.get_running_loop().call_soon(self._tell_end, ended, reason)
+        asyncio.get_running_loop().call_soon(self._tell_end, ended, *worker.end_of(reason))
 
     def _take_last_words(self, worker: Worker) -> None:
         """Why it ended, if it said so itself: the zygote may be heard first."""
@@ -383,9 +384,9 @@ class Workers:
                 if message.get("op") in ("failed", "faulted"):
                     self._take_word(worker, message)
 
-    def _tell_end(self, ended: Ended, reason: str) -> None:
+    def _tell_end(self, ended: Ended, reason: str, is_by_daemon: bool) -> None:
         """By the number it is known by now: until this was told, its lease may have been given another worker."""
-        self._post(WorkerExited(ended.lease_id, reason))
+        self._post(WorkerExited(ended.lease_id, reason, is_by_daemon))
 
     def _forget(self, worker: Worker) -> None:
         del self._workers[worker.spec.lease_id]

@@ -118,10 +118,14 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all."""
+    """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all.
+
+    `is_by_daemon`: whether a `KillWorker` is what ended it; the table does the same either way, who looks does not.
+    """
 
     lease_id: int
     reason: str
+    is_by_daemon: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,12 @@ class LogEvent(Enum):
         ("lease_id", "worker_pid"),
     )
     WORKER_EXITED = Kind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
+    WORKER_DIED = Kind(
+        "worker.died",
+        WARNING,
+        "the worker has ended, and not by the daemon's doing",
+        ("lease_id", "worker_pid", "reason"),
+    )
     LEASE_RECLAIMED = Kind(
         "lease.reclaimed",
         INFO,

@@ -207,8 +207,9 @@ class Chronicle(Recorder):
                 self._say_of(LogEvent.WORKER_READY, lease_id, worker_pid=pid, took_ms=took_ms)
             case WorkerFailed(lease_id, reason) if lease_id < FIRST_WARM_ID:
                 self._say_of(LogEvent.WORKER_FAILED, lease_id, worker_pid=self._pid_of(lease_id), reason=reason)
-            case WorkerExited(lease_id, reason) if lease_id < FIRST_WARM_ID:
-                self._say_of(LogEvent.WORKER_EXITED, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
+            case WorkerExited(lease_id, reason, is_by_daemon) if lease_id < FIRST_WARM_ID:
+                exited = LogEvent.WORKER_EXITED if is_by_daemon else LogEvent.WORKER_DIED
+                self._say_of(exited, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
 
     def _tell_request(self, event: AcquireRequested, effects: Sequence[Effect], now_ns: int) -> None:
         self._say(

@@ -77,7 +77,7 @@ def test_a_lease_from_its_request_to_its_end(
         with pytest.raises(GpuLeaseError):
             lease.renew(1)
     # Who killed the worker was not the daemon: then its end comes first.
-    expected = [END[1], END[0], END[2]] if cause == "worker_died" else END
+    expected = ["worker.died", END[0], END[2]] if cause == "worker_died" else END
     assert names(story) == BEGIN + expected
     by_name = {record["event"]: record for record in story}
     assert by_name["lease.reclaimed"]["cause"] == by_name["lease.ending"]["cause"] == cause
@@ -86,6 +86,10 @@ def test_a_lease_from_its_request_to_its_end(
     assert {record["tenant"] for record in story if "tenant" in record} == {f"uid:{os.getuid()}"}
     assert [record["monotonic_ns"] for record in story] == sorted(record["monotonic_ns"] for record in story)
     assert by_name["lease.granted"]["generation"] == 1
+    end_of_worker = next(record for record in story if record["event"] in ("worker.exited", "worker.died"))
+    told = ("warning", "was killed by SIGKILL") if cause == "worker_died" else ("info", "was ended by the daemon")
+    assert (end_of_worker["level"], end_of_worker["reason"]) == told
+    assert [record["level"] for record in story if record is not end_of_worker] == ["info"] * (len(story) - 1)
     assert ("late_ms" in by_name["lease.ending"]) == (cause == "expired")
 
 

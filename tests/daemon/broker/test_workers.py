@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gpulease.daemon.broker.worker import Worker
+from gpulease.daemon.broker.worker import ENDED_BY_DAEMON, Worker
 from gpulease.daemon.broker.workers import MAX_REASON_CHARS, Workers
 from gpulease.daemon.channel import channel_pair, send_message
 from gpulease.daemon.core import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
@@ -71,3 +71,21 @@ def test_what_a_worker_says_of_its_end_is_cut_and_one_line(
         workers._on_worker_message(Worker(spec, page, ours, workers._zygote, pid=1))
     page.close()
     assert told == [event(LEASE, taken)]
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "reason", "told"),
+    [
+        (True, "was killed by SIGKILL", (ENDED_BY_DAEMON, True)),
+        (True, "was killed by SIGSEGV", ("was killed by SIGSEGV", False)),
+        (True, "exited with status 5", ("exited with status 5", False)),
+        (False, "was killed by SIGKILL", ("was killed by SIGKILL", False)),
+    ],
+)
+def test_whose_doing_an_end_was(is_killed: bool, reason: str, told: tuple[str, bool]) -> None:
+    workers, page = Workers("cpu"), BrokerPage()
+    ours, theirs = channel_pair()
+    with ours, theirs:
+        spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
+        assert Worker(spec, page, ours, workers._zygote, pid=1, is_killed=is_killed).end_of(reason) == told
+    page.close()
