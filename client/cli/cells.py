@@ -56,6 +56,34 @@ def fit(text: str, width: int) -> str:
     return "".join(kept) + "+" if width > 0 else ""
 
 
+def wrap(text: str, width: int) -> list[str]:
+    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
+
+    A line is never less than one character, however narrow it is to be.
+    """
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and width_of(line) + 1 + width_of(word) <= width:
+            line += f" {word}"
+            continue
+        lines += [line] if line else []
+        *pieces, line = _pieces(word, width)
+        lines += pieces
+    return [*lines, line] if line else lines
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces, used = [""], 0
+    for mark in word:
+        if pieces[-1] and used + _cells(mark) > width:
+            pieces.append("")
+            used = 0
+        pieces[-1] += mark
+        used += _cells(mark)
+    return pieces
+
+
 def pad(text: str, width: int, *, right: bool = False) -> str:
     """Shown text in exactly so many cells, flushed left or right."""
     text = fit(text, width)

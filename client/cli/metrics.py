@@ -6,7 +6,7 @@ import click
 
 from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
-from gpulease.client.cli.tables import table
+from gpulease.client.cli.narrow import fitted, output_width
 from gpulease.client.reports import health_of, json_text
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
@@ -32,6 +32,6 @@ def health(as_json: bool) -> None:
         click.echo(json_text(found))
     else:
         rows = [[check["check"], "ok" if check["ok"] else "FAILS", check["detail"]] for check in checks]
-        click.echo(table(["check", "", "what is wrong"], rows))
+        click.echo(fitted(["check", "", "what is wrong"], rows, output_width(), is_text_last=True))
     if not is_ready:
         sys.exit(1)

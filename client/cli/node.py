@@ -11,7 +11,8 @@ from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.endings import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.tables import MISSING, seconds_text, size_text, table
+from gpulease.client.cli.narrow import fitted, output_width, wrapped_text
+from gpulease.client.cli.tables import MISSING, seconds_text, size_text
 from gpulease.client.reports import Report, cards_of, json_text, leases_of
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
@@ -30,10 +31,11 @@ def info(as_json: bool) -> None:
         click.echo(json_text(inventory.details))
         return
     cards = cards_of(inventory)
+    width = output_width()
     left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
         when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
-        click.echo(f"The node is drained: it grants nothing, and {when}.")
+        click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
     rows = [
         [
             str(card["index"]),
@@ -49,14 +51,13 @@ def info(as_json: bool) -> None:
         ]
         for card in cards
     ]
-    click.echo(
-        table(["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"], rows)
-    )
+    head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
+    click.echo(fitted(head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver")))
     # All workers of a node are in the same one; a daemon from before there was one says nothing.
     sandbox = cards[0].get("sandbox") if cards else None
     if sandbox:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
-        click.echo("\n" + table(["workers' sandbox", "", "how far, or why not"], measures))
+        click.echo("\n" + fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True))
 
 
 def _warm(card: Report) -> str:
@@ -79,7 +80,8 @@ def leases(as_json: bool) -> None:
         click.echo("No leases.")
         return
     head = ["lease", "tenant", "state", "slice", "used", "launches", "copies", "left"]
-    click.echo(table(head, [_row(item) for item in leases_of(found)]))
+    rows = [_row(item) for item in leases_of(found)]
+    click.echo(fitted(head, rows, output_width(), spared=("copies", "launches")))
 
 
 def _row(lease: Report) -> list[str]:

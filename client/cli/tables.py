@@ -8,6 +8,9 @@ from gpulease.client.cli.cells import pad, shown, width_of
 MISSING: Final = "-"
 """What a table says of what its daemon does not."""
 
+GAP: Final = "  "
+"""Between two columns."""
+
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -39,7 +42,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for row in zip(*columns, strict=True):
         cells = [pad(cell, width, right=right) for cell, width, right in zip(row, widths, is_number, strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(GAP.join(cells).rstrip())
     return "\n".join(lines)
 
 

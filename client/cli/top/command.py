@@ -1,8 +1,6 @@
 """`gpulease top`: the live view, one frame of it as text, or a line of JSON a reading."""
 
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +9,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.endings import end_by
+from gpulease.client.cli.narrow import output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
 from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
@@ -54,7 +53,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         if as_json:
             click.echo(_json(scene))
         else:
-            click.echo(plain(View(every_s or ONCE_S), scene, str(address), _width()))
+            click.echo(plain(View(every_s or ONCE_S), scene, str(address), output_width() or PIPE_WIDTH))
     else:
         try:
             from gpulease.client.cli.top.screen import watch
@@ -67,16 +66,6 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         ended_by = watch(address, every_s or EVERY_S)
         if ended_by is not None:
             end_by(ended_by)
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((PIPE_WIDTH, 0)).columns if sys.stdout.isatty() else _columns()
-
-
-def _columns() -> int:
-    """What the environment says of a pipe's reader."""
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= 1000 else PIPE_WIDTH
 
 
 def _stream(readings: Readings, every_s: float) -> None:
