@@ -4,10 +4,12 @@ What it changes lies in an overlay that goes with it. Its init may filter no sys
 the units' own filters are what is tried.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,8 +119,22 @@ def missing() -> str:
 
 
 @contextmanager
+def _alone() -> Iterator[None]:
+    """One host at a time: they share a control group, because no systemd gives them one each."""
+    with (Path(tempfile.gettempdir()) / "gpulease-tests-booted.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def booted_host(folder: Path) -> Iterator[BootedHost | None]:
     """A host that is up until the block is left; None if this machine's kernel does not let one boot."""
+    with _alone(), _booted(folder) as host:
+        yield host
+
+
+@contextmanager
+def _booted(folder: Path) -> Iterator[BootedHost | None]:
     root, upper, work = folder / "root", folder / "upper", folder / "work"
     for place in (root, upper, work):
         place.mkdir()
