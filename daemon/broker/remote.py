@@ -78,6 +78,7 @@ class RemoteDoor:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._is_open = False
         # By process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
@@ -101,6 +102,9 @@ class RemoteDoor:
                 self._pass_on(listener)
             for pid in list(self._relays):
                 await self._leave_to_gate(pid)
+            if self._channel is None:
+                raise ChannelClosed("the gate is gone")
+            self._is_open = True
         except ChannelClosed:
             self._end()
             raise CannotListen("the gate for remote tenants died as it started; its log says why") from None
@@ -208,6 +212,7 @@ class RemoteDoor:
         self._by_tenant[relay.tenant] += 1
 
     def _end(self) -> None:
+        self._is_open = False
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
@@ -291,10 +296,12 @@ class RemoteDoor:
             del self._by_tenant[tenant]
 
     def _gone(self) -> None:
+        was_open = self._is_open
         self._end()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(CannotListen("the gate for remote tenants died as it started; its log says why"))
-        elif not self._is_stopping:
+        elif was_open and not self._is_stopping:
+            # One that never was is told of by whoever starts it.
             tell(LogEvent.GATE_DIED)
             task = asyncio.get_running_loop().create_task(self._restart())
             self._tasks.add(task)

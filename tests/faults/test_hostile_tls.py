@@ -216,6 +216,34 @@ def test_connections_outlive_the_gate_and_it_comes_back(pki: Pki, start_daemon: 
     check_ann_is_served(daemon, pki)
 
 
+def children(daemon: Daemon) -> set[int]:
+    """The broker's own, those that have just been forked too."""
+    return {info.pid for info in daemon.processes() if info.parent == daemon.process.pid}
+
+
+def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
+    """One after the other is tried, until one is there: never two, whatever they said before they ended."""
+    pki = Pki.make(tmp_path)
+    daemon = start_daemon(tls=True, config=pki.settings())
+    daemon.allowed_trouble += ["the gate for remote tenants died", "the gate for remote tenants can't be started"]
+    hidden = pki.server.key.with_suffix(".hidden")
+    pki.server.key.rename(hidden)
+    known = children(daemon)
+    os.kill(gate_pid(daemon), signal.SIGKILL)
+    # What the next one says, and that it has ended, reach a broker that was away at once.
+    (tried,) = wait_until(lambda: children(daemon) - known, "another one is tried")
+    daemon.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: not is_running(tried), "it has ended")
+    daemon.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: daemon.log().count("can't be started") >= 3, "it was tried again", seen=daemon.log)
+    hidden.rename(pki.server.key)
+    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+    assert daemon.log().count("the gate for remote tenants died") == 1
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+        assert gate_pid(daemon), "there is one"
+
+
 def test_a_revocation_reaches_relays_of_a_gate_that_died(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
     own = Pki.make(tmp_path / "pki")
     daemon = start_daemon(tls=True, config=own.settings())
