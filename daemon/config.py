@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from gpulease.daemon.agreement import check_bounds, check_tenants
 from gpulease.daemon.capabilities.demands import Demand
-from gpulease.daemon.core import Cause, CoreLimits
+from gpulease.daemon.core import Cause, CoreLimits, Recycling
 from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
 from gpulease.daemon.logs.settings import FORMATS, LEVELS, LogStyle
+from gpulease.daemon.recycling_settings import check_recycling, recycling_of
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
 from gpulease.daemon.tenant_names import check_tenant
@@ -77,6 +78,9 @@ class Config:
         vram_bytes: For cpu: one pretended card of each size. For cuda: at most one, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
         warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
+        recycle: "same-tenant" if a context serves its tenant's next lease too, "off" if each serves one lease.
+        recycle_idle_s: How long it waits for that.
+        recycle_leases: How many leases it serves at most.
         max_connections: Control connections at a time, all tenants together.
         max_connections_per_tenant: The same for one tenant; operators are not counted.
         state: The folder of what survives the daemon; None to keep nothing.
@@ -110,6 +114,9 @@ class Config:
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
     warm_contexts: int = 0
+    recycle: str = "off"
+    recycle_idle_s: int = 10
+    recycle_leases: int = 1000
     max_connections: int = 1024
     max_connections_per_tenant: int = 512
     state: Path | None = None
@@ -149,6 +156,11 @@ class Config:
     def of_sandbox(self) -> SandboxSettings:
         """What is said of the workers' sandbox, in one."""
         return SandboxSettings(self.sandbox == "required", self.worker_user, self.sandbox_without)
+
+    @property
+    def recycling(self) -> Recycling | None:
+        """Within what bounds contexts serve their tenant again; None if they never do."""
+        return recycling_of(self.recycle, self.recycle_idle_s, self.recycle_leases)
 
 
 def parse_size(text: str) -> int:
@@ -222,7 +234,7 @@ def _convert(key: str, value: Any) -> Any:
             return frozenset(_measure(text) for text in _texts(value))
         if key == "worker_user":
             return _user(value)
-        if key in ("driver", "sandbox", "log_format", "log_level"):
+        if key in ("driver", "sandbox", "recycle", "log_format", "log_level"):
             return str(value)
         if key == "on_stop":
             return _on_stop(value)
@@ -371,6 +383,7 @@ def _check(config: Config) -> None:
     try:
         check_tenants(tenants, config.tenant_of_uid, config.tenant_of_certificate, config.tls)
         check_bounds(tenants, config.limits)
+        check_recycling(config.recycle, config.recycle_idle_s, config.recycle_leases, config.warm_contexts)
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
 

@@ -1,6 +1,7 @@
-"""What a tenant may be called."""
+"""What a tenant may be called, and whose name is another's from now on."""
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 OVER_TCP: Final = "tcp"
@@ -21,3 +22,17 @@ def check_tenant(name: object) -> str:
     if not isinstance(name, str) or not _TENANT.fullmatch(name) or name in RESERVED_TENANTS:
         raise ValueError(f"{name!r} is no name for a tenant: use letters, digits, dots, dashes and underscores")
     return name
+
+
+def changed_hands(
+    of_uid: tuple[Mapping[int, str], Mapping[int, str]], of_certificate: tuple[Mapping[str, str], Mapping[str, str]]
+) -> frozenset[str]:
+    """The names that may be other people's than before; each argument is what an operator said before, and says now.
+
+    Without a table, certificates say themselves whose they are: any name could be one's.
+    """
+    tables = (*of_uid, *of_certificate)
+    if bool(of_certificate[0]) != bool(of_certificate[1]):
+        return frozenset(name for table in tables for name in table.values())
+    moved = (of_uid[0].items() ^ of_uid[1].items()) | (of_certificate[0].items() ^ of_certificate[1].items())
+    return frozenset(name for _, name in moved)

@@ -229,10 +229,10 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
 
 
 def _requests(driver: str) -> dict[str, dict[str, dict[str, float]]]:
-    figures = {}
-    for contexts in (0, REQUEST_CONTEXTS):
-        with private_daemon(driver, warm_contexts=contexts) as address:
-            name = f"pool of {contexts}" if contexts else "fresh contexts"
+    figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
+    daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
+    for name, (contexts, settings) in daemons.items():
+        with private_daemon(driver, warm_contexts=contexts, settings=settings) as address:
             figures[name] = request_figures(address, REQUEST_S, has_pool=bool(contexts))
     return figures
 

@@ -65,7 +65,8 @@ def _warm(card: Report) -> str:
     if not card.get("warm_wanted") and not card.get("warm_bytes"):
         return "0"
     ready, wanted, held_bytes = (card.get(f"warm_{name}") or 0 for name in ("contexts", "wanted", "bytes"))
-    return f"{ready} of {wanted}, {size_text(held_bytes)}"
+    again = f", {card['recycled_contexts']} again" if card.get("recycled_contexts") else ""
+    return f"{ready} of {wanted}{again}, {size_text(held_bytes)}"
 
 
 @click.command()

@@ -126,5 +126,6 @@ def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
         "exclusive": card.is_exclusive,
         "warm_contexts": card.warm_contexts,
         "warm_wanted": card.warm_wanted,
+        "recycled_contexts": card.recycled_contexts,
         "warm_bytes": card.warm_bytes,
     }

@@ -15,7 +15,7 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.submits import SubmitDesk
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.broker.view_desk import ViewDesk
-from gpulease.daemon.core import DrainCancelled, DrainRequested
+from gpulease.daemon.core import DrainCancelled, DrainRequested, GuestAttached
 from gpulease.daemon.core.denials import not_found
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
@@ -147,8 +147,12 @@ class Desk:
     def attached(self, lease_id: int, *, is_submit: bool = False) -> None:
         """The connection was handed over; that a submit's was is told by the lease table."""
         self._tokens.attached()
-        if not is_submit:
-            self._runtime.recorder.attached(lease_id, self._peer.tenant)
+        if is_submit:
+            return
+        self._runtime.recorder.attached(lease_id, self._peer.tenant)
+        lease = self._runtime.table.get(lease_id)
+        if lease is None or lease.tenant != self._peer.tenant or not self._peer.is_known:
+            self._runtime.post(GuestAttached(lease_id))
 
     def not_attached(self, lease_id: int) -> Failure:
         """The connection could not be handed over: what to say."""

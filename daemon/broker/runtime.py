@@ -16,6 +16,7 @@ from gpulease.daemon.broker.headroom import Headroom
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.metrics import NodeMetrics
 from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.recycling import Recycler
 from gpulease.daemon.broker.telling import Teller
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
@@ -45,10 +46,12 @@ from gpulease.daemon.core import (
     Outcome,
     PoolTimerFired,
     ProveReclaimed,
+    RecycleWorker,
     RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
+    ScrubWorker,
     SetDeadline,
     SpawnSubmit,
     SpawnWorker,
@@ -103,7 +106,8 @@ class Runtime:
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self._weigher = Weigher(table, source, workers, self.post)
-        workers.look_with(self._weigher.look)
+        self._recycler = Recycler(source, workers, self.post)
+        workers.look_with(self._weigher.look, self._recycler.on_scrubbed)
         self._watchman = Watchman(workers, self.post, max_load_s)
         self._events: deque[Event] = deque()
         self._is_busy = False
@@ -155,6 +159,7 @@ class Runtime:
         await self.metrics.stop()
         await self._watchman.stop()
         await self._weigher.stop()
+        await self._recycler.stop()
         await self._reclaimer.stop()
         self.headroom.close()
 
@@ -174,6 +179,8 @@ class Runtime:
 
     def post(self, event: Event) -> None:
         """Tell the table what happened, and carry out what it wants done."""
+        if self._recycler.holds_back(event):
+            return
         self._events.append(event)
         if self._is_busy:
             return
@@ -224,6 +231,10 @@ class Runtime:
                 self.workers.rename(from_id, to_id)
                 if from_id >= FIRST_WARM_ID:
                     self._cancel_timers(from_id)
+            case ScrubWorker(lease_id):
+                self._recycler.scrub(lease_id)
+            case RecycleWorker(lease_id, warm_id):
+                self.workers.recycle(lease_id, warm_id)
             case SetDeadline(lease_id, generation, deadline_ns):
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):

@@ -34,6 +34,7 @@ from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
+from gpulease.daemon.tenant_names import changed_hands
 from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
@@ -82,7 +83,7 @@ class Service:
         self.leaves_sessions = config.state is not None
         self._cards = cards
         self._recorder = recorder
-        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past)
+        table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling)
         tokens = TokenOffice(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
         )
@@ -156,7 +157,11 @@ class Service:
         Raises ConfigError, and changes nothing, if a tenant's cards are not all here.
         """
         _check_devices(config, self._cards)
-        self.runtime.post(TenantRulesChanged(config.limits.tenants))
+        of_uid, of_certificate = (
+            (self._config.tenant_of_uid, config.tenant_of_uid),
+            (self._config.tenant_of_certificate, config.tenant_of_certificate),
+        )
+        self.runtime.post(TenantRulesChanged(config.limits.tenants, changed_hands(of_uid, of_certificate)))
         limits = replace(self._config.limits, tenants=config.limits.tenants)
         self._config = replace(
             self._config,
@@ -273,7 +278,7 @@ async def _cards_of(config: Config) -> AsyncIterator[CardSource]:
 
 @contextlib.asynccontextmanager
 async def _workers_of(config: Config, source: CardSource, state: State) -> AsyncIterator[Workers]:
-    workers = Workers(source.driver, config.of_sandbox, state.zygotes)
+    workers = Workers(source.driver, config.of_sandbox, state.zygotes, wipes_heap=config.recycling is not None)
     try:
         yield workers
     finally:

@@ -5,15 +5,17 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from gpulease.daemon.broker.zygote import Zygote
-from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.channel import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.processes import exit_text
 from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.page import BrokerPage
+from gpulease.daemon.worker.page import BrokerPage, PageFds
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sharing import Wanted
 
 MAX_HAND_OVERS: Final = 16
@@ -34,6 +36,10 @@ class Worker:
         serial: Its number there.
         born_as: The lease, or warm context, it was made for.
         counted: What of its page's counters was told, see `readings`; empty before the first time.
+        is_weighed: It was, or is being, weighed before it had a lease.
+        own_bytes: What the card showed for it then; None if that is not known.
+        next_page: Its control page once it is scrubbed; None unless it is asked to be.
+        has_answered: It has said how that went.
     """
 
     spec: WorkerSpec
@@ -48,6 +54,37 @@ class Worker:
     hand_overs: int = 0
     born_as: int = 0
     counted: tuple[int, ...] = ()
+    is_weighed: bool = False
+    own_bytes: int | None = None
+    next_page: BrokerPage | None = None
+    has_answered: bool = False
+
+    @classmethod
+    def to_be(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
+        """One that a zygote is to make, and its own end of its channel. Raises OSError."""
+        page = BrokerPage()
+        try:
+            ours, theirs = channel_pair()
+        except OSError:
+            page.close()
+            raise
+        ours.setblocking(False)
+        return cls(spec, page, ours, zygote, born_as=spec.lease_id), theirs
+
+    @classmethod
+    def adopted(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: Zygote, serial: int) -> Self:
+        """One that an earlier daemon had; `fds` are its pidfd, pages and channel."""
+        pidfd, *page_fds, channel_fd = fds
+        channel = socket.socket(fileno=channel_fd)
+        channel.setblocking(False)
+        return cls(spec, BrokerPage(PageFds(*page_fds)), channel, zygote, serial, pid, pidfd, is_ready=True)
+
+    def refuse(self, status: Status, reason: str = "") -> None:
+        """Have it answer everything with `status` and that reason, and say so to whoever is connected."""
+        self.page.refuse(status, reason)
+        # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            send_message(self.channel, {"op": "end"})
 
     def take_lease(self, spec: WorkerSpec) -> None:
         """Have it take a lease, or a submit, if it was made ahead."""
@@ -86,12 +123,29 @@ class Worker:
         is_by_daemon = self.is_killed and reason == KILLED
         return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
 
+    def become_warm(self) -> bool:
+        """It is scrubbed: it has its next page, and no lease but its number. False if its zygote can't be told."""
+        if self.next_page is None:
+            return False
+        self.page.close()
+        self.page, self.next_page, self.has_answered, self.counted = self.next_page, None, False, ()
+        self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
+        try:
+            self.zygote.renew(self.serial, self.spec, self.page.fds)
+        except (ChannelClosed, BlockingIOError):
+            return False
+        finally:
+            self.page.let_go()
+        return True
+
     def close(self) -> None:
         """Let go of all that is open for it; it is listened to no more."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.channel)
         self.channel.close()
         self.page.close()
+        if self.next_page is not None:
+            self.next_page.close()
         if self.pidfd >= 0:
             loop.remove_reader(self.pidfd)
             os.close(self.pidfd)

@@ -1,13 +1,11 @@
 """The workers as the broker sees them: one record each, from the spawn to the reaped process.
 
-A worker is known by the number of its lease, or of its warm context; that number may change during its life, and after
-it, until its end was told.
+A worker is known by the number of its lease, or warm context; that may change until its end was told.
 """
 
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +15,14 @@ from gpulease.daemon.audit.records import clean_text
 from gpulease.daemon.broker.finding import FoundWorker, FoundZygote
 from gpulease.daemon.broker.worker import Ended, Worker
 from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
-from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.channel import ChannelClosed, close_all, receive_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.page import BrokerPage, PageFds
+from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sharing import Wanted
@@ -42,9 +40,12 @@ class Workers:
 
     Args:
         folder: Where zygotes listen for the next broker; None if they are to die with this one.
+        wipes_heap: Whether workers overwrite what they free of their own memory.
     """
 
-    def __init__(self, driver: str, sandbox: SandboxSettings | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, driver: str, sandbox: SandboxSettings | None = None, folder: Path | None = None, wipes_heap: bool = False
+    ) -> None:
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
         self._being_born: dict[int, Worker] = {}
@@ -53,7 +54,9 @@ class Workers:
         self._found: dict[tuple[Zygote, int], FoundWorker] = {}
         self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
         self._on_end: Callable[[Worker], None] = lambda worker: None
+        self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
         self._driver = driver
+        self.wipes_heap = wipes_heap
         self._sandbox = sandbox or SandboxSettings()
         self._folder = folder
         self._zygote = self._new_zygote()
@@ -64,9 +67,9 @@ class Workers:
         """Who is told what happens to workers from now on."""
         self._deliver = deliver
 
-    def look_with(self, look: Callable[[int], None]) -> None:
-        """Who is told of leases whose context may have grown."""
-        self._on_look = look
+    def look_with(self, look: Callable[[int], None], weigh: Callable[[Worker, str, int], None]) -> None:
+        """Who is told of leases whose context may have grown, and of workers scrubbed, or not, and why."""
+        self._on_look, self._on_scrubbed = look, weigh
 
     def tell_of_ends(self, on_end: Callable[[Worker], None]) -> None:
         """Who is told of each worker that has ended, while its page can still be read."""
@@ -128,7 +131,9 @@ class Workers:
                 await self._restart
 
     def _new_zygote(self) -> Zygote:
-        return Zygote(self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox, self._folder)
+        return Zygote(
+            self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox, self._folder, self.wipes_heap
+        )
 
     # --- an earlier daemon's ---
 
@@ -138,21 +143,16 @@ class Workers:
 
     def adopt(self, found: FoundWorker, lease_id: int) -> None:
         """Know an earlier daemon's worker by a lease's number, or a warm context's, from now on."""
-        (key,) = [key for key, worker in self._found.items() if worker is found]
-        zygote, serial = key
-        del self._found[key]
+        ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found]
+        del self._found[zygote, serial]
         if found.fds is None or found.reason is not None:
             close_all(list(found.fds or ()))
             self._ended_workers[lease_id] = Ended(lease_id, found.pid, zygote, serial)
             return
-        pidfd, *page_fds, channel_fd = found.fds
-        channel = socket.socket(fileno=channel_fd)
-        channel.setblocking(False)
         spec = replace(found.spec, lease_id=lease_id)
-        page = BrokerPage(PageFds(*page_fds))
-        worker = Worker(spec, page, channel, zygote, serial, found.pid, pidfd, is_ready=True)
-        self._workers[lease_id] = self._by_serial[key] = worker
-        asyncio.get_running_loop().add_reader(channel, self._on_worker_message, worker)
+        worker = Worker.adopted(spec, found.pid, found.fds, zygote, serial)
+        self._workers[lease_id] = self._by_serial[zygote, serial] = worker
+        asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
         if not zygote.is_running:
             self._watch_orphan(worker)
 
@@ -164,22 +164,23 @@ class Workers:
         """Those that have said that they are ready and were not ordered dead."""
         return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
 
+    def worker(self, lease_id: int) -> Worker | None:
+        """The worker of that number."""
+        return self._workers.get(lease_id)
+
     def pid(self, lease_id: int) -> int:
         """The worker's process id, 0 if there is none."""
-        worker = self._workers.get(lease_id)
-        return 0 if worker is None else worker.pid
+        return 0 if (worker := self._workers.get(lease_id)) is None else worker.pid
 
     def is_alive(self, lease_id: int) -> bool:
         """Whether the worker's process runs: one that is dead is told of only once it was reaped."""
-        worker = self._workers.get(lease_id)
-        if worker is None or worker.pidfd < 0:
+        if (worker := self._workers.get(lease_id)) is None or worker.pidfd < 0:
             return worker is not None
         return not has_ended(worker.pidfd)
 
     def ended_pid(self, lease_id: int) -> int:
         """The process id of a worker that has ended; 0 if it never had one."""
-        ended = self._ended_workers.get(lease_id)
-        return 0 if ended is None else ended.pid
+        return 0 if (ended := self._ended_workers.get(lease_id)) is None else ended.pid
 
     def settle(self, lease_id: int) -> None:
         """A worker's bytes are proved back, or fenced: nothing need be known of it any more."""
@@ -189,8 +190,7 @@ class Workers:
 
     def page(self, lease_id: int) -> BrokerPage | None:
         """The worker's control page."""
-        worker = self._workers.get(lease_id)
-        return None if worker is None else worker.page
+        return None if (worker := self._workers.get(lease_id)) is None else worker.page
 
     def rename(self, from_id: int, to_id: int) -> None:
         """Know a worker by another number, whether it lives or has ended."""
@@ -200,6 +200,16 @@ class Workers:
         if (ended := self._ended_workers.pop(from_id, None)) is not None:
             ended.lease_id = to_id
             self._ended_workers[to_id] = ended
+
+    def recycle(self, lease_id: int, warm_id: int) -> None:
+        """A lease's worker is scrubbed: it has no lease and another page from now on."""
+        if (worker := self._workers.get(lease_id)) is not None:
+            # What the page that goes has counted is that lease's.
+            self._on_end(worker)
+        self.rename(lease_id, warm_id)
+        if worker is not None and not worker.become_warm():
+            # The next broker would take it for another's: no lease may have it.
+            self.kill(warm_id)
 
     def spawn(self, spec: WorkerSpec) -> None:
         """Have a worker made, or have the one that was made ahead for this lease, or submit, take it.
@@ -212,26 +222,20 @@ class Workers:
         if spec.lease_id in self._ended_workers:
             # One made ahead that has just died, which is about to be told.
             return
-        page = None
         try:
-            page = BrokerPage()
-            ours, theirs = channel_pair()
+            worker, theirs = Worker.to_be(spec, self._zygote)
         except OSError as error:
-            if page is not None:
-                page.close()
             self._not_started(spec, error)
             return
-        ours.setblocking(False)
-        worker = Worker(spec, page, ours, self._zygote, born_as=spec.lease_id)
         self._workers[spec.lease_id] = self._being_born[spec.lease_id] = worker
         with theirs:
             try:
-                self._zygote.spawn(spec, theirs.fileno(), page.fds, ours.fileno())
-                page.let_go()
+                self._zygote.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
+                worker.page.let_go()
             except (ChannelClosed, BlockingIOError) as error:
                 self._ended(worker, f"could not be started: {error}")
                 return
-        asyncio.get_running_loop().add_reader(ours, self._on_worker_message, worker)
+        asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
         tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.lease_id, reason=error.strerror)
@@ -245,17 +249,12 @@ class Workers:
 
     def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
         """Have the worker answer everything with `status` and that reason, and say so to whoever is connected."""
-        if (worker := self._workers.get(lease_id)) is None:
-            return
-        worker.page.refuse(status, reason)
-        # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
-        with contextlib.suppress(ChannelClosed, BlockingIOError):
-            send_message(worker.channel, {"op": "end"})
+        if (worker := self._workers.get(lease_id)) is not None:
+            worker.refuse(status, reason)
 
     def kill(self, lease_id: int) -> None:
         """End the worker whatever it is doing; `WorkerExited` follows."""
-        worker = self._workers.get(lease_id)
-        if worker is None:
+        if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "there was no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
             return
@@ -318,6 +317,8 @@ class Workers:
                 if worker.pid:
                     # Else what it holds could not be told from others' bytes: the zygote says at once who it is.
                     self._post(WorkerReady(lease_id))
+            case {"op": "scrubbed", "doubt": str(doubt), "held": int(held_bytes)}:
+                self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
             case {"op": "failed", "reason": str(reason)}:
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
             case {"op": "faulted", "reason": str(reason)}:

@@ -17,6 +17,7 @@ from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, rece
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.version import VERSION
+from gpulease.daemon.worker.heap import WIPING_HEAP
 from gpulease.daemon.worker.page import PageFds
 from gpulease.daemon.worker.spec import WorkerSpec
 
@@ -46,6 +47,7 @@ class Zygote:
         on_message: Called with this zygote, each message and its descriptors, which are then the callee's.
         on_exit: Called once with this zygote when it is gone; its workers die with it.
         folder: Where it listens for the next broker; None for one that dies with this one.
+        wipes_heap: Whether it, and its workers, overwrite what they free of their own memory.
 
     Attributes:
         findings: Which measures its workers are under, as it said when it was ready.
@@ -58,6 +60,7 @@ class Zygote:
         on_exit: Callable[["Zygote"], None],
         sandbox: SandboxSettings,
         folder: Path | None = None,
+        wipes_heap: bool = False,
     ) -> None:
         self.findings: list[dict[str, Any]] = []
         self._driver = driver
@@ -65,6 +68,7 @@ class Zygote:
         self._on_message = on_message
         self._on_exit = on_exit
         self._folder = folder
+        self._wipes_heap = wipes_heap
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -116,6 +120,8 @@ class Zygote:
         command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
         # A BLAS that starts threads when it is imported would make every fork unsafe.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        if self._wipes_heap:
+            environment |= WIPING_HEAP
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
             ours, theirs = channel_pair()
             undo.callback(ours.close)
@@ -153,6 +159,13 @@ class Zygote:
             raise ChannelClosed("the zygote is not running")
         if self.outlives_its_broker:
             send_message(self._channel, spec.to_message() | {"op": "lease", "serial": serial})
+
+    def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
+        """A worker was scrubbed and has other control pages. Raises as `spawn` does."""
+        if self._channel is None:
+            raise ChannelClosed("the zygote is not running")
+        if self.outlives_its_broker:
+            send_message(self._channel, spec.to_message() | {"op": "renew", "serial": serial}, page_fds)
 
     def forget(self, serial: int) -> None:
         """A worker's bytes are proved back: nobody needs to know of it any more."""

@@ -21,11 +21,13 @@ from gpulease.daemon.core.effects import (
     LeaseEnded,
     Outcome,
     ProveReclaimed,
+    RecycleWorker,
     RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
     RevokeDone,
+    ScrubWorker,
     SetDeadline,
     SpawnSubmit,
     SpawnWorker,
@@ -44,6 +46,7 @@ from gpulease.daemon.core.events import (
     Event,
     FenceClearRequested,
     FreeRequested,
+    GuestAttached,
     HoldTimerFired,
     LeaseRestored,
     PoolTimerFired,
@@ -66,6 +69,7 @@ from gpulease.daemon.core.events import (
     WorkerFailed,
     WorkerFound,
     WorkerReady,
+    WorkerScrubbed,
 )
 from gpulease.daemon.core.invariants import InvariantBroken
 from gpulease.daemon.core.keeping import KeptCard, KeptLease, KeptWarm, Past
@@ -80,6 +84,7 @@ from gpulease.daemon.core.leases import (
 )
 from gpulease.daemon.core.limits import CoreLimits
 from gpulease.daemon.core.phases import Standing, ends_ns
+from gpulease.daemon.core.recycling import Recycling
 from gpulease.daemon.core.submit import FIRST_SUBMIT_ID, SubmitSnapshot, SubmitState
 from gpulease.daemon.core.table import LeaseTable
 from gpulease.daemon.core.waiting import WaiterSnapshot
@@ -113,6 +118,7 @@ __all__ = [
     "FreeRequested",
     "Freed",
     "Granted",
+    "GuestAttached",
     "HoldTimerFired",
     "InvalidTransition",
     "InvariantBroken",
@@ -131,6 +137,8 @@ __all__ = [
     "ProveReclaimed",
     "ReclaimFailed",
     "ReclaimProved",
+    "RecycleWorker",
+    "Recycling",
     "RefuseSubmit",
     "RefuseWork",
     "RenameWorker",
@@ -139,6 +147,7 @@ __all__ = [
     "RequesterGone",
     "RevokeDone",
     "RevokeRequested",
+    "ScrubWorker",
     "SessionCondemned",
     "SessionFaulted",
     "SetDeadline",
@@ -170,5 +179,6 @@ __all__ = [
     "WorkerFailed",
     "WorkerFound",
     "WorkerReady",
+    "WorkerScrubbed",
     "ends_ns",
 ]

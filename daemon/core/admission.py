@@ -48,10 +48,11 @@ class Admission:
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
         """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
-        del now_ns, out
         book = self._book
         book.under_earlier_rules = {*book.live_by_tenant, *(waiter.acquire.tenant for waiter in book.line)}
         book.limits = replace(book.limits, tenants=event.rules)
+        book.renamed |= event.renamed
+        self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""

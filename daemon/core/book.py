@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from gpulease.daemon.core.cards import Card, CardAccount
 from gpulease.daemon.core.leases import Lease, LeaseSnapshot, LeaseState, Trigger
 from gpulease.daemon.core.limits import CoreLimits
+from gpulease.daemon.core.recycling import Recycling
 from gpulease.daemon.core.revoked import RevokedIds
 from gpulease.daemon.core.submit import Submit, SubmitState
 from gpulease.daemon.core.tenants import AcquireRates
@@ -28,6 +29,8 @@ class Book:
         revoked: Every lease that was revoked, also those that are forgotten otherwise.
         cleared: Every lease whose fence an operator cleared, likewise: its memory was never proved free.
         warm: The contexts of the pool, by number.
+        renamed: Tenants who may have been other people earlier: what they leave is nobody's to use again.
+        recycling: Within what bounds contexts serve their tenant again; None if they never do.
         submits: Those that are not proved gone, by number.
         rates: How fast each tenant asks for contexts.
         drain_ns: When a drain ends what is left; None while the node is not drained.
@@ -35,8 +38,11 @@ class Book:
         has_freed_room: Bytes came back, or the line got shorter, since the line was last served.
     """
 
-    def __init__(self, cards: Iterable[Card], limits: CoreLimits, warm_contexts: int) -> None:
+    def __init__(
+        self, cards: Iterable[Card], limits: CoreLimits, warm_contexts: int, recycling: Recycling | None = None
+    ) -> None:
         self.limits = limits
+        self.recycling = recycling
         self.accounts = tuple(CardAccount(card, warm_contexts) for card in sorted(cards, key=lambda card: card.index))
         self.account_by_uuid = {account.card.uuid: account for account in self.accounts}
         self.live: dict[int, Lease] = {}
@@ -52,6 +58,7 @@ class Book:
         self.rates = AcquireRates()
         self.line = WaitingLine(limits)
         self.under_earlier_rules: set[str] = set()
+        self.renamed: set[str] = set()
         self.has_freed_room = False
         self.is_shutting_down = False
         self.drain_ns: int | None = None
@@ -59,6 +66,24 @@ class Book:
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
             raise ValueError("Two cards have the same uuid or the same index.")
+
+    def may_keep_warm(self, account: CardAccount) -> bool:
+        """Whether a card may have contexts that wait for leases."""
+        is_closed = self.is_shutting_down or self.drain_ns is not None
+        return not (is_closed or account.fenced_bytes or account.exclusive_leases)
+
+    def may_recycle(self, lease: Lease) -> bool:
+        """Whether the context of a lease that its tenant gave back, and that had nothing amiss, may serve it again.
+
+        A lease with a submit that runs, waits or is not proved gone must be torn down whole: its bytes are one.
+        """
+        is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
+        is_whole = is_whole and lease.tenant not in self.renamed
+        if self.recycling is None or lease.is_restored or not lease.warm_id or not is_whole:
+            return False
+        account = self.account_by_uuid[lease.card_uuid]
+        is_worn = lease.served + 1 >= self.recycling.max_leases
+        return not is_worn and self.may_keep_warm(account) and account.recycled < self.recycling.max_idle
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """The lease as it is, or as it was when it ended; None if it is unknown or forgotten."""

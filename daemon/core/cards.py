@@ -55,7 +55,8 @@ class CardSnapshot:
         free_bytes: What no lease holds and no fence keeps; warm contexts give way, so theirs are among them.
         available_bytes: The largest slice a tenant could be granted now: what is free less one context's
             overhead, and nothing while one lease has the card to itself.
-        warm_contexts: How many contexts wait for a lease.
+        warm_contexts: How many contexts wait for a lease of anybody's.
+        recycled_contexts: How many wait for a lease of the tenant they have served.
         warm_wanted: How many are to.
         warm_bytes: What all the pool's contexts hold, those that are being made or dropped too.
         leases: How many live leases it has, the fenced ones too.
@@ -73,6 +74,7 @@ class CardSnapshot:
     leases: int
     is_exclusive: bool
     warm_contexts: int
+    recycled_contexts: int
     warm_wanted: int
     warm_bytes: int
 
@@ -135,6 +137,11 @@ class CardAccount:
     def warm_bytes(self) -> int:
         """What all warm contexts hold."""
         return sum(context.charge_bytes for context in self.warm.values())
+
+    @property
+    def recycled(self) -> int:
+        """How many contexts wait for a tenant they have served."""
+        return sum(context.state is WarmState.READY and context.tenant is not None for context in self.warm.values())
 
     @property
     def yielding_bytes(self) -> int:
@@ -220,7 +227,8 @@ class CardAccount:
             self.fenced_bytes,
             self.leases,
             self.exclusive_leases > 0,
-            sum(context.state is WarmState.READY for context in self.warm.values()),
+            sum(context.state is WarmState.READY and context.tenant is None for context in self.warm.values()),
+            self.recycled,
             self.warm_wanted,
             self.warm_bytes,
         )

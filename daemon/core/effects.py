@@ -124,6 +124,21 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubWorker:
+    """Have the worker release and zero all that the lease left, and prove it; answered by `WorkerScrubbed` or never."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecycleWorker:
+    """The scrubbed worker of a lease is a warm context from now on, known by that number, with a control page anew."""
+
+    lease_id: int
+    warm_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProveReclaimed:
     """Watch the device until the lease's bytes are back; answered by `ReclaimProved` or `ReclaimFailed`."""
 
@@ -273,6 +288,8 @@ Effect = (
     | SetDeadline
     | RefuseWork
     | KillWorker
+    | ScrubWorker
+    | RecycleWorker
     | ProveReclaimed
     | ArmTimer
     | ArmWaitTimer

@@ -21,6 +21,7 @@ class TimerKind(Enum):
     EXPIRY = "expiry"
     GRACE = "grace"
     RECLAIM = "reclaim"
+    IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,24 @@ class SessionCondemned:
 
 
 @dataclass(frozen=True, slots=True)
+class GuestAttached:
+    """Somebody was let into a lease's session of whom nobody vouches that it is the lease's tenant."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerScrubbed:
+    """The answer to `ScrubWorker`: nothing of the lease is left, and the card shows what was held back.
+
+    `doubt` says why that is not so, or not known; "" if it is proved.
+    """
+
+    lease_id: int
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
 
@@ -273,9 +292,14 @@ class DrainTimerFired:
 
 @dataclass(frozen=True, slots=True)
 class TenantRulesChanged:
-    """The operator has other bounds for tenants."""
+    """The operator has other bounds for tenants.
+
+    Attributes:
+        renamed: Tenants who may be other people from now on.
+    """
 
     rules: TenantRules
+    renamed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +321,8 @@ Event = (
     | RevokeRequested
     | SessionFaulted
     | SessionCondemned
+    | GuestAttached
+    | WorkerScrubbed
     | TimerFired
     | WaitTimerFired
     | HoldTimerFired

@@ -5,7 +5,7 @@ from collections import Counter
 from gpulease.daemon.core import submit_invariants
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import CardAccount
-from gpulease.daemon.core.leases import ALONE, Lease, LeaseState, Trigger
+from gpulease.daemon.core.leases import ALONE, Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -66,6 +66,10 @@ def _validate_lease(book: Book, lease: Lease) -> None:
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
         _require(is_moving, f"{name} has no timer, so nothing would ever end its teardown.")
+    is_scrubbed_rightly = state is LeaseState.DRAINING and lease.cause is Cause.FREED and bool(lease.warm_id)
+    is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_in_doubt or lease.fault or lease.revoke_requests)
+    is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
+    _require(is_scrubbed_rightly or not lease.is_scrubbing, f"{name} is to be recycled and must not be.")
     _validate_story(book, lease)
 
 
@@ -142,8 +146,10 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     )
     making = sum(context.state is WarmState.WARMING for context in contexts)
     _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
-    kept = sum(context.state in YIELDING for context in contexts)
+    kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
     _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
+    most = 0 if book.recycling is None else book.recycling.max_idle
+    _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
     is_closed = book.is_shutting_down or book.drain_ns is not None
     must_be_empty = is_closed or account.fenced_bytes or account.exclusive_leases
     _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
@@ -157,6 +163,10 @@ def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> No
     is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
     _require(is_rightly_charged, f"{name} is mischarged.")
     _require(not (context.is_worker_gone and context.state in YIELDING), f"{name} has no worker.")
+    _require((context.tenant is None) == (context.leases == 0), f"{name} is {context.tenant!r}'s without a lease.")
+    most = 1 if book.recycling is None else book.recycling.max_leases
+    is_waiting = context.tenant is None or context.state is not WarmState.WARMING
+    _require(context.leases < most and is_waiting, f"{name} has served {context.leases} leases.")
 
 
 def _validate_counts(book: Book) -> None:

@@ -173,6 +173,9 @@ class Lease:
         max_kernel_ms: How long one kernel may run, 0 for no bound.
         waiting: How its session's ends wait, None for as the shell sees fit.
         warm_id: The warm context it took, 0 if none.
+        served: How many leases, all its tenant's, that context had served before.
+        is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
+        is_scrubbing: It was given back, and its worker may yet come back to the pool.
         awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
         grace_due_ns: When the worker is killed, None if no grace was given.
         reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
@@ -202,6 +205,9 @@ class Lease:
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
     warm_id: int = 0
+    served: int = 0
+    is_in_doubt: bool = False
+    is_scrubbing: bool = False
     awaited_bytes: int = 0
     generation: int = 1
     state: LeaseState = LeaseState.PENDING

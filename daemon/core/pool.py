@@ -7,8 +7,10 @@
    lease is started once their bytes are proved back, never before.
 4. A card whose memory is fenced, or that one lease has to itself, keeps none; nor does a node that is drained.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
-6. Submits take contexts as leases do. Their lease holds the bytes of a second context already, so that what the pool
-   held of the one that is taken is free again.
+6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
+   already, so that what the pool held of the one that is taken is free again.
+7. A context that is scrubbed (see `recycling`) waits here for its tenant alone, beside those that are wanted; it gives
+   way as they do.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +26,7 @@ from gpulease.daemon.core.effects import (
     Effect,
     KillWorker,
     ProveReclaimed,
+    RecycleWorker,
     RefuseWork,
     RenameWorker,
     SpawnWorker,
@@ -50,6 +53,13 @@ MAX_BACK_OFF_S: Final = 64
 
 _GENERATION: Final = 0
 """Of a warm context's timers: it has no generations."""
+
+
+_WAITS_FOR: Final = {
+    WarmState.WARMING: TimerKind.SPAWN,
+    WarmState.READY: TimerKind.IDLE,
+    WarmState.DROPPING: TimerKind.RECLAIM,
+}
 
 
 @dataclass(slots=True)
@@ -100,13 +110,14 @@ class Pool:
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Start a lease that was just entered in the book, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
-        context = _choose(account.warm.values())
+        context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
             self._book.remove_warm(context)
             account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
-            lease.warm_id = context.warm_id
+            lease.warm_id, lease.served = context.warm_id, context.leases
             out.append(RenameWorker(context.warm_id, lease.lease_id))
-            self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
+            if context.tenant is None:
+                self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
         self._make_room(account, now_ns, out)
         self._start_leases(account, now_ns, out)
         if lease.awaited_bytes:
@@ -123,6 +134,39 @@ class Pool:
         self._book.add_warm(context)
         self._lose(context, reason, now_ns, out)
         self._start_leases(account, now_ns, out)
+
+    def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
+        """The lease's context serves nobody again."""
+        lease = self._book.live.get(event.lease_id)
+        if lease is not None:
+            lease.is_in_doubt = True
+            self._teardown.give_up_scrub(lease, now_ns, out)
+
+    def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
+        """Take in a lease's worker, if it is proved that nothing of the lease is left and nothing else is amiss."""
+        lease, recycling = self._book.live.get(event.lease_id), self._book.recycling
+        if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
+            return
+        is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
+        if event.doubt or is_late or not self._book.may_recycle(lease):
+            self._teardown.give_up_scrub(lease, now_ns, out)
+            return
+        self._last_id += 1
+        account = self._account(lease.card_uuid)
+        due_ns = now_ns + recycling.idle_s * NS_PER_S
+        context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
+        context.tenant, context.leases = lease.tenant, lease.served + 1
+        out.append(RecycleWorker(lease.lease_id, context.warm_id))
+        self._teardown.recycled(lease, now_ns, out)
+        self._book.add_warm(context)
+        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.IDLE, due_ns))
+
+    def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
+        """Drop those that wait for a tenant who may be another by now."""
+        for account in self._book.accounts:
+            for context in account.yielding():
+                if context.tenant in self._book.renamed:
+                    self._drop(context, "its tenant may be another by now", now_ns, out)
 
     # --- Submits. -------------------------------------------------------------
 
@@ -148,7 +192,7 @@ class Pool:
         for account in self._book.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
-            if account.warm and not self._may_keep(account):
+            if account.warm and not self._book.may_keep_warm(account):
                 for context in account.yielding():
                     self._drop(context, "its card is to have none", now_ns, out)
             elif account.warm_wanted and self._is_begun:
@@ -230,19 +274,15 @@ class Pool:
 
     # --- Refilling. -----------------------------------------------------------
 
-    def _may_keep(self, account: CardAccount) -> bool:
-        is_closed = self._book.is_shutting_down or self._book.drain_ns is not None
-        return not (is_closed or account.fenced_bytes or account.exclusive_leases)
-
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        kept = account.yielding()
+        kept = [context for context in account.yielding() if context.tenant is None]
         is_busy = account.pending_leases or any(context.state is WarmState.WARMING for context in kept)
         needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
         if (
             len(kept) >= account.warm_wanted
             or is_busy
             or needed_bytes > account.capacity_bytes
-            or not self._may_keep(account)
+            or not self._book.may_keep_warm(account)
         ):
             return
         due_ns = self._refills[account.card.uuid].next_ns
@@ -287,13 +327,14 @@ class Pool:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
 
     def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        waits_for = {WarmState.WARMING: TimerKind.SPAWN, WarmState.DROPPING: TimerKind.RECLAIM}.get(context.state)
-        if event.kind is not waits_for:
+        if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
             return
         if now_ns < context.due_ns:
             out.append(ArmTimer(context.warm_id, _GENERATION, event.kind, context.due_ns))
         elif context.state is WarmState.WARMING:
             self._lose(context, f"it was not ready within {self._book.limits.spawn_timeout_s} s", now_ns, out)
+        elif context.state is WarmState.READY:
+            self._drop(context, "its tenant has not come back", now_ns, out)
         else:
             missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
             self._fence(context, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
@@ -345,6 +386,11 @@ class Pool:
         return self._book.account_by_uuid[card_uuid]
 
 
-def _choose(contexts: Iterable[WarmContext]) -> WarmContext | None:
-    """Which one is taken: the oldest that is ready."""
-    return next((context for context in contexts if context.state is WarmState.READY), None)
+def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
+    """Which one a lease of that tenant takes: the last one it had itself, else the oldest that served nobody.
+
+    Without a tenant, the latter.
+    """
+    ready = [context for context in contexts if context.state is WarmState.READY]
+    own = [context for context in ready if context.tenant is not None and context.tenant == tenant]
+    return own[-1] if own else next((context for context in ready if context.tenant is None), None)

@@ -44,6 +44,7 @@ def _validate_lease(book: Book, lease: Lease, require: Require) -> None:
     require(is_split, f"{name} keeps {lease.submit_bytes} of {lease.size_bytes} bytes for submits.")
     require(lease.submit_id in (0, *book.submits), f"{name} has a submit that is not known.")
     require(not lease.submit_id or lease.submit_bytes > 0, f"{name} has a submit and no room for it.")
+    require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
     earlier = book.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
     require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")

@@ -369,7 +369,7 @@ class Submits(SubmitViews):
 
     def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live[submit.lease_id]
-        submit.state = SubmitState.FENCED
+        submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
         self._refuse(submit, submit_denials.stuck(lease.lease_id), out)

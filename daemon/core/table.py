@@ -30,6 +30,7 @@ from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState,
 from gpulease.daemon.core.limits import NS_PER_MS, CoreLimits
 from gpulease.daemon.core.phases import Standing, ended_standing, standing_of
 from gpulease.daemon.core.pool import Pool
+from gpulease.daemon.core.recycling import Recycling
 from gpulease.daemon.core.restoring import Restoring
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.waiting import WaiterSnapshot
@@ -45,6 +46,7 @@ class LeaseTable:
         limits: What nobody may go over.
         warm_contexts: How many contexts each card is to have ready for leases to come.
         past: What an earlier table left. Its leases come as events, before all others.
+        recycling: Within what bounds contexts serve their tenant again; None if they never do.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
@@ -56,9 +58,10 @@ class LeaseTable:
         limits: CoreLimits | None = None,
         warm_contexts: int = 0,
         past: Past | None = None,
+        recycling: Recycling | None = None,
     ) -> None:
         self._limits = limits or CoreLimits()
-        self._book = Book(cards, self._limits, warm_contexts)
+        self._book = Book(cards, self._limits, warm_contexts, recycling)
         self._teardown = Teardown(self._book)
         self.submits = self._teardown.submits
         self._pool = Pool(self._book, self._teardown)
@@ -74,8 +77,9 @@ class LeaseTable:
             events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.FreeRequested: self._on_free_requested,
+            events.GuestAttached: self._pool.on_guest_attached,
             events.LeaseRestored: self._restoring.on_lease_restored,
-            events.HoldTimerFired: self._on_hold_timer_fired,
+            events.HoldTimerFired: lambda _, now_ns, out: self._admission.on_hold_timer(now_ns, out),
             events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),
             events.ReclaimFailed: self._on_reclaim_failed,
             events.ReclaimProved: self._on_reclaim_proved,
@@ -88,11 +92,12 @@ class LeaseTable:
             events.ShutdownRequested: self._on_shutdown_requested,
             events.TenantRulesChanged: self._admission.on_rules_changed,
             events.TimerFired: self._on_timer_fired,
-            events.WaitTimerFired: self._on_wait_timer_fired,
+            events.WaitTimerFired: lambda event, now_ns, out: self._admission.on_wait_timer(event.request, now_ns, out),
             events.WorkerExited: self._on_worker_exited,
             events.WorkerFailed: self._on_worker_failed,
             events.WorkerFound: self._restoring.on_worker_found,
             events.WorkerReady: self._on_worker_ready,
+            events.WorkerScrubbed: self._pool.on_worker_scrubbed,
         }
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
@@ -232,6 +237,7 @@ class LeaseTable:
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             lease.free_request = event.request
+            lease.is_in_doubt = lease.is_in_doubt or event.tenant != lease.tenant
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
             self._teardown.begin(lease, Cause.FREED, f"given back by {by_whom}", now_ns, out)
             return
@@ -248,6 +254,7 @@ class LeaseTable:
             out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
         lease.revoke_requests.append(event.request)
+        self._teardown.give_up_scrub(lease, now_ns, out)
         if lease.state is not LeaseState.DRAINING:
             self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
 
@@ -310,13 +317,16 @@ class LeaseTable:
         lease = self._book.live.get(event.lease_id)
         # The first fault is the one to know: a lost context fails everything after it.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
-            lease.fault = event.reason
+            lease.fault = event.reason or "it did not say why"
+        self._teardown.give_up_scrub(lease, now_ns, out)
 
     def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state is LeaseState.ACTIVE:
             self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
+        else:
+            self._teardown.give_up_scrub(lease, now_ns, out)
 
     def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)
@@ -337,7 +347,7 @@ class LeaseTable:
         if event.kind is TimerKind.SPAWN:
             self._on_spawn_timer(lease, now_ns, out)
         elif event.kind is TimerKind.EXPIRY:
-            self._on_expiry_timer(lease, now_ns, out)
+            self._teardown.on_expiry_timer(lease, now_ns, out)
         elif event.kind is TimerKind.GRACE:
             self._teardown.on_grace_timer(lease, now_ns, out)
         else:
@@ -355,21 +365,6 @@ class LeaseTable:
             return
         reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
         self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
-
-    def _on_expiry_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
-            return
-        if now_ns < lease.deadline_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
-            return
-        self._teardown.expire_if_due(lease, now_ns, out)
-
-    def _on_wait_timer_fired(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
-        self._admission.on_wait_timer(event.request, now_ns, out)
-
-    def _on_hold_timer_fired(self, event: events.HoldTimerFired, now_ns: int, out: list[Effect]) -> None:
-        del event  # It says all by being there.
-        self._admission.on_hold_timer(now_ns, out)
 
     # --- Shared steps. --------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """From the moment something ends a lease until its bytes are proved back, or its slice is fenced.
 
 Order: refuse new work, give what is in flight its grace, kill, wait for the reap, wait for the proof. Each step is
-taken once, whatever comes twice, late or out of turn. No step waits for the tenant.
+taken once, whatever comes twice, late or out of turn. No step waits for the tenant. A context that may be recycled (see
+`recycling`) is scrubbed in the time of the grace, and killed at its end.
 """
 
 from gpulease.daemon.core import denials
@@ -16,10 +17,11 @@ from gpulease.daemon.core.effects import (
     ProveReclaimed,
     RefuseWork,
     RevokeDone,
+    ScrubWorker,
 )
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, Lease, LeaseState, Trigger
-from gpulease.daemon.core.limits import NS_PER_S
+from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
 from gpulease.daemon.core.submitting import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
 
@@ -55,11 +57,26 @@ class Teardown:
             return
         # A worker that was never ready has nothing in flight to finish.
         grace_ns = 0 if was_pending else self._book.limits.grace_ns(cause)
+        recycling = self._book.recycling
+        if recycling is not None and cause is Cause.FREED and not was_pending and self._book.may_recycle(lease):
+            lease.is_scrubbing = True
+            out.append(ScrubWorker(lease.lease_id))
+            grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
         else:
             self._kill(lease, now_ns, out)
+
+    def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+        """Something is in doubt: kill the worker of a lease whose context was to be scrubbed."""
+        if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
+            self._kill(lease, now_ns, out)
+
+    def recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Let the bytes go of a lease whose context is scrubbed and another's to account for."""
+        lease.is_scrubbing = False
+        self._let_go(lease, now_ns, out)
 
     def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Go on with a teardown that an earlier table began: the grace is over, and the word may not be flipped yet."""
@@ -74,6 +91,15 @@ class Teardown:
         """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+
+    def on_expiry_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """End an active lease unless the timer came early."""
+        if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
+            return
+        if now_ns < lease.deadline_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
+            return
+        self.expire_if_due(lease, now_ns, out)
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease whose worker was reaped."""
@@ -99,6 +125,7 @@ class Teardown:
         """The process of a draining lease is reaped: now a proof of its bytes means something."""
         if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
             lease.is_worker_gone = True
+            lease.is_scrubbing = False
             self._prove(lease, now_ns, out)
 
     def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
@@ -109,8 +136,10 @@ class Teardown:
             self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
             return
         lease.is_proved = True
-        if lease.submit_id:
-            return
+        if not lease.submit_id:
+            self._let_go(lease, now_ns, out)
+
+    def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
@@ -146,6 +175,7 @@ class Teardown:
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         lease.is_kill_sent = True
+        lease.is_scrubbing = False
         out.append(KillWorker(lease.lease_id))
         self._start_reclaim_clock(lease, now_ns, out)
 

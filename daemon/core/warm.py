@@ -1,4 +1,4 @@
-"""One context made ahead: a worker with an open context and no lease."""
+"""One context of the pool: a worker with an open context and no lease."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -36,10 +36,13 @@ class WarmContext:
 
     Attributes:
         charge_bytes: What it holds of its card: one context's overhead.
-        due_ns: When one that is WARMING is given up, or the slice of one that is DROPPING is fenced.
+        due_ns: When one that is WARMING is given up, the slice of one that is DROPPING is fenced, or one that is READY
+            and a tenant's is dropped.
         is_worker_gone: Its process was reaped, so a proof of its bytes means something.
         reason: Why it goes, "" while it does not.
         is_restored: An earlier daemon's.
+        tenant: Whose leases alone it may serve, since it served one of them; None of one that served nobody.
+        leases: How many it served.
     """
 
     warm_id: int
@@ -50,3 +53,5 @@ class WarmContext:
     is_worker_gone: bool = False
     reason: str = ""
     is_restored: bool = False
+    tenant: str | None = None
+    leases: int = 0

@@ -333,6 +333,12 @@ class Driver(Protocol):
         All that was allocated and loaded must have been released. Raises DriverError.
         """
 
+    def recycle(self, context: Context) -> "Opening":
+        """The same after a lease: what the context held is overwritten, and no memory is pinned any more.
+
+        All that was allocated and loaded must have been released. Raises DriverError if something is left.
+        """
+
 
 class Opening(Protocol):
     """The rest of making a context, once its slice is known."""

@@ -128,6 +128,9 @@ class LogEvent(Enum):
     WORKER_NOT_STARTED = Kind("worker.not_started", WARNING, "no worker can be started", ("lease_id", "reason"))
     WORKER_OVER_SLICE = Kind("worker.over_slice", WARNING, "a lease takes more than it has", ("lease_id", "reason"))
     WARM_GONE = Kind("warm.gone", INFO, "a context made ahead is gone", ("card", "reason"))
+    WARM_REFUSED = Kind(
+        "warm.refused", INFO, "the lease's context is not used again for its tenant's next", ("lease_id", "reason")
+    )
     WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
     DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
     DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased has a web page", ("url", "version"))

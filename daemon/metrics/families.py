@@ -136,7 +136,10 @@ CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The large
 WARM_CONTEXTS: Final = _gauge("gpulease_warm_contexts", "Contexts made ahead.", ("UUID", "state"))
 WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "How many are to be ready.")
 WARM_TAKEN: Final = _counter("gpulease_warm_contexts_taken", "Contexts made ahead that a lease or a submit took.", CARD)
-WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts made ahead that ended without a lease.", CARD)
+WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts that ended while they waited for a lease.", CARD)
+WARM_RECYCLED: Final = _counter(
+    "gpulease_warm_contexts_recycled", "Contexts that wait for their tenant's next lease, each time.", CARD
+)
 QUEUE_LENGTH: Final = _gauge("gpulease_queue_length", "Acquires that wait for room.", ())
 QUEUE_OLDEST_SECONDS: Final = _gauge("gpulease_queue_oldest_seconds", "How long the first of these has waited.", ())
 

@@ -26,6 +26,7 @@ from gpulease.daemon.core import (
     LeaseRestored,
     LeaseSnapshot,
     LeaseState,
+    RecycleWorker,
     RefuseWork,
     RenameWorker,
     Renewed,
@@ -84,6 +85,7 @@ _COUNTED: Final = (
     families.FENCES,
     families.WARM_TAKEN,
     families.WARM_LOST,
+    families.WARM_RECYCLED,
 )
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
 _MEASURED: Final = (
@@ -119,7 +121,7 @@ class Tally:
         self._over: dict[int, tuple[int, Cause]] = {}
         self._faulted: set[int] = set()
         for uuid in cards:
-            for family in (families.FENCES, families.WARM_TAKEN, families.WARM_LOST):
+            for family in (families.FENCES, families.WARM_TAKEN, families.WARM_LOST, families.WARM_RECYCLED):
                 self.counters[family][(uuid,)] = 0.0
         self._takers: dict[type[Any], Callable[[Any, int], None]] = {
             Granted: self._granted,
@@ -135,6 +137,7 @@ class Tally:
             RenameWorker: self._renamed,
             SpawnSubmit: self._began_submit,
             WarmEnded: self._warm_ended,
+            RecycleWorker: self._recycled,
         }
 
     # --- what the broker tells ---
@@ -255,6 +258,11 @@ class Tally:
     def _began_submit(self, effect: SpawnSubmit, now_ns: int) -> None:
         if effect.is_warm:
             self._count(families.WARM_TAKEN, (effect.card_uuid,))
+
+    def _recycled(self, effect: RecycleWorker, now_ns: int) -> None:
+        lease = self._lookup(effect.lease_id)
+        if lease is not None:
+            self._count(families.WARM_RECYCLED, (lease.card_uuid,))
 
     def _warm_ended(self, effect: WarmEnded, now_ns: int) -> None:
         self._count(families.WARM_LOST, (effect.card_uuid,))

@@ -67,7 +67,8 @@ def emit_object(text: str, effort: Effort = Effort.FULL) -> bytes:
     """IR to object code, which names what it calls and holds no address of this process. Raises BadIr."""
     initialise()
     try:
-        module = llvm.parse_assembly(text)
+        # Of its own: LLVM's context for all keeps every constant it has seen.
+        module = llvm.parse_assembly(text, llvm.create_context())
         module.verify()
     except RuntimeError as error:
         raise BadIr(str(error)) from None

@@ -53,14 +53,16 @@ class Arena:
         self._extent_ends = [0] * (self.size_bytes // GRANULE_BYTES)
         self.fd = sealed_memory("gpulease-arena", self.size_bytes)
         try:
-            self._view = memoryview(mmap.mmap(self.fd, self.size_bytes))
+            self._map = mmap.mmap(self.fd, self.size_bytes)
+            self._view = memoryview(self._map)
         except BaseException:
             os.close(self.fd)
             raise
 
     def close(self) -> None:
-        """Let go of it; only for one whose memory was never pinned."""
+        """Let go of it; only for one whose memory is not pinned."""
         self._view.release()
+        self._map.close()
         os.close(self.fd)
 
     def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
@@ -112,7 +114,7 @@ class ArenaDesk(Desk):
         return self._arena
 
     def close(self) -> None:
-        """Let go of the arena; only if nothing was copied with it, because what is pinned must stay mapped."""
+        """Let go of the arena; only if nothing was copied with it or it is not pinned any more."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

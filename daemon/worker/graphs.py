@@ -189,6 +189,13 @@ class GraphDesk(Desk):
         self._count()
         return empty(frame)
 
+    def close(self) -> None:
+        """Let go of all of them."""
+        for number, recorded in self._graphs.items():
+            if recorded.void is None:
+                self._let_go(number, recorded)
+        self._graphs.clear()
+
     # --- making one ---
 
     def _check_room(self, part_count: int, size_bytes: int) -> None:

@@ -65,6 +65,13 @@ class Slots:
         slot.ticket, slot.is_held = None, True
         return slot
 
+    def close(self) -> None:
+        """Give all back to the host; none is pinned any more."""
+        for slot in self._slots:
+            slot.view.release()
+            slot.memory.close()
+        self._slots.clear()
+
     def holding(self, data: memoryview) -> Slot | None:
         """The slot that these bytes lie in."""
         memory = data.obj

@@ -227,6 +227,19 @@ class Ledger:
         self._graph_bytes -= device_bytes
 
     @property
+    def keeps_for_good(self) -> bool:
+        """Whether the context keeps something until its end: for streams, graphs, or kernels' local memory and heap."""
+        return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
+
+    def modules(self) -> list[tuple[int, Module]]:
+        """All that are loaded, with their numbers."""
+        return [(number, loaded.module) for number, loaded in self._modules.items()]
+
+    def allocations(self) -> list[int]:
+        """All live allocations."""
+        return list(self._allocations)
+
+    @property
     def kept_bytes(self) -> int:
         """What the context keeps besides allocations and modules."""
         return self._kept_bytes

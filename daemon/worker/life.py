@@ -1,9 +1,11 @@
 """A worker from its birth in the zygote to its end: open the context, say so, serve, and leave.
 
-One that is made ahead has no lease at first: it opens its context, rehearses, and waits to be told of one.
+One that is made ahead has no lease at first: it opens its context, rehearses, and waits to be told of one. It may serve
+another one behind it, once it is scrubbed.
 """
 
 import contextlib
+import gc
 import select
 import signal
 import socket
@@ -11,10 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
-from gpulease.daemon.drivers.interface import Context, Driver, DriverError
+from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
 from gpulease.daemon.processes import set_name
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.ledger import Ledger
@@ -22,6 +26,7 @@ from gpulease.daemon.worker.once import OnceServer
 from gpulease.daemon.worker.page import Counter, PageFds, WorkerPage
 from gpulease.daemon.worker.patience import patience_of
 from gpulease.daemon.worker.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
+from gpulease.daemon.worker.scrubbing import NotScrubbed, scrub
 from gpulease.daemon.worker.serving import LOOK_MS, Server
 from gpulease.daemon.worker.session import Session
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -36,11 +41,24 @@ SUBMIT_NAME = "gpul-submit"
 """Of a submit's."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Scrubbed:
+    """What a worker goes on with after a lease that left nothing: its next control pages and the rest of its context.
+
+    `held_bytes` is what its own books say that it still has.
+    """
+
+    page_fds: PageFds
+    opening: Opening
+    held_bytes: int
+
+
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
     """Be the worker of one lease, in a process just forked and shut in; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
-        return _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
+        served = _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
+        return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
     return _begin(serve, page_fds)
 
@@ -59,14 +77,32 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
             return WorkerExit.NO_CONTEXT
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         _tell(channel, {"op": "ready"})
+        return _serve_leases(spec, driver, channel, page, opening)
+
+    return _begin(wait_and_serve, page_fds)
+
+
+def _serve_leases(
+    spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, opening: Opening
+) -> WorkerExit:
+    """Wait for a lease and be its worker; and for another, if nothing of that one is left."""
+    while True:
         lease = _await_lease(channel, page)
         if lease is None:
             return WorkerExit.OK
         if lease.card_uuid != spec.card_uuid:
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
-        return _serve(lease, driver, channel, page, lambda: opening(lease.size_bytes))
-
-    return _begin(wait_and_serve, page_fds)
+        served = _serve(lease, driver, channel, page, partial(opening, lease.size_bytes))
+        if isinstance(served, WorkerExit):
+            return served
+        set_name(WARM_NAME)
+        page.close()
+        page, opening = WorkerPage(served.page_fds), served.opening
+        close_all([*served.page_fds])
+        # What the lease's objects held is overwritten as they go, and they are cycles.
+        gc.collect()
+        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
+        _tell(channel, {"op": "scrubbed", "doubt": "", "held": served.held_bytes})
 
 
 def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
@@ -102,7 +138,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
 
 def _serve(
     spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, open_context: Callable[[], Context]
-) -> WorkerExit:
+) -> WorkerExit | _Scrubbed:
     try:
         context = open_context()
     except DriverError as error:
@@ -122,15 +158,23 @@ def _serve(
             OnceServer(channel, session, welcome).run()
             return WorkerExit.OK
         session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
-        Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience).run()
+        server = Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience)
+        server.run()
     except MemoryError:
         # What the operation was about is let go by now. Whether the session is whole, nobody knows.
         _tell(channel, {"op": "faulted", "reason": "its process found no memory on this host"})
         return WorkerExit.NO_MEMORY
-    return WorkerExit.OK
+    if server.next_pages is None:
+        return WorkerExit.OK
+    try:
+        opening = scrub(session, context, driver)
+    except NotScrubbed as error:
+        _tell(channel, {"op": "scrubbed", "doubt": str(error), "held": ledger.used_bytes})
+        return WorkerExit.OK
+    return _Scrubbed(server.next_pages, opening, ledger.used_bytes)
 
 
-def _tell(channel: socket.socket, message: dict[str, str]) -> None:
+def _tell(channel: socket.socket, message: dict[str, Any]) -> None:
     # If the broker is gone, the loop will see it too, and leave; or the next one will read it.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)

@@ -84,11 +84,20 @@ class MemoryDesk(Desk):
         self._count_copy(length)
         return reply
 
+    def close(self) -> None:
+        """Give the host back what was pinned; it is not any more."""
+        self.slots.close()
+        if self._pinned is not None:
+            self._pinned.release()
+            self._pinned_map.close()
+            self._pinned = None
+
     def _room(self, nbytes: int, *, is_pinned: bool) -> memoryview:
         """This desk's memory for a reply."""
         if is_pinned:
             if self._pinned is None:
-                self._pinned = memoryview(mmap.mmap(-1, PINNED_BYTES))
+                self._pinned_map = mmap.mmap(-1, PINNED_BYTES)
+                self._pinned = memoryview(self._pinned_map)
                 self._context.pin(self._pinned)
             return self._pinned[:nbytes]
         if len(self._staging) < nbytes:

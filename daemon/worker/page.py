@@ -102,10 +102,15 @@ def for_worker(fds: PageFds) -> PageFds:
 
     Raises OSError.
     """
-    os.fchmod(fds.lease, stat.S_IRUSR)
-    lease = os.open(f"/proc/self/fd/{fds.lease}", os.O_RDONLY | os.O_CLOEXEC)
+    lease = for_reading(fds.lease)
     os.close(fds.lease)
     return PageFds(lease, fds.claims)
+
+
+def for_reading(lease_fd: int) -> int:
+    """Another descriptor of a lease's page, to read by alone; see `for_worker`. Raises OSError."""
+    os.fchmod(lease_fd, stat.S_IRUSR)
+    return os.open(f"/proc/self/fd/{lease_fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class PageState(NamedTuple):

@@ -18,6 +18,7 @@ from gpulease.daemon.worker.backlog import ALONE_WAIT_NS, DISTRUST_S, SHARED_WAI
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
+from gpulease.daemon.worker.page import PageFds
 from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.reasons import refusal_of
 from gpulease.daemon.worker.session import Session
@@ -49,7 +50,6 @@ LOOK_MS: Final = 5000
 READS_PER_TURN: Final = 16
 """Buffers taken from one connection before the others and the broker get a turn."""
 
-
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 
@@ -77,7 +77,7 @@ class _Connection:
 
 
 class Server:
-    """Serves one session until the broker's channel closes."""
+    """Serves one session until the broker's channel closes, or until it is to be scrubbed, for `next_pages`."""
 
     def __init__(
         self,
@@ -97,9 +97,10 @@ class Server:
         self._unfinished: set[int] = set()
         self._poll = select.poll()
         self._reported_lost = False
+        self.next_pages: PageFds | None = None
 
     def run(self) -> None:
-        """Serve; returns when the broker is gone or says that the lease is over."""
+        """Serve; returns when the broker is gone or says that the session is to be scrubbed."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         while True:
@@ -165,10 +166,12 @@ class Server:
                 case {"op": "attach"}:
                     # Its socket did not get through, for want of descriptors here: to its peer it is closed.
                     report(self._channel, {"op": "attached"})
-                case {"op": "end"}:
-                    close_all(fds)
+                case {"op": "scrub"} if len(fds) == 2:
                     self._say_goodbye()
-                    return True
+                    self.next_pages = PageFds(*fds)
+                    return False
+                case {"op": "end"}:
+                    self._say_goodbye()
             close_all(fds)
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
@@ -338,7 +341,8 @@ class Server:
         if session.take_growth():
             report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
-            self._report_lost(self._session.lost)
+            told = {"op": "faulted", "reason": self._session.lost.message}
+            self._reported_lost = report(self._channel, told)
 
     # --- replies ---
 
@@ -385,9 +389,6 @@ class Server:
             self._share_waits()
         connection.intake.close()
         connection.wire.close()
-
-    def _report_lost(self, failure: Failure) -> None:
-        self._reported_lost = report(self._channel, {"op": "faulted", "reason": failure.message})
 
 
 def report(channel: socket.socket, message: dict[str, Any]) -> bool:

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault, LaunchRejected, NativeLaunch
+from gpulease.daemon.drivers.interface import (
+    Context,
+    DriverError,
+    KernelFault,
+    LaunchRejected,
+    NativeLaunch,
+    Poll,
+    keep_waiting,
+)
 from gpulease.daemon.worker.arena import ArenaDesk
 from gpulease.daemon.worker.desks import Holdings
 from gpulease.daemon.worker.graphs import GraphDesk
@@ -83,6 +91,7 @@ class Session:
     ) -> None:
         self.lease_id = lease_id
         self.lost: Failure | None = None
+        self._has_faulted = False
         self._context = context
         self._ledger = ledger
         self._page = page
@@ -96,6 +105,7 @@ class Session:
         self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease, page.counters)
         memory = MemoryDesk(holdings)
         self.slots = memory.slots
+        self._memory = memory
         modules = ModuleDesk(holdings, self._planner, page.counters)
         self.arena = ArenaDesk(holdings)
         self.streams = streams = StreamDesk(holdings)
@@ -204,6 +214,35 @@ class Session:
         status = self._page.refusal()
         return None if status is None else refusal_of(status, self._page.reason(status))
 
+    # --- the end ---
+
+    def release(self, poll: Poll) -> None:
+        """Wait for what runs, and give the context back all that the session has of it; it is not served any more.
+
+        Raises DriverError if that can't be done, or if something stays for good.
+        """
+        if self.watch.is_on:
+            self._context.watch(keep_waiting)
+        self._context.sync(poll)
+        fault = self._context.fault()
+        if fault is not None:
+            raise fault
+        if self._has_faulted or self._ledger.keeps_for_good:
+            raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
+        self._graphs.close()
+        self._planner.forget()
+        for number, module in self._ledger.modules():
+            self._context.module_unload(module, poll)
+            self._ledger.remove_module(number)
+        for address in self._ledger.allocations():
+            self._context.mem_free(address, poll)
+            self._ledger.remove_allocation(address)
+
+    def release_memory(self) -> None:
+        """Give the host back what was pinned and is not any more. Raises BufferError if somebody uses it still."""
+        self._memory.close()
+        self.arena.close()
+
     # --- one request ---
 
     def _answer(self, frame: Frame) -> bytes | memoryview:
@@ -286,6 +325,7 @@ class Session:
         return failure_of(error, op)
 
     def _from_fault(self, fault: KernelFault) -> Failure:
+        self._has_faulted = True
         failure = Failure(
             Status.SYNC_FAILED,
             str(fault),

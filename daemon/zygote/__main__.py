@@ -129,6 +129,9 @@ class Zygote:
                     continue
                 case "lease":
                     self._keeper.change(message["serial"], WorkerSpec.from_message(message))
+                case "renew" if len(fds) == 2:
+                    self._keeper.change(message["serial"], WorkerSpec.from_message(message), PageFds(*fds))
+                    continue
                 case "forget":
                     self._keeper.forget(message["serial"])
                 case "retire":

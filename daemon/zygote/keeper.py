@@ -99,11 +99,16 @@ class Keeper:
         self._living[pid] = kept
         return kept
 
-    def change(self, serial: int, spec: WorkerSpec) -> None:
-        """The worker has another lease now."""
+    def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
+        """The worker has another lease now, or none; and other control pages, the keeper's now, if they are given."""
         for kept in self._living.values():
             if kept.serial == serial:
                 kept.spec = spec
+                if page_fds != NO_FDS:
+                    kept.page_fds, page_fds = page_fds, kept.page_fds
+        for fd in page_fds:
+            if fd >= 0:
+                os.close(fd)
 
     def end(self, pid: int, reason: str, *, remember: bool) -> Kept | None:
         """It was reaped; None if it was none of these. To be remembered until a broker has had its bytes proved."""

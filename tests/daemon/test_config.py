@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config, parse_size
+from gpulease.daemon.core import Recycling
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress
@@ -95,6 +96,10 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"limits": {"grace_ms": ["expired"]}}, "setting limits: grace_ms must be a table"),
         ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
         ({"warm_contexts": -1}, "warm_contexts is -1"),
+        ({"recycle": "always"}, "recycle is 'always'; it must be off or same-tenant"),
+        ({"recycle": "same-tenant"}, "recycle needs warm_contexts"),
+        ({"recycle_idle_s": 0}, "recycle_idle_s is 0; it must be between 1 and 3600"),
+        ({"recycle_leases": 0}, "recycle_leases is 0; it must be at least 1"),
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"socket_mode": "rwx"}, "is not a file mode"),
         ({"socket_mode": "0990"}, "is not a file mode"),
@@ -124,6 +129,12 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
 def test_settings_that_can_not_be_used(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(None, settings)
+
+
+def test_what_is_said_of_recycling() -> None:
+    assert load_config(None, {}).recycling is None
+    settings = {"warm_contexts": 1, "recycle": "same-tenant", "recycle_idle_s": 3, "recycle_leases": 4}
+    assert load_config(None, settings).recycling == Recycling(idle_s=3, max_leases=4)
 
 
 def test_what_is_said_of_the_sandbox(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def check_bounds(config: Config) -> None:
     assert all(size >= 1 for size in config.vram_bytes)
     assert 0 <= config.socket_mode <= 0o777
     assert 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS
+    assert config.recycling is None or config.warm_contexts
     assert 1 <= config.max_connections_per_tenant <= config.max_connections
     assert MIN_AUDIT_FILE_BYTES <= config.audit_file_bytes <= MAX_AUDIT_FILE_BYTES
     assert config.audit_keep_files == 0 or config.audit_keep_files > 1
@@ -113,6 +114,9 @@ KEYS = (
     "vram",
     "socket_mode",
     "warm_contexts",
+    "recycle",
+    "recycle_idle_s",
+    "recycle_leases",
     "max_connections",
     "max_connections_per_tenant",
     "audit",

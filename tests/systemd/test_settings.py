@@ -13,7 +13,16 @@ from gpulease.daemon.tls_settings import TlsSettings
 TEXT = (UNITS / "gpuleased.toml").read_text()
 
 DEFAULTS = {"warm_contexts", "max_connections", "max_connections_per_tenant", "max_load_s", "audit_required"}
-DEFAULTS |= {"audit_file_bytes", "audit_keep_files", "sandbox", "sandbox_without", "require_token"}
+DEFAULTS |= {
+    "recycle",
+    "recycle_idle_s",
+    "recycle_leases",
+    "audit_file_bytes",
+    "audit_keep_files",
+    "sandbox",
+    "sandbox_without",
+    "require_token",
+}
 """Settings that stand there with the value they have if they are not made."""
 
 IN_OTHER_WORDS = {"vram_bytes": "vram", "audit_file_bytes": "audit_file_size", "max_vram_bytes": "max_vram"}

@@ -47,6 +47,11 @@ def load_code(image: bytes, *, slice_bytes: int) -> LoadedCode:
     return code
 
 
+def forget_code() -> None:
+    """Let go of all that this process holds."""
+    _held.clear()
+
+
 def _kept_image(key: bytes) -> CompiledImage | None:
     data = read_kept(key)
     if data is None:

@@ -297,6 +297,11 @@ class CpuContext:
             self._areas.close()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` could do its work."""
+        return self._is_closed
+
     def rest(self) -> bool:
         """End the stream's threads if they are idle; the next launch starts others. False if a kernel goes on."""
         return self._stream.rest()

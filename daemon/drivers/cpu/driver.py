@@ -1,11 +1,11 @@
 """The embedded driver, as the daemon sees it (the interface's `Driver`)."""
 
-from gpulease.daemon.drivers.cpu.cache import ready_to_look_up
+from gpulease.daemon.drivers.cpu.cache import forget_code, ready_to_look_up
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.native.library import bind_library
 from gpulease.daemon.drivers.cpu.stream import stream_code
 from gpulease.daemon.drivers.cpu.team import host_threads
-from gpulease.daemon.drivers.interface import Context, Opening
+from gpulease.daemon.drivers.interface import Context, DriverError, Opening
 from gpulease.daemon.native.kept_code import keep_for_workers
 from gpulease.daemon.sandbox.needs import Needs
 
@@ -44,4 +44,12 @@ class CpuDriver:
     def rewind(self, context: Context) -> Opening:
         """Another context: nothing of the first is of use but the code and the pages it made this process touch."""
         context.close()
+        return CpuContext
+
+    def recycle(self, context: Context) -> Opening:
+        """Another context: all memory that kernels could reach goes back to the host. Their code goes too."""
+        context.close()
+        if not isinstance(context, CpuContext) or not context.is_closed:
+            raise DriverError("a kernel goes on")
+        forget_code()
         return CpuContext

@@ -6,7 +6,6 @@ writes a slot, then posts a semaphore; it learns of progress from a counter in s
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +22,7 @@ from gpulease.daemon.drivers.cpu.limits import (
 )
 from gpulease.daemon.drivers.cpu.mapping import Mapping
 from gpulease.daemon.drivers.cpu.native.layout import PARAMETERS_OFFSET, StreamState
-from gpulease.daemon.drivers.cpu.team import Helpers, start_thread
+from gpulease.daemon.drivers.cpu.team import Helpers, NativeThread
 from gpulease.daemon.drivers.interface import Poll
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
 from gpulease.daemon.native.kept_code import load_ir
@@ -81,7 +80,7 @@ class Stream:
         self.yields = False
         self._ring = Mapping(QUEUE_DEPTH * SLOT_BYTES)
         self._slots = self._ring.view
-        self._thread: threading.Thread | None = None
+        self._thread: NativeThread | None = None
         self.state = StreamState(
             ring=self._ring.address,
             slot_bytes=SLOT_BYTES,
@@ -113,7 +112,7 @@ class Stream:
         self._slots[start : start + len(record)] = record
         words[_SUBMITTED] = number + 1
         if self._thread is None:
-            self._thread = start_thread(stream_code(), "run_stream", ctypes.addressof(self.state), "gpulease-stream")
+            self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
             self.state.has_thread = 1
         self._post()
 

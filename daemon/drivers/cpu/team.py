@@ -6,7 +6,6 @@ going by how long the kernel's blocks took the last time, and by those it has ru
 
 import ctypes
 import os
-import threading
 
 from gpulease.daemon.drivers.cpu.limits import HELPER_YIELDS, MAX_HOST_THREADS, STREAM_STACK_BYTES, WAKE_NS
 from gpulease.daemon.drivers.cpu.native.layout import Team
@@ -17,6 +16,9 @@ from gpulease.daemon.native.compiler import NativeCode
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
 
 _LIBC = ctypes.CDLL(None)
+
+# No less than sizeof(pthread_attr_t) on any machine: 56 on x86-64, 64 on AArch64.
+_ATTRIBUTES_BYTES = 128
 
 
 def host_threads() -> int:
@@ -34,17 +36,33 @@ def host_threads() -> int:
     return min(cores, int(allowed), MAX_HOST_THREADS)
 
 
-def start_thread(code: NativeCode, function: str, argument: int, name: str) -> threading.Thread:
-    """A thread that runs a native function of one argument, without Python's lock, with room for a kernel's calls."""
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address(function))
-    # A daemon: a kernel that never ends must not keep the process from ending.
-    thread = threading.Thread(target=run, args=(argument,), name=name, daemon=True)
-    previous = threading.stack_size(STREAM_STACK_BYTES)
-    try:
-        thread.start()
-    finally:
-        threading.stack_size(previous)
-    return thread
+class NativeThread:
+    """A thread that runs a native function of one argument, and that Python knows nothing of.
+
+    Python's own are detached, so glibc keeps the stack of the last one that ended, with whatever kernels left there,
+    for the next. That of a joined one goes back to the host where glibc keeps none (see daemon/worker/heap.py).
+
+    Raises:
+        RuntimeError: The host gives this process no more threads.
+    """
+
+    def __init__(self, code: NativeCode, function: str, argument: int) -> None:
+        # For as long as it may run.
+        self._code = code
+        self._handle = ctypes.c_ulong()
+        attributes = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+        _LIBC.pthread_attr_init(attributes)
+        # Room for a kernel's calls.
+        _LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STREAM_STACK_BYTES))
+        begin = ctypes.c_void_p(code.address(function))
+        error = _LIBC.pthread_create(ctypes.byref(self._handle), attributes, begin, ctypes.c_void_p(argument))
+        _LIBC.pthread_attr_destroy(attributes)
+        if error:
+            raise RuntimeError(os.strerror(error))
+
+    def join(self) -> None:
+        """Wait for its end; once. One that is never joined keeps no process from ending."""
+        _LIBC.pthread_join(self._handle, None)
 
 
 class Helpers:
@@ -57,7 +75,7 @@ class Helpers:
 
     def __init__(self, places: int, hosts: int) -> None:
         self._count = hosts - 1
-        self._threads: list[threading.Thread] = []
+        self._threads: list[NativeThread] = []
         self.team = Team(places=places, wake_ns=WAKE_NS, idle_yields=HELPER_YIELDS)
         self.address = ctypes.addressof(self.team)
         self._work = ctypes.c_void_p(self.address + Team.work.offset)
@@ -70,9 +88,9 @@ class Helpers:
         self.team.ending = self.team.idle = 0
         for semaphore in (self._work, self._done):
             _LIBC.sem_init(semaphore, 0, 0)
-        for number in range(self._count):
+        for _ in range(self._count):
             try:
-                thread = start_thread(code, "run_helper", self.address, f"gpulease-helper-{number}")
+                thread = NativeThread(code, "run_helper", self.address)
             except RuntimeError:
                 # The host gives this process no more threads: those there are will do.
                 break

@@ -82,8 +82,8 @@ class Blocks:
         self._free.setdefault(self._sizes[address], []).append(address)
         self._in_order[address] = None
 
-    def drop_oldest(self) -> Any:
-        """The driver's allocation behind the block kept for longest, to be freed; there is one."""
+    def drop_oldest(self) -> tuple[Any, int]:
+        """The driver's allocation behind the block kept for longest, to be freed, and its size; there is one."""
         address = next(iter(self._in_order))
         del self._in_order[address]
         size = self._sizes.pop(address)
@@ -92,4 +92,4 @@ class Blocks:
         if not free:
             del self._free[size]
         self._held.remove(address)
-        return self._allocations.pop(address)
+        return self._allocations.pop(address), size

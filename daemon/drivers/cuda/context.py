@@ -10,6 +10,7 @@ import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
+from gpulease.daemon.drivers.cuda.elf import Weight
 from gpulease.daemon.drivers.cuda.graphs import CudaGraph, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.local import LocalMemory
@@ -17,7 +18,7 @@ from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
 from gpulease.daemon.drivers.cuda.replays import Replays
-from gpulease.daemon.drivers.cuda.streams import Streams, streams_bytes
+from gpulease.daemon.drivers.cuda.streams import CopyTicket, Streams, streams_bytes
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -31,6 +32,7 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
 )
 from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
+from gpulease.daemon.worker.heap import is_heap_wiped
 
 SPIN_S: Final = 200e-6
 """How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""
@@ -53,20 +55,6 @@ PRINT_BYTES: Final = 1 << 20
 """What kernels may print between two syncs; the oldest lines are lost beyond that. Taken with the heap."""
 
 
-class _CopyTicket:
-    """An event behind a copy."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        """Whether the card has reached it; a lost context's card reads nothing more."""
-        try:
-            return bool(self._event.query())
-        except cuda.Error:
-            return True
-
-
 class CudaContext(Replays):
     """See `gpulease.daemon.drivers.interface.Context`."""
 
@@ -82,6 +70,9 @@ class CudaContext(Replays):
         self._stream = self._streams[0]
         self._is_alone = True
         self._can_begin = True
+        self._pinned: list[int] = []
+        self._leaves_traces = False
+        self._wipes = is_heap_wiped()
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
         self._spin_s = SPIN_S
@@ -109,6 +100,22 @@ class CudaContext(Replays):
         """The same context and stream with new books; all that was allocated and loaded must have been released."""
         self.trim(0)
         return CudaContext(self._context, self._local, self._stream)
+
+    def scrub(self) -> None:
+        """Unlock all memory that was pinned. Raises DriverError for what stays in the driver's pages."""
+        if self._leaves_traces or len(self._streams) > 1:
+            raise DriverError(
+                "a module had variables, or called functions of the driver's"
+                if self._leaves_traces
+                else "there were other streams"
+            )
+        self.sync()
+        while self._retired:
+            self._retired.pop().release()
+        while self._pinned:
+            (error,) = api.cuMemHostUnregister(self._pinned.pop())
+            if error:
+                raise self.failure(error)
 
     @property
     def rounding_bytes(self) -> int:
@@ -175,7 +182,11 @@ class CudaContext(Replays):
         """To be called when nothing is under way: the driver's own wait for it can't be given up."""
         blocks = self._blocks
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
-            self._call(blocks.drop_oldest().free)
+            allocation, size_bytes = blocks.drop_oldest()
+            if self._wipes:
+                # The driver may give parts of its page to others of this process as they are.
+                self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
+            self._call(allocation.free)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """From pageable memory the driver has taken the bytes when it returns ("API synchronization behavior")."""
@@ -197,6 +208,8 @@ class CudaContext(Replays):
         (error,) = api.cuMemHostRegister(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
         # From memory that is not pinned the driver copies before it returns, and waits for the stream first.
         self._can_begin = self._can_begin and not error
+        if not error:
+            self._pinned.append(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
     def write_pinned(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
         """Queued behind what is queued, and waited for together with it."""
@@ -232,7 +245,7 @@ class CudaContext(Replays):
         self._mark(self._streams.selected)
         event = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._call(event.record, self._stream)
-        return _CopyTicket(event)
+        return CopyTicket(event)
 
     def read_pinned(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
         """Likewise."""
@@ -315,7 +328,10 @@ class CudaContext(Replays):
         """PTX or a cubin, weighed before the card sees it."""
         if self._fault is not None:
             raise self._fault
-        return load_image(image, admit, self._local)
+        return load_image(image, admit, self._local, self._weighed)
+
+    def _weighed(self, weight: Weight) -> None:
+        self._leaves_traces = self._leaves_traces or weight.leaves_traces
 
     def module_unload(self, module: Any, poll: Poll = keep_waiting) -> None:
         """Once everything launched before has ended."""

@@ -51,3 +51,10 @@ class CudaDriver:
         context.sync()
         again = context.begin_again()
         return lambda slice_bytes: again
+
+    def recycle(self, context: Context) -> Opening:
+        """The same context of the card, its blocks overwritten before they went back. Raises DriverError."""
+        if not isinstance(context, CudaContext):
+            raise DriverError("this context is another driver's")
+        context.scrub()
+        return self.rewind(context)

@@ -23,6 +23,7 @@ _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL: Final = struct.Struct("<IBBHQQ")
 _CLASS_64_LITTLE: Final = b"\x7fELF\x02\x01"
 _SYMTAB: Final = 2
+_WRITABLE: Final = 1
 _ALLOCATED: Final = 2
 _OBJECT: Final = 1
 _FUNCTION: Final = 2
@@ -38,11 +39,14 @@ class Weight:
         device_bytes: Of the card, for as long as it is loaded.
         shared_bytes: How many of those lie in pages shared with other modules.
         has_system_calls: Whether it calls functions of the driver's own that make the context grow.
+        leaves_traces: Whether kernels may leave something in what the driver keeps when it is unloaded: in variables,
+            or by the driver's own functions, in the heap or what is printed.
     """
 
     device_bytes: int
     shared_bytes: int
     has_system_calls: bool
+    leaves_traces: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def _weigh(cubin: bytes) -> Weight:
         if section.flags & _ALLOCATED and not _text(cubin, names, section.name_at).startswith(_ON_CHIP)
     }
     sums: dict[int, int] = {}
-    has_system_calls = False
+    has_system_calls = leaves_traces = False
     for table in sections:
         if table.kind != _SYMTAB:
             continue
@@ -81,14 +85,16 @@ def _weigh(cubin: bytes) -> Weight:
         symbols = _bytes_of(cubin, table)
         for name_at, info, _, index, value, size in _SYMBOL.iter_unpack(symbols):
             if info & 0xF == _FUNCTION and index == 0:
+                leaves_traces = True
                 has_system_calls |= _text(cubin, strings, name_at) not in _FREE_OF_CHARGE
             elif info & 0xF == _OBJECT and index in sizes:
                 sums[index] = sums.get(index, 0) + size
                 sizes[index] = max(sizes[index], value + size, sums[index])
+    leaves_traces |= any(sections[index].flags & _WRITABLE for index in sizes if sizes[index])
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
     shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
-    return Weight(own + shared, shared, has_system_calls)
+    return Weight(own + shared, shared, has_system_calls, leaves_traces)
 
 
 def _share(size: int) -> int:

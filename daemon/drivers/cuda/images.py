@@ -7,13 +7,13 @@ loaded as a module. cuda-bindings does it all: pycuda keeps the handles to itsel
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.elf import weigh
+from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter
 
@@ -47,10 +47,14 @@ class CudaModule:
     loaded: Any
 
 
-def load_image(image: bytes, admit: Admit, local: LocalMemory) -> CudaModule:
-    """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log."""
+def load_image(image: bytes, admit: Admit, local: LocalMemory, on_weighed: Callable[[Weight], None]) -> CudaModule:
+    """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
+
+    `on_weighed` is told what it is before the driver has any of it, which may keep it though it refuses it.
+    """
     cubin = image if image.startswith(_ELF) else _compile(image)
     weight = weigh(cubin)
+    on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
     listed = _list_kernels(cubin)

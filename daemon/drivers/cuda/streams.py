@@ -28,6 +28,20 @@ def streams_bytes(count: int) -> int:
     return whole_pages((count + 2) * STREAM_BYTES) if count else 0
 
 
+class CopyTicket:
+    """An event behind a copy."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Whether the card has reached it; a lost context's card reads nothing more."""
+        try:
+            return bool(self._event.query())
+        except cuda.Error:
+            return True
+
+
 class Streams:
     """By their numbers; 0 is always there.
 

@@ -49,3 +49,16 @@ class Disk:
             self._rows.pop(place, None)
         else:
             self._rows[place] = value
+
+
+def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
+    """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired."""
+    for lease_id in lease_ids:
+        then, now = before.get(lease_id), after.get(lease_id)
+        if then is None:
+            continue
+        denials = [table.denial_for(lease_id, now_ns) for table in (before, after)]
+        reasons = [denial and denial.reason for denial in denials]
+        assert reasons[0] == reasons[1], "a restart changed an answer"
+        is_over = then.deadline_ns is not None and then.deadline_ns <= now_ns
+        assert then == now or is_over, "a restart changed a lease"

@@ -36,11 +36,14 @@ from gpulease.daemon.core import (
     ProveReclaimed,
     ReclaimFailed,
     ReclaimProved,
+    RecycleWorker,
+    Recycling,
     RefuseSubmit,
     RefuseWork,
     RenameWorker,
     Renewed,
     RevokeDone,
+    ScrubWorker,
     SetDeadline,
     SpawnSubmit,
     SpawnWorker,
@@ -63,7 +66,8 @@ from gpulease.daemon.core import (
 from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
-from .disk import Disk
+from .disk import Disk, check_answers
+from .recycling_books import RecyclingBooks
 from .submit_books import SubmitBooks
 from .tenant_books import RULES, TenantBooks
 
@@ -91,16 +95,17 @@ LIMITS = CoreLimits(
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
 AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
-AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ProveReclaimed
+AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveReclaimed
 
 
 class Shell:
     """What the node looks like from outside, and what is still to be done in it."""
 
-    def __init__(self, warm_contexts: int = 0) -> None:
-        self.table = LeaseTable(CARDS, LIMITS, warm_contexts)
+    def __init__(self, warm_contexts: int = 0, recycling: Recycling | None = None) -> None:
+        self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
         self.cards = CARDS
         self.warm_contexts = warm_contexts
+        self.recycled = RecyclingBooks(recycling)
         self.disk = Disk()
         self.words: dict[int, Cause] = {}
         self.revoked: set[int] = set()
@@ -145,10 +150,11 @@ class Shell:
             self.execute(effect)
         return effects
 
-    def change_rules(self, rules: TenantRules) -> None:
+    def change_rules(self, rules: TenantRules, renamed: frozenset[str]) -> None:
         waiting = {waiter.tenant for waiter in self.table.waiting()}
         self.tenants.change(rules, waiting | {lease.tenant for lease in self.table.snapshots()})
-        self.send(TenantRulesChanged(rules))
+        self.recycled.renamed |= renamed
+        self.send(TenantRulesChanged(rules, renamed))
 
     def request(self, event: Event, number: int) -> None:
         self.open_requests.add(number)
@@ -160,7 +166,7 @@ class Shell:
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
             self.only_once(type(effect), effect.warm_id)
-        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ProveReclaimed):
+        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ScrubWorker | ProveReclaimed):
             self.only_once(type(effect), effect.lease_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
@@ -173,6 +179,8 @@ class Shell:
             self.on_warm_up(effect)
         elif isinstance(effect, RenameWorker):
             self.on_rename(effect.from_id, effect.to_id)
+        elif isinstance(effect, RecycleWorker):
+            self.recycled.on_recycle(effect, self)
         elif isinstance(effect, Granted | Renewed):
             assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
             assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
@@ -187,7 +195,7 @@ class Shell:
             if effect.cause is Cause.REVOKED:
                 self.revoked.add(effect.lease_id)
                 self.revoked_last.add(effect.lease_id)
-        elif isinstance(effect, KillWorker | ProveReclaimed):
+        elif isinstance(effect, KillWorker | ScrubWorker | ProveReclaimed):
             if isinstance(effect, ProveReclaimed):
                 assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
                 self.asked_to_prove.add(effect.lease_id)
@@ -206,8 +214,7 @@ class Shell:
             self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
             self.timers.append((effect.due_ns, DrainTimerFired()))
         elif isinstance(effect, Warned):
-            lease = self.table.get(effect.lease_id)
-            assert lease is not None
+            assert self.table.get(effect.lease_id) is not None
             assert effect.lease_id not in self.ended
         elif isinstance(effect, ArmPoolTimer):
             assert effect.due_ns > self.now_ns, "a pause that is over already"
@@ -253,6 +260,7 @@ class Shell:
     def on_rename(self, from_id: int, to_id: int) -> None:
         """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
         card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
+        self.recycled.on_rename(from_id, to_id, self)
         del self.unproved[from_id]
         assert to_id not in self.unproved, "two workers of one name"
         self.hold(to_id, card, card.overhead_bytes)
@@ -281,6 +289,8 @@ class Shell:
         number = job.submit_id if isinstance(job, SpawnSubmit) else number
         if isinstance(job, KillWorker):
             self.send(WorkerExited(number, "killed"))
+        elif isinstance(job, ScrubWorker):
+            self.recycled.scrub(number, luck, self)
         elif isinstance(job, ProveReclaimed):
             failed = ReclaimFailed(number, "NVML gave an error")
             self.send(failed if luck % 6 == 0 else ReclaimProved(number))
@@ -319,10 +329,14 @@ class Shell:
         # One that was revoked before its grant, in what was lost: nobody knows its id.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
-        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past())
+        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds)
         self.tenants.change(LIMITS.tenants, (kept.tenant for kept in contents.leases))
         self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
-        self.asked_to_prove, self.once = set(), {(kind, number) for kind, number in self.once if kind is Granted}
+        self.recycled.renamed, self.asked_to_prove, self.once = (
+            set(),
+            set(),
+            {(kind, number) for kind, number in self.once if kind is Granted},
+        )
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
@@ -347,7 +361,8 @@ class Shell:
             self.fire(DrainTimerFired())
         if not is_tail_lost:
             assert self.table.drain_ns == before.drain_ns, "a restart changed a drain"
-            self.check_answers(before, {*(kept.lease_id for kept in contents.leases), *self.disk.buried()})
+            lease_ids = {*(kept.lease_id for kept in contents.leases), *self.disk.buried()}
+            check_answers(before, self.table, lease_ids, self.now_ns)
         self.send(PoolTimerFired())
 
     def as_its_page_says(self, kept: KeptLease) -> KeptLease:
@@ -364,18 +379,6 @@ class Shell:
             state=state,
             cause=cause,
         )
-
-    def check_answers(self, before: LeaseTable, lease_ids: set[int]) -> None:
-        """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired."""
-        for lease_id in lease_ids:
-            then, now = before.get(lease_id), self.table.get(lease_id)
-            if then is None:
-                continue
-            denials = [table.denial_for(lease_id, self.now_ns) for table in (before, self.table)]
-            reasons = [denial and denial.reason for denial in denials]
-            assert reasons[0] == reasons[1], "a restart changed an answer"
-            is_over = then.deadline_ns is not None and then.deadline_ns <= self.now_ns
-            assert then == now or is_over, "a restart changed a lease"
 
     def finish(self) -> None:
         """Everything that was slow or lost happens after all, in due order."""

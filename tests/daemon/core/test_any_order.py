@@ -19,13 +19,16 @@ from gpulease.daemon.core import (
     Event,
     FenceClearRequested,
     FreeRequested,
+    GuestAttached,
     LeaseState,
     PoolTimerFired,
     ReclaimProved,
+    Recycling,
     RefuseWork,
     RenewRequested,
     RequesterGone,
     RevokeRequested,
+    ScrubWorker,
     SessionCondemned,
     SessionFaulted,
     ShutdownRequested,
@@ -37,11 +40,13 @@ from gpulease.daemon.core import (
     TimerKind,
     WarmUp,
     WorkerExited,
+    WorkerScrubbed,
 )
 from gpulease.daemon.core.pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
+from .recycling_books import RECYCLING
 from .simulated import CARDS, LIMITS, MS, Shell
 from .tenant_books import NARROW, RULES, WIDE
 
@@ -57,10 +62,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.shell = Shell()
         self.number = 0
 
-    @initialize(warm_contexts=st.sampled_from([0, 1, 3]))
-    def begin(self, warm_contexts: int) -> None:
+    @initialize(warm_contexts=st.sampled_from([0, 1, 3]), recycling=st.sampled_from([None, RECYCLING]))
+    def begin(self, warm_contexts: int, recycling: Recycling | None) -> None:
         self.warm_contexts = warm_contexts
-        self.shell = Shell(warm_contexts)
+        self.shell = Shell(warm_contexts, recycling)
         self.shell.send(PoolTimerFired())
 
     def next_number(self) -> int:
@@ -170,6 +175,27 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=ANY)
     def session_faults(self, pick: int) -> None:
         self.shell.send(SessionFaulted(self.some_lease(pick), "illegal address"))
+
+    @precondition(lambda self: self.shell.spawned)
+    @rule(pick=ANY)
+    def somebody_attaches(self, pick: int) -> None:
+        lease_id = self.some_lease(pick)
+        self.shell.recycled.tainted.add(lease_id)
+        self.shell.send(GuestAttached(lease_id))
+
+    @precondition(lambda self: self.shell.spawned)
+    @rule(pick=ANY)
+    def worker_is_in_doubt(self, pick: int) -> None:
+        self.shell.send(WorkerScrubbed(self.some_lease(pick), "it still has 1 byte"))
+
+    @rule(pick=ANY)
+    def free_and_scrub(self, pick: int) -> None:
+        """What goes well, as in `acquire_and_start`."""
+        lease_id = self.some_lease(pick)
+        self.free(pick, 1, is_operator=False)
+        for job in [job for job in self.shell.jobs if job == ScrubWorker(lease_id)]:
+            self.shell.jobs.remove(job)
+            self.shell.do_job(job, 1)
 
     @precondition(lambda self: self.shell.spawned)
     @rule(pick=ANY, cause=st.sampled_from([Cause.OVER_SLICE, Cause.KERNEL_TIMEOUT, Cause.UNRESPONSIVE]))
@@ -297,10 +323,10 @@ class AnyOrder(RuleBasedStateMachine):
         if luck % 4 == 1 or self.shell.table.drain_ns is None:
             self.ask(DrainCancelled)
 
-    @rule(luck=ANY, rules=st.sampled_from([RULES, NARROW, WIDE]))
-    def rules_change(self, luck: int, rules: TenantRules) -> None:
+    @rule(luck=ANY, rules=st.sampled_from([RULES, NARROW, WIDE]), renamed=st.frozensets(TENANTS, max_size=1))
+    def rules_change(self, luck: int, rules: TenantRules, renamed: frozenset[str]) -> None:
         if luck % 8 == 1:
-            self.shell.change_rules(rules)
+            self.shell.change_rules(rules, renamed)
 
     @rule(luck=ANY)
     def shutdown(self, luck: int) -> None:

@@ -250,13 +250,13 @@ def test_blocks_run_at_the_same_time() -> None:
 
 
 def test_without_threads_to_be_had_there_are_no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> threading.Thread:
+    def refuse(*_: object) -> team.NativeThread:
         raise RuntimeError("can't start new thread")
 
     context = CpuContext(1 << 22, hosts=3)
     try:
         context.module_load(PTX.encode())
-        monkeypatch.setattr(team, "start_thread", refuse)
+        monkeypatch.setattr(team, "NativeThread", refuse)
         assert (run(context, "count", 500, 1, 500) == 1).all()
     finally:
         context.close()

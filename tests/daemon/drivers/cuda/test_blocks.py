@@ -47,7 +47,7 @@ def test_blocks_are_those_of_the_card_and_each_is_somebodys_once() -> None:
             del live[address]
             blocks.give(address)
         elif blocks.cached_blocks:
-            card.take_back(blocks.drop_oldest())
+            card.take_back(blocks.drop_oldest()[0])
         of_live = Pages()
         if not len(live) % 64:
             for address, size in live.items():
@@ -65,7 +65,7 @@ def test_the_one_freed_last_is_used_first_and_the_one_freed_first_goes_back_firs
     for address in addresses:
         blocks.give(address)
     assert blocks.take(2 * MIB - 1) == addresses[2]
-    assert blocks.drop_oldest() == addresses[0]
+    assert blocks.drop_oldest() == (addresses[0], 2 * MIB)
     assert blocks.take(MIB) is None
     assert blocks.cached_bytes == 2 * MIB
 

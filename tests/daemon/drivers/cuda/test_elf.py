@@ -117,3 +117,20 @@ def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
     # Anything else that is raised would end the worker.
     with contextlib.suppress(ImageRejected):
         assert weigh(bytes(image[: data.draw(st.integers(0, len(image)))])).device_bytes >= 0
+
+
+@pytest.mark.parametrize(
+    ("image", "leaves"),
+    [
+        (cubin(CODE), False),
+        (cubin(CODE, Section(".nv.constant3", PROGBITS, 2, 64, bytes(64))), False),
+        (cubin(CODE, Section(".nv.shared.k", NOBITS, 3, 200 << 10)), False),
+        (cubin(CODE, Section(".nv.global", NOBITS, 3, 4)), True),
+        (cubin(CODE, Section(".nv.global", NOBITS, 3, 0), symbols=(Symbol("x", OBJECT, 2, 0, 4),)), True),
+        (cubin(CODE, Section(".nv.global.init", PROGBITS, 3, 4, bytes(4))), True),
+        (cubin(CODE, symbols=(Symbol("vprintf", FUNCTION, 0, 0, 0),)), True),
+        (cubin(CODE, symbols=(Symbol("k", FUNCTION, 1, 0, 384),)), False),
+    ],
+)
+def test_what_kernels_can_leave_in_what_the_driver_keeps(image: bytes, leaves: bool) -> None:
+    assert weigh(image).leaves_traces is leaves

@@ -1,0 +1,30 @@
+"""Contexts that serve their tenant's next lease too, where the operator wants that.
+
+A lease that its tenant gave back, in good order and with nothing in doubt, has its context scrubbed instead of killed.
+Once that is proved its slice is free and the context waits in the pool, for that tenant alone, for a bounded time and a
+bounded number of leases. Whatever else happens, and whatever takes too long, the worker is killed as any is.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Recycling:
+    """The bounds of it.
+
+    Raises:
+        ValueError: One is below 1.
+    """
+
+    # One that nobody comes back for holds what a context costs, and a process.
+    idle_s: int = 10
+    # What no scrub foresaw, leaks of the driver's for one, ends with the process.
+    max_leases: int = 1000
+    # A tenant that gives back many leases at a time must not leave a process for each.
+    max_idle: int = 16
+    # A kernel that goes on, or a worker that hangs, must not keep the slice.
+    scrub_timeout_ms: int = 500
+
+    def __post_init__(self) -> None:
+        if min(self.idle_s, self.max_leases, self.max_idle, self.scrub_timeout_ms) < 1:
+            raise ValueError(f"Every bound of recycling must be at least 1: {self!r}.")

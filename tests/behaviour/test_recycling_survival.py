@@ -1,0 +1,219 @@
+"""Contexts that serve their tenant again, and what goes on around them: a killed broker, other settings, the books."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpulease.client import GpuLease, GpuLeaseError, GpuSession, LeaseFreed
+from gpulease.client.asking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty, Metrics
+from helpers import audit_log
+from helpers.daemon import Daemon
+from helpers.kernels import check_main_job, start_endless
+from helpers.lasting import LastingDaemon
+from helpers.processes import is_running, open_files
+from helpers.submits import ROOM, check_scaled, running, scaling
+from helpers.waiting import wait_until
+from helpers.working import working
+
+SETTINGS = 'warm_contexts = 1\nrecycle = "same-tenant"\n'
+MIB = 1 << 20
+
+
+def wait_until_full(daemon: Daemon) -> None:
+    wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == 1, "the pool is full")
+
+
+def free(lease: GpuLease) -> None:
+    """Whoever is told of its end: this broker's answer, the next one's, or none."""
+    try:
+        lease.free()
+    except GpuLeaseError:
+        return
+
+
+@pytest.mark.parametrize("is_scrubbed", [False, True], ids=["before the scrub", "once it is scrubbed"])
+def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., LastingDaemon], is_scrubbed: bool) -> None:
+    """Its worker is nobody's: the next broker ends it, and lets the slice go."""
+    lasting = start_lasting(config=SETTINGS)
+    wait_until_full(lasting.now)
+    lease = lasting.now.builder(8 * MIB).acquire()
+    session = GpuSession(lease)
+    check_main_job(session)
+    pid = lasting.worker_pid(lease.lease_id)
+    os.kill(pid, signal.SIGSTOP)
+    thread = threading.Thread(target=free, args=(lease,))
+    thread.start()
+    wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "draining", "it ends")
+    if is_scrubbed:
+        # The broker hears nothing of it.
+        os.kill(lasting.now.process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: pid not in lasting.workers().values() or name_of(pid) == "gpul-warm", "it is scrubbed")
+        lasting.kill()
+    else:
+        lasting.kill()
+        os.kill(pid, signal.SIGCONT)
+    lasting.start()
+    wait_until(lambda: not is_running(pid), "it has ended")
+    wait_until(lambda: not lasting.now.leases(), "the lease has ended")
+    thread.join()
+    with pytest.raises(GpuLeaseError):
+        session.sync()
+    session.close()
+    with lasting.now.builder(8 * MIB).acquire() as other, GpuSession(other) as again:
+        check_main_job(again)
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_a_setting_that_was_changed_holds_for_what_lives_on(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting(config=SETTINGS)
+    wait_until_full(lasting.now)
+    lasting.now.builder().acquire().free()
+    with lasting.now.builder(seconds=60).acquire() as lease, working(lease) as work:
+        pid = lasting.worker_pid(lease.lease_id)
+        lasting.kill()
+        lasting.config = lasting.config.replace("same-tenant", "off")
+        lasting.start()
+        work.check_goes_on()
+    wait_until(lambda: not is_running(pid), "it has ended")
+    wait_until_full(lasting.now)
+    pid = os.getpid()
+    for _ in range(2):
+        with lasting.now.builder().acquire() as lease:
+            assert lasting.worker_pid(lease.lease_id) != pid
+            pid = lasting.worker_pid(lease.lease_id)
+        assert not is_running(pid)
+
+
+def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    with daemon.builder().max_kernel_secs(0.2).acquire() as lease, GpuSession(lease) as session:
+        pid = daemon.worker_pid(lease.lease_id)
+        check_main_job(session)
+    # Without one: a kernel may take longer than the lease before would have let it.
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        assert daemon.worker_pid(lease.lease_id) == pid
+        start_endless(session)
+        time.sleep(0.6)
+        assert daemon.query(lease.lease_id)["state"] == "active"
+    wait_until_full(daemon)
+    daemon.builder().acquire().free()
+    with daemon.builder().max_kernel_secs(0.2).acquire() as lease, GpuSession(lease) as session:
+        start_endless(session)
+        wait_until(lambda: daemon.query(lease.lease_id)["cause"] == "kernel_timeout", "it is ended")
+
+
+def test_each_lease_is_counted_for_its_own_time(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = start_daemon(config=audit_log.config(tmp_path / "audit") + SETTINGS)
+    wait_until_full(daemon)
+    held_us, leases = 0.0, 3
+    for _ in range(leases):
+        began = time.monotonic()
+        lease = daemon.builder(MIB).acquire()
+        time.sleep(0.05)
+        lease.free()
+        held_us += (time.monotonic() - began) * 1e6
+        # It waits for the tenant, who is not charged for that.
+        time.sleep(0.2)
+    audit_log.stop(daemon)
+    (used,) = audit_log.usage(tmp_path / "audit").values()
+    assert (used["leases"], used["open_leases"]) == (leases, 0)
+    assert leases * 50_000 <= used["lease_us"] <= held_us
+    assert used["byte_us"] == used["lease_us"] * MIB
+
+
+def test_what_each_lease_did_is_counted_once(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    done = 0.0
+    for _ in range(3):
+        before = counted(daemon, "gpu_session_launch_total")
+        assert before == done
+        with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+            check_main_job(session)
+            session.sync()
+            done += lease.query()["launches"]
+    assert counted(daemon, "gpu_session_launch_total") == done >= 3
+    assert counted(daemon, "gpu_lease_acquired_total") == counted(daemon, "gpu_lease_dropped_total") == 3
+
+
+def counted(daemon: Daemon, name: str) -> float:
+    """The sum of a family's series."""
+    reply = ask(Opcode.METRICS, Empty(), daemon.address)
+    assert isinstance(reply, Metrics)
+    families = text_string_to_metric_families(reply.exposition)
+    return float(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+
+
+def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    heard: list[list[int]] = []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            lease = daemon.builder().acquire()
+            with lease.events() as events:
+                told = pool.submit(lambda: [event.phase for event in events])
+                with GpuSession(lease) as session:
+                    check_main_job(session)
+                lease.free()
+                heard.append(told.result(10))
+    assert heard[0] == heard[1]
+    assert len(heard[0]) >= 2
+    with pytest.raises(LeaseFreed):
+        GpuSession(lease)
+
+
+def test_a_lease_leaves_its_context_once_its_submits_are_gone(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    with daemon.builder().submits(ROOM).acquire() as lease:
+        pid = daemon.worker_pid(lease.lease_id)
+        check_scaled(scaling(lease).launch())
+        wait_until(lambda: not lease.query().get("submit"), "it is proved gone", seen=lease.query)
+    assert is_running(pid)
+    with daemon.builder().submits(ROOM).acquire() as lease:
+        assert daemon.worker_pid(lease.lease_id) == pid
+        with running(daemon, lease):
+            lease.free()
+    assert not is_running(pid)
+    assert daemon.inventory().details[0]["recycled_contexts"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can look into a worker")
+def test_each_lease_has_pages_of_its_own_and_reads_the_first_alone(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    seen, pids = set(), set()
+    for _ in range(3):
+        with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+            check_main_job(session)
+            pid = daemon.worker_pid(lease.lease_id)
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            lines = [line.split() for line in maps if "gpulease-lease" in line or "gpulease-claims" in line]
+            assert sorted((line[1], line[5]) for line in lines) == [
+                ("r--s", "/memfd:gpulease-lease"),
+                ("rw-s", "/memfd:gpulease-claims"),
+            ]
+            for fd, to in open_files(pid).items():
+                if "gpulease-lease" in to:
+                    flags = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().partition("flags:")[2].split()[0]
+                    assert int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
+                    assert os.stat(f"/proc/{pid}/fd/{fd}").st_mode & 0o777 == 0o400
+            pids.add(pid)
+            seen |= {line[4] for line in lines}
+    # Other files each time, in one process.
+    assert (len(pids), len(seen)) == (1, 6)

@@ -1,0 +1,29 @@
+"""What a lease leaves in a process that serves its tenant again: nothing, whichever way a secret came into it."""
+
+import secrets
+from collections.abc import Callable
+
+from gpulease.client import GpuSession
+from gpulease.client.verify.leftovers import _count
+from helpers.daemon import Daemon
+from helpers.secret_ways import WAYS
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+
+
+def test_nothing_is_left(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config='warm_contexts = 1\nrecycle = "same-tenant"\n')
+    wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == 1, "the pool is full")
+    pids = set()
+    for way, leave in WAYS.items():
+        lease = daemon.builder(16 * MIB).acquire()
+        pid = daemon.worker_pid(lease.lease_id)
+        with GpuSession(lease) as session:
+            secret = leave(session, secrets.token_bytes(32))
+            assert _count(pid, secret), f"{way}: the search finds nothing, so it proves nothing"
+        lease.free()
+        assert daemon.inventory().details[0]["recycled_contexts"] == 1, (way, daemon.log())
+        assert _count(pid, secret) == 0, way
+        pids.add(pid)
+    assert len(pids) == 1
