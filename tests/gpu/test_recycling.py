@@ -2,12 +2,13 @@
 
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from gpulease.client import GpuSession
+from gpulease.client import GpuSession, KernelArgs
 from gpulease.client.verify.kernels import count_set, fill, rule_breakers
-from gpulease.client.verify.leftovers import SECRET_BYTES, _count, _pass_through
+from gpulease.client.verify.leftovers import PAGE_BYTES, SECRET_BYTES, _count, _count_in, _pass_through
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.nvml import Cards
@@ -79,6 +80,46 @@ def test_whichever_way_a_secret_came(recycling: Daemon) -> None:
             secret = leave(session, secrets.token_bytes(SECRET_BYTES))
         left[way] = _count(pid, secret) if is_running(pid) else -1
     assert left == dict.fromkeys(WAYS, 0), recycling.log()
+
+
+def staged(pid: int, secret: bytes) -> list[int]:
+    """Where a process has it in memory that the driver shares with the card (proc_pid_maps(5)), page by page."""
+    found = []
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/dev/zero" in line:
+                start, stop = (int(number, 16) for number in line.split(maxsplit=1)[0].split("-"))
+                found += [
+                    at
+                    for at in range(start, stop, PAGE_BYTES)
+                    if _count_in(memory.fileno(), at, at + PAGE_BYTES, secret)
+                ]
+    return found
+
+
+def count_at(session: GpuSession, address: int) -> int:
+    """How many of the words of a page of the host's memory are not 0, as a kernel sees them."""
+    module, count = session.module_load(plain_kernels()), session.mem_alloc(4)
+    args = KernelArgs().push_u64(address).push_u64(PAGE_BYTES // 4).push_buffer(count)
+    session.launch(module, "count_set", [4], [256], args)
+    return int.from_bytes(session.mem_read(count, 0, 4), "little")
+
+
+def test_no_kernel_of_the_next_lease_reads_what_the_driver_kept(recycling: Daemon) -> None:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    data = secret * 1800
+    with recycling.builder(64 * MIB).device(0).acquire() as lease, GpuSession(lease) as session:
+        pid = recycling.worker_pid(lease.lease_id)
+        buffer = session.mem_alloc(len(data))
+        session.mem_write(buffer, 0, data)
+        assert bytes(session.mem_read(buffer, 0, len(data))) == data
+        pages = staged(pid, secret)
+        assert pages, "the driver has another way by now: what is searched for here proves nothing"
+        assert count_at(session, pages[0]) > 0
+    with recycling.builder(64 * MIB).device(0).acquire() as lease, GpuSession(lease) as session:
+        assert recycling.worker_pid(lease.lease_id) == pid
+        assert staged(pid, secret) == []
+        assert [count_at(session, page) for page in pages] == [0] * len(pages)
 
 
 ENDS: dict[str, Callable[[GpuSession], object]] = {

@@ -19,6 +19,7 @@ from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
 from gpulease.daemon.drivers.cuda.replays import Replays
 from gpulease.daemon.drivers.cuda.streams import CopyTicket, Streams, streams_bytes
+from gpulease.daemon.drivers.cuda.washing import STAGING_BYTES, wash
 from gpulease.daemon.drivers.interface import (
     Admit,
     Dim3,
@@ -70,7 +71,6 @@ class CudaContext(Replays):
         self._stream = self._streams[0]
         self._is_alone = True
         self._can_begin = True
-        self._pinned: list[int] = []
         self._leaves_traces = False
         self._wipes = is_heap_wiped()
         self._markers: Markers | None = None
@@ -102,20 +102,20 @@ class CudaContext(Replays):
         return CudaContext(self._context, self._local, self._stream)
 
     def scrub(self) -> None:
-        """Unlock all memory that was pinned. Raises DriverError for what stays in the driver's pages."""
-        if self._leaves_traces or len(self._streams) > 1:
-            raise DriverError(
-                "a module had variables, or called functions of the driver's"
-                if self._leaves_traces
-                else "there were other streams"
-            )
+        """Unlock all memory that was pinned, and wash what the driver's buffers keep.
+
+        Raises DriverError for what stays in the driver's pages.
+        """
+        if self._leaves_traces:
+            raise DriverError("a module had variables, or called functions of the driver's")
+        if len(self._streams) > 1:
+            raise DriverError("there were other streams")
         self.sync()
-        while self._retired:
-            self._retired.pop().release()
-        while self._pinned:
-            (error,) = api.cuMemHostUnregister(self._pinned.pop())
-            if error:
-                raise self.failure(error)
+        self.unlock()
+        address = self.mem_alloc(STAGING_BYTES)
+        self._call(wash, address, self._stream)
+        self.sync()
+        self.mem_free(address)
 
     @property
     def rounding_bytes(self) -> int:

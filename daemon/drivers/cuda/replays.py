@@ -1,4 +1,4 @@
-"""What a context knows of its launch graphs."""
+"""What a context knows of its launch graphs, and of memory that is locked for the card."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +19,7 @@ class Replays(Faults):
     def __init__(self) -> None:
         super().__init__()
         self._retired: list[PinnedBytes] = []
+        self._pinned: list[int] = []
 
     @property
     def is_watched(self) -> bool:
@@ -39,6 +40,15 @@ class Replays(Faults):
     def retire(self, memory: PinnedBytes) -> None:
         """Keep what copies that are queued may still read until the next graph is made."""
         self._retired.append(memory)
+
+    def unlock(self) -> None:
+        """Let go of all memory that was locked for the card; nothing that is queued uses it. Raises DriverError."""
+        while self._retired:
+            self._retired.pop().release()
+        while self._pinned:
+            (error,) = api.cuMemHostUnregister(self._pinned.pop())
+            if error:
+                raise self.failure(error)
 
     def failure(self, error: Any) -> DriverError:
         """What a call of the driver's API failed with."""
