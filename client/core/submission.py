@@ -27,9 +27,9 @@ from gpulease.protocol.messages import AttachReply, GpuSubmit, SubmitArgument, S
 from gpulease.protocol.opcodes import ArgumentKind, SubmitOption
 from gpulease.protocol.primitives import Tlv
 
-READY_LIMIT_S: Final = 120.0
-"""Longest until a submit may begin: the one before it is waited for, 30 s at most, then a context is made, 60 s at
-most. Past this the daemon hangs."""
+READY_LIMIT_S: Final = 150.0
+"""Longest until a submit may begin: the one before it is waited for, 30 s at most; if a context made ahead is lost, its
+bytes, 32 s at most; then a context is made, 60 s at most. Past this the daemon hangs."""
 
 RUN_MARGIN_S: Final = 10.0
 """How much longer than its own time a submit's answer is waited for: the daemon's grace, a slow host."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gpulease.daemon.core import Effect, Event, LeaseTable
+from gpulease.daemon.core import Effect, Event, LeaseState, LeaseTable
 from gpulease.daemon.journal.contents import Contents
 from gpulease.daemon.journal.following import Follower
 from gpulease.daemon.journal.rows import RowKind, read_tombstone
@@ -52,10 +52,13 @@ class Disk:
 
 
 def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
-    """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired."""
+    """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired, and that
+    a drain may have ended one whose timer was late.
+    """
+    is_drain_due = before.drain_ns is not None and before.drain_ns <= now_ns
     for lease_id in lease_ids:
         then, now = before.get(lease_id), after.get(lease_id)
-        if then is None:
+        if then is None or (is_drain_due and then.state is LeaseState.ACTIVE):
             continue
         denials = [table.denial_for(lease_id, now_ns) for table in (before, after)]
         reasons = [denial and denial.reason for denial in denials]
