@@ -24,6 +24,7 @@ from gpulease.client.bench.load import run_load
 from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.stream import stream_rates
+from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
@@ -92,6 +93,7 @@ _LEASE_ROWS: Final = (
     ("revoke_told_p99_ms", "revoke to the tenant's error, endless kernel, p99"),
     ("revoke_free_p50_ms", "revoke to memory proved free, endless kernel, p50"),
     ("revoke_free_p99_ms", "revoke to memory proved free, endless kernel, p99"),
+    *SUBMIT_ROWS,
 )
 _BARE_ROWS: Final = (
     ("open_p50_ms", "fork to a context that answers, p50"),
@@ -115,7 +117,6 @@ _GATE_ROWS: Final = (
     ("refused_p99_us", "flip to the typed refusal, us, p99"),
     ("begun_after_flip_most", "launches begun after the flip, most"),
 )
-
 _OVERLAP_ROWS: Final = (
     ("one_stream_ms", "copy, kernel, copy back in one stream, ms"),
     ("two_streams_ms", "the same in two streams in turn, ms"),
@@ -193,7 +194,8 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
         leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
-        lease_figures = _acquisition(address, card, leases) | expiry(address, leases) | revocation(address, leases)
+        lease_figures = _acquisition(address, leases, has_pool=card["warm_wanted"] > 0)
+        lease_figures |= expiry(address, leases) | revocation(address, leases)
         bare, gate = _bare(card, leases), _gate(card)
         over_tcp = _over_tcp(tcp, copy_sizes(card["driver"]), rounds) if tcp else {}
         over_tls = _over_tls(tls, tcp, launches, copy_sizes(card["driver"]), rounds) if tls and tcp else {}
@@ -201,7 +203,7 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
         overlapped = overlap(address, card["driver"])
     if running is None:
         with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
-            lease_figures |= warm_acquisition(address, leases)
+            lease_figures |= _acquisition(address, leases, has_pool=True)
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
@@ -259,9 +261,10 @@ def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figu
     return _medians(leased), _medians(by_socket), _medians(direct)
 
 
-def _acquisition(address: str, card: dict[str, Any], leases: int) -> Figures:
+def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
     """Of a daemon with a pool, the warm figures alone: there, it is chance what a lease gets in between."""
-    return warm_acquisition(address, leases) if card["warm_wanted"] else acquisition(address, leases)
+    figures = warm_acquisition(address, leases) if has_pool else acquisition(address, leases)
+    return figures | submit_figures(address, transform_ptx(), leases, has_pool=has_pool)
 
 
 def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
@@ -341,10 +344,7 @@ def _tables(report: dict[str, Any]) -> str:
         for name, text, unit in _ROWS
         if name in leased
     ]
-    parts = [
-        str(report["title"]),
-        table(["", "leased", "by socket", "direct", "unit", "leased/direct"], rows),
-    ]
+    parts = [str(report["title"]), table(["", "leased", "by socket", "direct", "unit", "leased/direct"], rows)]
     if "launch_to_pycuda_call" in report:
         parts.append(
             f"pipelined launch / pycuda Function.__call__ ({direct['pycuda_call_us']:.2f} us): "
