@@ -16,6 +16,7 @@ from gpulease.client.verify.leftovers import host_buffers
 from gpulease.client.verify.matrix import Row, run_matrix
 from gpulease.client.verify.neighbour import neighbour
 from gpulease.client.verify.scene import Scene
+from gpulease.client.verify.submits import submit_beside
 
 EXIT_BREACH: Final = 1
 GIB: Final = 1 << 30
@@ -86,6 +87,8 @@ def _claims(scene: Scene, only: str) -> Iterator[Claim]:
         yield check("no byte of it in the host's buffers", lambda: host_buffers(scene))
     if only in "launch gate":
         yield check("launch gate", lambda: launch_gate(scene, 10 if scene.is_card else 3))
+    if only in "a submit beside its session":
+        yield check("a submit beside its session", lambda: submit_beside(scene))
 
 
 def _fits_six(scene: Scene) -> bool:

@@ -11,7 +11,7 @@ from helpers.nvml import Cards
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("only", "count"), [("address", 2), ("launch gate", 1)])
+@pytest.mark.parametrize(("only", "count"), [("address", 2), ("launch gate", 1), ("a submit", 1)])
 def test_rows_of_the_matrix(cards: Cards, only: str, count: int) -> None:
     used = cards.used_bytes()
     done = CliRunner().invoke(verify, ["--driver", "cuda", "--only", only, "--json"])

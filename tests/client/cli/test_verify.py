@@ -48,6 +48,7 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "no byte of an earlier lease",
         "no byte of it in the host's buffers",
         "launch gate",
+        "a submit beside its session",
         "six leases",
     }
     assert report["breaches"] == 0
