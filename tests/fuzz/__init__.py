@@ -17,5 +17,6 @@ TARGETS: Final = (
     "serving",
     "sessions",
     "settings",
+    "submits",
     "tokens",
 )

@@ -51,7 +51,7 @@ ENDS = (Status.REVOKED, Status.LEASE_EXPIRED, Status.FENCED, Status.SESSION_FAIL
 
 def check(data: bytes) -> None:
     draws = Draws(data)
-    descriptors, threads = _count("/proc/self/fd"), _count("/proc/self/task")
+    descriptors, threads = count("/proc/self/fd"), count("/proc/self/task")
     has_arena = draws.chance(4)
     with opened(has_arena=has_arena) as tenant:
         try:
@@ -66,13 +66,14 @@ def check(data: bytes) -> None:
     if has_arena:
         # It goes with the last view of it, which graphs may have.
         gc.collect()
-    assert _count("/proc/self/fd") == descriptors
+    assert count("/proc/self/fd") == descriptors
     until = time.monotonic() + GONE_S
-    while _count("/proc/self/task") != threads:
+    while count("/proc/self/task") != threads:
         assert time.monotonic() < until
 
 
-def _count(folder: str) -> int:
+def count(folder: str) -> int:
+    """How many entries it has."""
     return len(os.listdir(folder))
 
 

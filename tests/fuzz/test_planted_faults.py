@@ -16,9 +16,11 @@ from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.drivers.cpu import compiled
 from gpulease.daemon.native.compiler import BadIr
+from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.ledger import Ledger
 from gpulease.daemon.worker.page import WorkerPage
 from gpulease.daemon.worker.replies import SyncPattern
+from gpulease.daemon.worker.submission import SubmitDesk
 from gpulease.protocol import fastpath
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import RingReader, RingWriter
@@ -94,6 +96,9 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("sessions", Ledger, "remove_allocation", keeping_the_sum),
     ("sessions", WorkerPage, "refusal", returning(None)),
     ("settings", config, "_check", returning(None)),
+    ("submits", Guest, "refuse", returning(None)),
+    ("submits", SubmitDesk, "_read", returning(b"")),
+    ("submits", WorkerPage, "refusal", returning(None)),
     ("tokens", tokens, "_read", lambda _: tokens._authority),
     ("tokens", CapabilityAuthority, "_check_lease", returning(None)),
 )

@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from . import TARGETS, ptx_texts
 
-MOST_SEEDS = {"images": 6, "ptx": 40, "serving": 16, "sessions": 25, "control": 60, "audit": 100, "settings": 300}
+MOST_SEEDS = {
+    "images": 6,
+    "ptx": 40,
+    "serving": 16,
+    "sessions": 25,
+    "submits": 40,
+    "control": 60,
+    "audit": 100,
+    "settings": 300,
+}
 """Of those whose seeds take their time; which ones, is the same in every run."""
 
-EXAMPLES = {"images": 4, "ptx": 15, "serving": 15, "sessions": 12, "control": 25, "audit": 40}
+EXAMPLES = {"images": 4, "ptx": 15, "serving": 15, "sessions": 12, "submits": 25, "control": 25, "audit": 40}
 OTHERS_EXAMPLES = 60
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
