@@ -76,7 +76,8 @@ class Guard:
         head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
         head.append((b"connection", b"close"))
         if status == 405:
-            head.append((b"allow", ", ".join(READING).encode()))
+            allowed = (ACTING,) if scope["path"].startswith(LEASES) else READING
+            head.append((b"allow", ", ".join(allowed).encode()))
         await say({"type": "http.response.start", "status": status, "headers": head})
         await say({"type": "http.response.body", "body": body})
 

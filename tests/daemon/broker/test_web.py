@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from gpulease.daemon.broker.page_desk import MAX_WRONG_TOKENS
 from gpulease.daemon.broker.web import WebDoor
 from gpulease.daemon.channel import channel_pair
 from gpulease.daemon.sandbox.settings import SandboxSettings
@@ -16,18 +19,23 @@ from helpers.web_rig import Scene
 FLOOD_S = 20
 TALKS = f"""
 import socket, sys, time, msgpack
-channel, message = socket.socket(fileno=int(sys.argv[1])), msgpack.packb({{"op": [[]] * 100_000}})
+channel, message = socket.socket(fileno=int(sys.argv[1])), msgpack.packb(eval(sys.argv[2]))
 until = time.monotonic() + {FLOOD_S}
 while time.monotonic() < until:
     channel.send(message)
 """
 
 
-def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop() -> None:
+NONSENSE = """{"op": [[]] * 100_000}"""
+GUESS = """{"op": "revoke", "number": 1, "lease_id": "0" * 32, "reason": "x" * 512, "token": b"t" * 4096}"""
+
+
+@pytest.mark.parametrize(("message", "most"), [(NONSENSE, 0), (GUESS, MAX_WRONG_TOKENS)], ids=["nonsense", "guesses"])
+def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop(message: str, most: int) -> None:
+    scene = Scene()
+
     async def run(ours: socket.socket) -> float:
-        door = WebDoor(
-            HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), Scene()
-        )
+        door = WebDoor(HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), scene)
         ours.setblocking(False)
         door._channel = ours
         loop = asyncio.get_running_loop()
@@ -40,10 +48,12 @@ def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop() -> None
         return time.monotonic() - begun_s
 
     ours, theirs = channel_pair()
-    command = [sys.executable, "-c", TALKS, str(theirs.fileno())]
+    command = [sys.executable, "-c", TALKS, str(theirs.fileno()), message]
     with ours, subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL) as process:
         theirs.close()
         try:
             assert asyncio.run(run(ours)) < FLOOD_S / 2
         finally:
             process.kill()
+    assert scene.revoked == []
+    assert min(most, 1) <= scene.refusals <= most, "nor does it guess, or fill the log"
