@@ -103,7 +103,7 @@ def test_a_context_that_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuL
 
 
 def test_one_is_faster_than_one_that_makes_its_context(
-    pool: Daemon, daemon: Daemon, gpu: GpuLease, record_property: Callable[[str, object], None]
+    daemon: Daemon, pool: Daemon, gpu: GpuLease, record_property: Callable[[str, object], None]
 ) -> None:
     """Making a context takes 100 ms at least; this only shows that none was made."""
 
