@@ -14,6 +14,7 @@ from gpulease.daemon.core import (
     Freed,
     FreeRequested,
     Granted,
+    GuestAttached,
     Outcome,
     Renewed,
     RenewRequested,
@@ -140,5 +141,8 @@ class LeaseDesk:
                 self._caller.answer_denied(request, outcome)
 
         tenant = self._tokens.acting_tenant(body.lease_id, Permission.LEASE_FREE)
+        if tenant != self._peer.tenant:
+            # Whoever bears a token: it is for the tenant itself to say that it is done.
+            self._runtime.post(GuestAttached(body.lease_id))
         number = self._caller.expect(on_outcome)
         self._runtime.post(FreeRequested(number, body.lease_id, tenant, self._peer.is_operator))

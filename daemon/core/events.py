@@ -178,7 +178,7 @@ class SessionCondemned:
 
 @dataclass(frozen=True, slots=True)
 class GuestAttached:
-    """Somebody was let into a lease's session of whom nobody vouches that it is the lease's tenant."""
+    """Somebody was let into a lease's session, or may end it, of whom nobody vouches that it is the lease's tenant."""
 
     lease_id: int
 

@@ -24,13 +24,15 @@ from gpulease.client import (
 )
 from gpulease.client.verify.kernels import count_set, fill, rule_breakers
 from gpulease.client.verify.leftovers import SECRET_BYTES, _count, _pass_through
-from gpulease.protocol import Exclusivity
-from gpulease.protocol.capabilities import SESSION_PERMISSIONS
+from gpulease.protocol import Exclusivity, Opcode
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
+from gpulease.protocol.messages import CapabilityPresent
 from helpers import audit_log
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, check_main_job, start_endless, start_stray_store
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
+from helpers.raw_peer import RawPeer
 from helpers.waiting import wait_until
 from helpers.working import working
 
@@ -163,6 +165,19 @@ def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], 
     assert card(daemon)["recycled_contexts"] == 0
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
+
+
+def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..., Daemon]) -> None:
+    """Its tenant may not be done with it."""
+    daemon = start_daemon(config=SETTINGS, tcp=True)
+    wait_until_full(daemon)
+    lease = daemon.builder().acquire()
+    pid = daemon.worker_pid(lease.lease_id)
+    token = lease.issue(Permission.LEASE_FREE, my_audience(daemon.tcp_address)).token
+    with RawPeer(daemon.tcp_address).hello() as peer:
+        peer.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token))
+        peer.free(lease.lease_id)
+    assert not is_running(pid)
 
 
 def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
