@@ -144,7 +144,7 @@ class LeaseTable:
 
     def warming(self) -> tuple[WarmSnapshot, ...]:
         """Every context of the pool, oldest first, those that are being dropped too."""
-        return tuple(WarmSnapshot(found.warm_id, found.card_uuid, found.state) for found in self._book.warm.values())
+        return tuple(context.snapshot() for context in self._book.warm.values())
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
         """Those in line, first come first."""

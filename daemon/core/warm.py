@@ -23,11 +23,12 @@ YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
 
 @dataclass(frozen=True, slots=True)
 class WarmSnapshot:
-    """What one warm context was at one moment."""
+    """What one warm context was at one moment; `is_recycled`: it has served a tenant, whom it waits for."""
 
     warm_id: int
     card_uuid: str
     state: WarmState
+    is_recycled: bool = False
 
 
 @dataclass(slots=True)
@@ -55,3 +56,7 @@ class WarmContext:
     is_restored: bool = False
     tenant: str | None = None
     leases: int = 0
+
+    def snapshot(self) -> WarmSnapshot:
+        """The context as it is now."""
+        return WarmSnapshot(self.warm_id, self.card_uuid, self.state, self.tenant is not None)

@@ -133,7 +133,9 @@ CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with what it i
 CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "All that can be leased.")
 CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "What leases hold, with their contexts' share.")
 CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
-WARM_CONTEXTS: Final = _gauge("gpulease_warm_contexts", "Contexts made ahead.", ("UUID", "state"))
+WARM_CONTEXTS: Final = _gauge(
+    "gpulease_warm_contexts", "Contexts made ahead, and recycled ones, which wait for their tenant.", ("UUID", "state")
+)
 WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "How many are to be ready.")
 WARM_TAKEN: Final = _counter("gpulease_warm_contexts_taken", "Contexts made ahead that a lease or a submit took.", CARD)
 WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts that ended while they waited for a lease.", CARD)

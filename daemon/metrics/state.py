@@ -12,6 +12,9 @@ from gpulease.daemon.metrics.series import Labels
 
 NS_PER_S: Final = 1_000_000_000
 
+RECYCLED: Final = "recycled"
+"""The state of a context that is ready, for the tenant alone whom it has served."""
+
 Values = Mapping[Labels, float]
 
 
@@ -104,9 +107,13 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
     }
 
 
+def _state_of(context: WarmSnapshot) -> str:
+    return RECYCLED if context.is_recycled and context.state is WarmState.READY else context.state.value
+
+
 def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
-    contexts = Counter((context.card_uuid, context.state.value) for context in facts.warm)
-    states = [(card.uuid, state.value) for card in facts.cards for state in WarmState]
+    contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
+    states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {
         families.WARM_CONTEXTS: {labels: contexts[labels] for labels in states},

@@ -148,14 +148,17 @@ def test_what_each_lease_did_is_counted_once(start_daemon: Callable[..., Daemon]
             done += lease.query()["launches"]
     assert counted(daemon, "gpu_session_launch_total") == done >= 3
     assert counted(daemon, "gpu_lease_acquired_total") == counted(daemon, "gpu_lease_dropped_total") == 3
+    assert counted(daemon, "gpulease_warm_contexts_recycled_total") == 3
+    assert counted(daemon, "gpulease_warm_contexts", state="recycled") == 1
 
 
-def counted(daemon: Daemon, name: str) -> float:
-    """The sum of a family's series."""
+def counted(daemon: Daemon, name: str, **labels: str) -> float:
+    """The sum of a family's series, those with these labels."""
     reply = ask(Opcode.METRICS, Empty(), daemon.address)
     assert isinstance(reply, Metrics)
     families = text_string_to_metric_families(reply.exposition)
-    return float(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return float(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
 
 
 def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None:
