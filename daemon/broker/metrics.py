@@ -97,7 +97,7 @@ class NodeMetrics:
 
     def _worker_ended(self, worker: Worker) -> None:
         """Its page shows for the last time what it did, however it ended."""
-        lease = self._table.get(worker.spec.lease_id)
+        lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
             self._tally.worked(self._tally.pair(lease), news_of(worker))
 
@@ -164,10 +164,12 @@ class NodeMetrics:
         charged = {lease.lease_id: self._table.charge_bytes(lease.lease_id) for lease in leases}
         allocated: dict[int, int] = {}
         for worker in self._workers.serving():
-            lease_id = worker.spec.lease_id
+            lease_id = worker.spec.submit_of or worker.spec.lease_id
             if (pair := pair_of.get(lease_id)) is not None:
                 self._tally.worked(pair, news_of(worker))
-                allocated[lease_id] = held_bytes(worker, charged[lease_id])
+                # Of a lease's two workers together no more than it has.
+                most_bytes = charged[lease_id] - allocated.get(lease_id, 0)
+                allocated[lease_id] = allocated.get(lease_id, 0) + held_bytes(worker, most_bytes)
         facts = NodeFacts(
             now_ns=time.monotonic_ns(),
             leases=leases,

@@ -70,7 +70,7 @@ def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
 # --- sessions: what workers say on their control pages ---
 
 SESSION_ALLOCATED_BYTES: Final = _gauge("gpu_session_mem_alloc_bytes", "Bytes that sessions hold now.", PAIR)
-SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, those of graphs too.")
+SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, those of graphs and submits too.")
 SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that were answered, failures too.")
 SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that ended with a failure.")
 SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the card.")

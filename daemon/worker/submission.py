@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from gpulease.daemon.drivers.interface import DriverError
 from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.ledger import Refused
@@ -57,14 +58,21 @@ class SubmitDesk(Desk):
         self.on_growth()
         places = [self._place(argument) for argument in body.arguments]
         self._launch(module, body, places, frame.request_id)
-        self._context.sync(self._look)
-        self._counters[Counter.SYNCS] += 1
+        self._wait()
         outputs = tuple(
             self._read(place, _size(argument))
             for argument, place in zip(body.arguments, places, strict=True)
             if argument.kind in _ANSWERED
         )
         return done(frame, SubmitDone(outputs))
+
+    def _wait(self) -> None:
+        try:
+            self._context.sync(self._look)
+        except DriverError:
+            self._counters[Counter.SYNC_ERRORS] += 1
+            raise
+        self._counters[Counter.SYNCS] += 1
 
     def _look(self) -> None:
         self._check_lease()
@@ -85,6 +93,7 @@ class SubmitDesk(Desk):
         self._count()
         if argument.kind in _FILLED:
             self._context.mem_write(address, memoryview(argument.data), self._look)
+            self._count_copy(size_bytes)
         return address
 
     def _launch(self, module: int, body: SubmitRun, places: list[int], tag: int) -> None:
@@ -110,6 +119,7 @@ class SubmitDesk(Desk):
     def _read(self, address: int, size_bytes: int) -> bytes:
         into = bytearray(size_bytes)
         self._context.mem_read(address, memoryview(into), self._look)
+        self._count_copy(size_bytes)
         return bytes(into)
 
 

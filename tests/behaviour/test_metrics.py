@@ -21,6 +21,7 @@ from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
+from helpers.submits import ROOM, check_scaled, endless, running, scaling
 from helpers.waiting import wait_until
 
 TENANT = f"uid:{os.getuid()}"
@@ -72,6 +73,23 @@ def test_what_a_session_did_stays_when_its_lease_ends(daemon: Daemon) -> None:
         assert after.value(f"gpu_lease_{name}") == before.value(f"gpu_lease_{name}") + 1, name
     assert after.value("gpu_lease_active") == after.value("gpu_session_mem_alloc_bytes") == 0
     assert after.value("gpu_lease_leaked_bytes") == after.value("gpu_lease_fenced_slices") == 0
+
+
+def test_what_submits_did_is_their_tenants_too(daemon: Daemon) -> None:
+    before = Scrape(daemon)
+    with daemon.builder().submits(ROOM).acquire() as lease:
+        with running(daemon, lease, endless(lease).timeout_secs(1)):
+            during = Scrape(daemon)
+            assert during.of_tenant("launch")[0] == before.of_tenant("launch")[0] + 1
+            assert 0 < during.value("gpu_session_mem_alloc_bytes") <= ROOM
+        check_scaled(scaling(lease).launch())
+        wait_until(lambda: "submit" not in lease.query(), "both are gone")
+        after = Scrape(daemon)
+    did = [now - then for now, then in zip(after.of_tenant(*SESSION), before.of_tenant(*SESSION), strict=True)]
+    launches, syncs, copies, copied_bytes, operations, *_ = did
+    assert (launches, copies, copied_bytes, operations) == (2, 2, 2 * 4000, 2)
+    assert syncs >= 1
+    assert after.value("gpu_lease_submits_total") == before.value("gpu_lease_submits_total") + 2
 
 
 def test_what_a_killed_worker_did_counts(daemon: Daemon) -> None:

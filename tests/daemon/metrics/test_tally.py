@@ -199,6 +199,18 @@ def test_warm_contexts_that_were_taken_and_lost() -> None:
     assert s.tally.is_at_rest
 
 
+def test_a_warm_context_that_a_submit_took() -> None:
+    s = Counted(warm=1)
+    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(WorkerReady(1))
+    s.do(PoolTimerFired())
+    s.do(WorkerReady(FIRST_WARM_ID))
+    s.do(SubmitRequested(2, 1, "ann", 1000))
+    assert s.count(families.WARM_TAKEN, *CARD) == 1
+    s.do(WorkerReady(FIRST_SUBMIT_ID))
+    assert s.count(families.SUBMITS, *ANN) == 1
+
+
 @pytest.mark.parametrize(("cards", "tenants"), [(0, 64), (1, 64), (8, 64), (16, 32), (1000, 1)])
 def test_the_more_cards_the_fewer_tenants_are_told_apart(cards: int, tenants: int) -> None:
     tally = Tally(lambda _: None, [f"GPU-{number}" for number in range(cards)])

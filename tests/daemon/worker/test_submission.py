@@ -130,7 +130,9 @@ def test_one_run_and_the_end(bench: Bench) -> None:
     assert bench.heard(Opcode.SUBMIT_RUN) == SubmitDone(((numbers(1000) * 2).tobytes(),))
     assert bench.is_over()
     assert bench.tenant.recv(1) == b""
-    assert bench.page.counter(Counter.LAUNCHES) == 1
+    did = [bench.page.counter(one) for one in (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.COPIED_BYTES)]
+    assert did == [1, 1, 2, 2 * 4000]
+    assert [bench.page.counter(one) for one in (Counter.OPS, Counter.FAILED_OPS)] == [2, 0]
 
 
 def test_what_came_behind_the_request_is_served(bench: Bench) -> None:
@@ -160,6 +162,7 @@ def test_a_kernel_that_faults_answers_no_outputs(bench: Bench) -> None:
     told = bench.heard(Opcode.SUBMIT_RUN)
     assert isinstance(told, Failure)
     assert (told.status, told.kernel) == (Status.SYNC_FAILED, "stray_store")
+    assert [bench.page.counter(one) for one in (Counter.SYNCS, Counter.SYNC_ERRORS, Counter.COPIES)] == [0, 1, 0]
     assert bench.is_over()
 
 
