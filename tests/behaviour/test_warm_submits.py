@@ -103,14 +103,6 @@ def test_all_that_is_kept_for_submits_can_be_had_and_no_more(pool: Daemon, gpu: 
         check_scaled(scaling(gpu).launch())
 
 
-def test_one_that_is_bounded_by_its_lease(pool: Daemon) -> None:
-    with pool.builder().submits(ROOM).max_kernel_secs(0.3).acquire() as lease:
-        wait_until_warm(pool)
-        with pytest.raises(TimedOut):
-            endless(lease).launch()
-        assert lease.query()["state"] == "active"
-
-
 def revoke(daemon: Daemon, lease: GpuLease) -> None:
     daemon.revoke(lease.lease_id, "maintenance at noon")
 
@@ -148,23 +140,19 @@ def test_it_ends_with_its_lease_whatever_ends_that(pool: Daemon) -> None:
     ask(Opcode.DRAIN_CANCEL, Empty(), pool.address)
 
 
-def test_its_worker_is_killed(pool: Daemon, gpu: GpuLease) -> None:
+def test_its_worker_is_killed_or_its_kernel_runs_for_too_long(pool: Daemon, gpu: GpuLease) -> None:
     with running(pool, gpu) as work:
         os.kill(workers_of(pool.processes)[0], signal.SIGKILL)
     assert isinstance(work.error, Disconnected)
     check_scaled(scaling(gpu).launch())
+    with pool.builder().submits(ROOM).max_kernel_secs(0.3).acquire() as lease:
+        wait_until_warm(pool)
+        with pytest.raises(TimedOut):
+            endless(lease).launch()
+        assert lease.query()["state"] == "active"
 
 
-def test_a_context_that_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
-    (made,) = wait_until_warm(pool)
-    os.kill(made, signal.SIGSTOP)
-    begun = time.monotonic()
-    check_scaled(scaling(gpu).launch())
-    assert time.monotonic() - begun >= 1
-    assert not is_running(made)
-
-
-def test_one_that_is_killed_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
+def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
     (made,) = wait_until_warm(pool)
     os.kill(made, signal.SIGSTOP)
     work = Running(scaling(gpu))
@@ -173,6 +161,12 @@ def test_one_that_is_killed_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLea
     work.wait()
     assert work.outputs is not None, work.error
     check_scaled(work.outputs)
+    (made,) = wait_until_warm(pool)
+    os.kill(made, signal.SIGSTOP)
+    begun = time.monotonic()
+    check_scaled(scaling(gpu).launch())
+    assert time.monotonic() - begun >= 1
+    assert not is_running(made)
 
 
 def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon]) -> None:
@@ -187,18 +181,15 @@ def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon
     assert not is_running(made)
 
 
-def test_two_leases_and_one_context(pool: Daemon, gpu: GpuLease) -> None:
-    with pool.builder().submits(ROOM).acquire() as other, ThreadPoolExecutor(2) as threads:
-        wait_until_warm(pool)
-        for outputs in threads.map(lambda lease: scaling(lease).launch(), (gpu, other)):
-            check_scaled(outputs)
-
-
-def test_ten_in_a_row_leave_nothing(pool: Daemon, gpu: GpuLease) -> None:
-    wait_until_warm(pool)
+def test_many_leave_nothing(pool: Daemon, gpu: GpuLease) -> None:
     files = len(pool.open_files())
     for _ in range(TEN):
         check_scaled(scaling(gpu, 64).launch(), 64)
+    # Two at a time, and one context.
+    wait_until_warm(pool)
+    with pool.builder().submits(ROOM).acquire() as other, ThreadPoolExecutor(2) as threads:
+        for outputs in threads.map(lambda lease: scaling(lease).launch(), (gpu, other)):
+            check_scaled(outputs)
     wait_until(lambda: not workers_of(pool.processes), "all are gone")
     wait_until_warm(pool)
     wait_until(lambda: len(pool.open_files()) <= files, "nothing is left open", seen=pool.open_files)
