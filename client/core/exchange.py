@@ -125,7 +125,8 @@ def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseErro
     """The error of a control connection that ended: what its goodbye says, or Disconnected."""
     if channel.link.is_end_explained:
         return error_of(ended.failure, doing)
-    hint = ended.failure.hint or _is_it_running(channel.address)
+    own = ended.failure.hint
+    hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
 
 

@@ -118,6 +118,8 @@ def test_a_kernel_that_prints_fills_no_log_and_forges_no_line(daemon: Daemon) ->
 
 def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
+    # Who runs the tests may say how wide they are shown, as xdist does.
+    monkeypatch.delenv("COLUMNS", raising=False)
     shown = CliRunner().invoke(info).output
     for measure, found in findings(daemon).items():
         (line,) = [line for line in shown.splitlines() if line.split()[:1] == [measure]]

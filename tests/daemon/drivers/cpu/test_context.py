@@ -1,5 +1,4 @@
 import struct
-import threading
 import time
 from collections.abc import Callable
 
@@ -8,6 +7,7 @@ import pytest
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.limits import QUEUE_DEPTH
 from gpulease.daemon.drivers.interface import Dim3, DriverError, KernelFault, LaunchRejected
+from helpers.processes import own_threads
 
 Vector = Callable[[str], bytes]
 ONE: Dim3 = (1, 1, 1)
@@ -58,11 +58,11 @@ def rig(context: CpuContext, vector: Vector) -> Rig:
 
 
 def test_no_thread_before_the_first_launch(context: CpuContext, vector: Vector) -> None:
-    before = threading.active_count()
+    before = len(own_threads())
     rig = Rig(context, vector("faults.sm75.ptx"))
-    assert threading.active_count() == before
+    assert len(own_threads()) == before
     rig.fill(1)
-    assert threading.active_count() == before + 1
+    assert len(own_threads()) == before + 1
 
 
 def test_copies_go_through(rig: Rig) -> None:
