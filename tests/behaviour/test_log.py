@@ -140,6 +140,8 @@ def test_a_killed_broker_and_the_one_that_adopts(start_lasting: Callable[..., La
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         session.sync()
         before = lasting.now
+        # What a killed broker said last may be lost with it.
+        wait_until(lambda: names(story_of(before.log(), lease.lease_id)) == BEGIN, "all is told", seen=before.log)
         lasting.restart()
         session.sync()
         lease.renew(30)
