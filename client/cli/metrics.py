@@ -6,7 +6,7 @@ import click
 
 from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
-from gpulease.client.cli.narrow import fitted, output_width
+from gpulease.client.cli.narrow import fitted, is_terminal, output_width
 from gpulease.client.reports import health_of, json_text
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
@@ -16,7 +16,7 @@ from gpulease.protocol.messages import Empty
 def metrics() -> None:
     """Print the node's metrics as Prometheus reads them; for operators."""
     text = ask(Opcode.METRICS, Empty()).exposition
-    if sys.stdout.isatty():
+    if is_terminal():
         # A program gets what the daemon said; a terminal would obey it.
         text = "\n".join(map(shown, text.split("\n")))
     click.echo(text, nl=False)

@@ -23,16 +23,21 @@ MIN_INDENTED: Final = 12
 _INDENT: Final = "  "
 
 
+def is_terminal() -> bool:
+    """Whether somebody reads the output on a terminal."""
+    # None if whoever started this program closed it.
+    output: TextIO | None = sys.stdout
+    return output is not None and output.isatty()
+
+
 def output_width() -> int | None:
     """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
 
     None where nothing says it: a file, or a program.
     """
-    # None if whoever started this program closed it.
-    output: TextIO | None = sys.stdout
-    if output is not None and output.isatty():
+    if is_terminal():
         try:
-            return os.get_terminal_size(output.fileno()).columns or None
+            return os.get_terminal_size(sys.stdout.fileno()).columns or None
         except OSError:
             return None
     told = os.environ.get("COLUMNS", "")

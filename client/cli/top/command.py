@@ -1,7 +1,6 @@
 """`gpulease top`: the live view, one frame of it as text, or a line of JSON a reading."""
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,7 +8,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.endings import end_by
-from gpulease.client.cli.narrow import output_width
+from gpulease.client.cli.narrow import is_terminal, output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
 from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
@@ -44,7 +43,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
     address = address_of(None)
     if as_json and not once:
         _stream(Readings(address), every_s or EVERY_S)
-    elif once or not sys.stdout.isatty():
+    elif once or not is_terminal():
         readings = Readings(address)
         before = readings.take()
         time.sleep(every_s or ONCE_S)

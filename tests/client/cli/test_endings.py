@@ -134,6 +134,13 @@ def test_where_output_goes_and_the_daemon_is_not(daemon: Daemon, shell: str, sta
     assert bool(said) == bool(done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("words", [["metrics"], ["top", "--every", "0.1"]], ids=" ".join)
+def test_there_is_no_output(daemon: Daemon, words: list[str]) -> None:
+    command = ["bash", "-c", '"$@" >&-', "bash", *command_line(words)]
+    done = subprocess.run(command, env=environment(daemon), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("words", [["info"], ["audit", "-h"]], ids=" ".join)
 def test_nobody_reads_what_it_prints(daemon: Daemon, words: list[str]) -> None:
     reader, writer = os.pipe()
