@@ -1,5 +1,6 @@
 """What is logged of the server's own troubles, and of wrong tokens, within bounds: a peer may cause them for ever."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,12 @@ PAUSE_S: Final = 10.0
 """Between two lines."""
 
 LOGGERS: Final = ("uvicorn.error", "asyncio")
+
+CallLater = Callable[[float, Callable[[], None]], object]
+
+
+def _call_later(delay_s: float, call: Callable[[], None]) -> object:
+    return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 class Sparing(logging.Filter):
@@ -46,20 +53,30 @@ def spare_the_log() -> None:
 
 
 class WrongTokens:
-    """Tells the log that somebody comes with wrong tokens, at once and then now and then, with how many.
+    """Tells the log that somebody comes with wrong tokens, at once and then every PAUSE_S, with how many came.
 
     None is refused unseen for that: whoever may connect could then keep operators out, and a token can't be guessed.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, call_later: CallLater = _call_later) -> None:
+        self._call_later = call_later
         self._count = 0
-        self._next_s = clock()
+        self._is_pausing = False
 
     def one_more(self) -> None:
         """One came."""
         self._count += 1
-        if self._clock() >= self._next_s:
-            tell(LogEvent.WEB_WRONG_TOKEN, count=self._count)
-            self._count = 0
-            self._next_s = self._clock() + PAUSE_S
+        if not self._is_pausing:
+            self._tell()
+
+    def _tell(self) -> None:
+        tell(LogEvent.WEB_WRONG_TOKEN, count=self._count)
+        self._count = 0
+        self._is_pausing = True
+        self._call_later(PAUSE_S, self._pause_over)
+
+    def _pause_over(self) -> None:
+        self._is_pausing = False
+        # Not with the next that comes: who guesses for a few seconds and is gone would have come once.
+        if self._count:
+            self._tell()

@@ -1,4 +1,5 @@
 import logging
+from collections.abc import Callable
 
 import h11
 import pytest
@@ -28,13 +29,24 @@ def test_what_a_peer_does_is_no_trouble(error: Exception) -> None:
 
 
 def test_wrong_tokens_are_told_with_how_many(caplog: pytest.LogCaptureFixture) -> None:
-    now_s = 7.0
-    wrong = WrongTokens(lambda: now_s)
+    later: list[Callable[[], None]] = []
+    wrong = WrongTokens(lambda delay_s, call: later.append(call))
+
+    def counts() -> list[int]:
+        told = [getattr(record, ATTRIBUTE) for record in caplog.records]
+        caplog.clear()
+        assert all(event == "web.wrong_token" for event, _ in told)
+        return [fields["count"] for _, fields in told]
+
     for _ in range(5):
         wrong.one_more()
-    now_s += PAUSE_S
+    assert counts() == [1]
+    later.pop()()
+    assert counts() == [4], "though no more came"
     wrong.one_more()
-    assert [getattr(record, ATTRIBUTE) for record in caplog.records] == [
-        ("web.wrong_token", {"count": 1}),
-        ("web.wrong_token", {"count": 5}),
-    ]
+    later.pop()()
+    assert counts() == [1]
+    later.pop()()
+    assert (counts(), later) == ([], []), "nothing is left to be told"
+    wrong.one_more()
+    assert counts() == [1], "at once"
