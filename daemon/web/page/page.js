@@ -13,6 +13,7 @@ const DENSE = 60; // Slices on one card from which on there is no room between t
 const SOON = 0.1; // The last tenth of a lease's time is its warning, 30 s at most: as the daemon has it.
 const SOON_S = 30;
 const TOKEN = "gpulease-token";
+const SENDABLE = /^[!-~]+$/; // With others fetch fails as if there were no daemon: one that was copied from a text, say.
 
 const by = (id) => document.getElementById(id);
 const cards = new Map(); // by uuid
@@ -395,9 +396,13 @@ function askForToken(error) {
 }
 
 function useToken(token) {
+  by("token").value = "";
+  if (token && !SENDABLE.test(token)) {
+    askForToken("This is not the operator's token: it has a character that none can have.");
+    return;
+  }
   if (token) sessionStorage.setItem(TOKEN, token);
   else sessionStorage.removeItem(TOKEN);
-  by("token").value = "";
   by("token-dialog").close();
   connection?.abort();
 }
