@@ -149,10 +149,10 @@ class Service:
         """Somebody keeps the listening sockets open for the next daemon: their files stay when this one stops."""
         self._listeners.leave_paths()
 
-    def take_settings(self, config: Config, token_digest: bytes | None = None) -> None:
+    def take_settings(self, config: Config, token_digest: bytes) -> None:
         """What can be changed while it runs, from now on: see `supervisor.reloading`. What is not said of it stays.
 
-        `token_digest`: of the web page's token, as its file has it now; None if there is no page.
+        `token_digest`: of the web page's token, as its file has it now; b"" if there is none.
 
         Raises ConfigError, and changes nothing, if a tenant's cards are not all here.
         """
@@ -174,7 +174,7 @@ class Service:
         self._doorkeeper.widen(config.max_connections, config.max_connections_per_tenant)
         if self._remote is not None:
             self._remote.rename(config.tenant_of_certificate)
-        if self._web is not None and token_digest is not None:
+        if self._web is not None:
             self._web.take_token(token_digest)
             self._config = replace(self._config, http_token_file=config.http_token_file)
         self._recorder.reloaded(config_digest(self._config))

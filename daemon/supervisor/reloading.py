@@ -73,11 +73,12 @@ class Reloading:
             said = await self._reload()
             await self._notifier.tell_surely("READY=1", status(said))
 
-    def _read(self) -> tuple[Config, bytes | None]:
+    def _read(self) -> tuple[Config, bytes]:
         """The settings, and what the web page's token is. Raises ConfigError."""
         config = self._load()
         http = config.of_http
-        return config, None if http is None else token_digest_of(http)
+        # A page that is not wanted any more is there until the next start, but opens nothing to anybody.
+        return config, b"" if http is None else token_digest_of(http)
 
     async def _reload(self) -> str:
         try:

@@ -124,9 +124,13 @@ def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
         assert manager.said[-1].startswith(told or "STATUS=The settings were read again.")
         expected = [200, 401] if told else [401, 200]
         wait_until(lambda: statuses() == expected, "it is what it is to be", seen=statuses)  # noqa: B023
-    manager.configure(config.splitlines()[0])
-    manager.send(signal.SIGHUP)
-    wait_until(lambda: statuses() == [401, 401], "there is none any more", seen=statuses)
+    for without in (config.splitlines()[0], ""):
+        manager.configure(without)
+        manager.send(signal.SIGHUP)
+        wait_until(lambda: statuses() == [401, 401], "there is none any more", seen=statuses)
+        manager.configure(config)
+        manager.send(signal.SIGHUP)
+        wait_until(lambda: statuses() == [401, 200], "there is one again", seen=statuses)
     assert manager.end() == 0
 
 
