@@ -91,9 +91,10 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
     except (*cannot_start, *told_wrong) as error:
-        supervised.tell_failure(str(error))
+        hint = getattr(error, "hint", "")
+        supervised.tell_failure(_with_hint(str(error), hint) if hint else str(error))
         usual = EXIT_CONFIG if isinstance(error, told_wrong) else EXIT_UNAVAILABLE
-        return _fail(str(error), getattr(error, "hint", ""), getattr(error, "status", usual))
+        return _fail(str(error), hint, getattr(error, "status", usual))
     finally:
         supervised.close()
     return 0
@@ -102,10 +103,14 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
 def _fail(message: str, hint: str, status: int) -> int:
     flush_logs()
     if is_for_people():
-        click.echo(f"gpuleased: {message.rstrip('.')}.{' ' + hint if hint else ''}", err=True)
+        click.echo(f"gpuleased: {_with_hint(message, hint)}", err=True)
     else:
         tell(LogEvent.DAEMON_FAILED, message, hint=hint, status=status)
     return status
+
+
+def _with_hint(message: str, hint: str) -> str:
+    return f"{message.rstrip('.')}.{' ' + hint if hint else ''}"
 
 
 if __name__ == "__main__":

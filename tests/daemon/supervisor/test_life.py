@@ -23,3 +23,13 @@ def test_a_start_in_vain_is_never_ready(manager: ServiceManager) -> None:
     assert manager.wait_for_exit() == 78
     assert "READY=1" not in manager.said
     assert manager.said[-1] == "STATUS=max_load_s is 0; it must be at least 1"
+
+
+def test_what_to_do_is_told_too(manager: ServiceManager) -> None:
+    state = manager.folder / "state"
+    state.mkdir(0o700)
+    (state / "journal.db").write_bytes(b"no journal")
+    manager.start(config=f'state = "{state}"\n')
+    assert manager.wait_for_exit() == 65
+    assert "journal.db" in manager.said[-1]
+    assert ". Restore " in manager.said[-1]
