@@ -15,6 +15,7 @@ from gpulease.client.cli.narrow import fitted, output_width, wrapped_text
 from gpulease.client.cli.tables import MISSING, seconds_text, size_text
 from gpulease.client.reports import Report, cards_of, json_text, leases_of
 from gpulease.protocol import Opcode, RevokeOutcome
+from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
 
 _NONCE: Final = re.compile("[0-9a-f]{32}")
@@ -101,7 +102,12 @@ def _row(lease: Report) -> list[str]:
 
 @click.command()
 @lease_id_argument()
-@click.option("--reason", default="revoked by the operator", help="What its tenant is told.")
+@click.option(
+    "--reason",
+    default="revoked by the operator",
+    callback=lambda ctx, param, text: _sendable(text),
+    help="What its tenant is told.",
+)
 @click.option(
     "--token",
     "nonce",
@@ -149,6 +155,14 @@ def outcome_text(lease_id: int, outcome: int) -> str:
             return f"There is no lease {lease_id:032x}."
 
 
+def _sendable(text: str) -> str:
+    """A text that a request can carry. Raises BadParameter."""
+    size_bytes = len(text.encode())
+    if size_bytes > MAX_TEXT_BYTES:
+        raise click.BadParameter(f"it has {size_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed.")
+    return text
+
+
 def _nonce_number(text: str) -> int:
     """A token's nonce as it is typed. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
@@ -164,7 +178,7 @@ def fence() -> None:
 
 
 @fence.command("clear")
-@click.argument("card", required=False)
+@click.argument("card", required=False, callback=lambda ctx, param, text: None if text is None else _sendable(text))
 @_words_or_json
 def fence_clear(card: str | None, as_json: bool) -> None:
     """Grant fenced memory again: you vouch that it is free. CARD is a UUID or index; without it, every card."""

@@ -100,6 +100,12 @@ def test_revoke_what_is_not_there(gpulease: Gpulease, word: str, status: int, sa
     assert said in done.output
 
 
+@pytest.mark.parametrize("words", [("revoke", f"{1:032x}", "--reason"), ("fence", "clear")], ids=" ".join)
+def test_a_text_that_no_request_can_carry(gpulease: Gpulease, words: tuple[str, ...]) -> None:
+    done = gpulease(*words, "ü" * 513)
+    assert (done.exit_code, "it has 1026 bytes; at most 1024 are allowed" in done.output) == (2, True)
+
+
 def test_revoke_for_programs(gpulease: Gpulease, daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease:
         done = gpulease("revoke", lease.lease_id_text, "--json")
