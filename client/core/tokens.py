@@ -7,7 +7,7 @@ from typing import Final
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
-from gpulease.protocol.limits import AUDIENCE_BYTES
+from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityIssue
 
 MAX_NONCE: Final = 2**128 - 1
@@ -65,9 +65,12 @@ def token_of(token: "bytes | str | Grant") -> bytes:
     if isinstance(token, Grant):
         return token.token
     try:
-        return base64.b64decode(token, altchars=b"-_", validate=True) if isinstance(token, str) else bytes(token)
+        found = base64.b64decode(token, altchars=b"-_", validate=True) if isinstance(token, str) else bytes(token)
     except (ValueError, TypeError):
         raise InvalidRequest("a token is bytes, or the text that Grant.to_text gave") from None
+    if len(found) > MAX_TOKEN_BYTES:
+        raise InvalidRequest(f"a token has {MAX_TOKEN_BYTES} bytes at most, not {len(found)}")
+    return found
 
 
 def issue_request(
