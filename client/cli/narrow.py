@@ -93,7 +93,8 @@ def _fits(text: str, width: int) -> bool:
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """The table, or nothing if there is no room for text."""
-    others = table(head[:-1], [row[:-1] for row in rows]).splitlines()
+    # Not splitlines(): it would leave out a last row that is empty but for its text.
+    others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
     if width - begin < MIN_TEXT:
         return ""

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpulease.client.cli.cells import shown, width_of, wrap
@@ -70,6 +70,9 @@ TABLES = st.integers(2, 4).flatmap(
 
 
 @given(TABLES, st.integers(2, 60), st.booleans())
+@example(
+    rows=[["check", "", "what is wrong"], ["", "", "a text of more than one line here"]], width=40, is_text_last=True
+)
 def test_no_line_is_too_long_and_nothing_is_missing(rows: list[list[str]], width: int, is_text_last: bool) -> None:
     head, *body = rows
     text = fitted(head, body, width, is_text_last=is_text_last)
