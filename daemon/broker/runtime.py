@@ -174,6 +174,8 @@ class Runtime:
     def forget(self, request: int) -> None:
         """Nobody waits for this outcome any more."""
         self._waiting.pop(request, None)
+        if (handle := self._wait_timers.pop(request, None)) is not None:
+            handle.cancel()
 
     # --- events in ---
 
