@@ -93,6 +93,7 @@ class FoundZygote:
     Attributes:
         sandbox: How its workers were to be shut in, as on its command line.
         findings: Which measures they are under.
+        wipes_heap: Whether they overwrite what they free of their own memory.
     """
 
     path: Path
@@ -103,6 +104,7 @@ class FoundZygote:
     sandbox: str
     findings: list[dict[str, Any]]
     workers: list[FoundWorker] = field(default_factory=list)
+    wipes_heap: bool = False
 
     def close(self) -> None:
         """Let it go again: it keeps its workers."""
@@ -179,6 +181,8 @@ def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
         )
     version, driver, sandbox = (str(message[name]) for name in ("version", "driver", "sandbox"))
     zygote = FoundZygote(path, channel, fds[0], version, driver, sandbox, list(message["findings"]))
+    # Zygotes of before there was recycling do not say it.
+    zygote.wipes_heap = message.get("wipes_heap") is True
     try:
         while (message := _take(channel, zygote))["op"] != "told":
             pass

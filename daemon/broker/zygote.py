@@ -91,7 +91,8 @@ class Zygote:
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel, self._read)
         self.findings = found.findings
-        return (found.version, found.driver, found.sandbox) == (VERSION, self._driver, self._sandbox.to_text())
+        own = (VERSION, self._driver, self._sandbox.to_text(), self._wipes_heap)
+        return (found.version, found.driver, found.sandbox, found.wipes_heap) == own
 
     def retire(self) -> None:
         """Have it end with the last of the workers it has."""

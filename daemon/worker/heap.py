@@ -34,15 +34,19 @@ _MARK: Final = b"\x11" * 16
 """Neither what is freed is overwritten with, nor its complement, which fills what is handed out."""
 
 
+def is_told_to_wipe() -> bool:
+    """Whether this process was started so that it overwrites what it frees."""
+    return all(os.environ.get(name) == value for name, value in WIPING_HEAP.items())
+
+
 @cache
 def is_heap_wiped() -> bool:
     """Whether this process overwrites what it frees: it was started so, and it was tried.
 
     Another C library, or one that was told to heed no environment, leaves everything as it was.
     """
-    is_told = all(os.environ.get(name) == value for name, value in WIPING_HEAP.items())
     # Python's own allocator counts its blocks; malloc's are not counted (sys.getallocatedblocks).
-    return is_told and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
+    return is_told_to_wipe() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
 
 
 def _is_left(size_bytes: int) -> bool:

@@ -30,6 +30,7 @@ from gpulease.daemon.sandbox.plan import Plan
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.worker.exits import WorkerExit
+from gpulease.daemon.worker.heap import is_told_to_wipe
 from gpulease.daemon.worker.life import live, stand_by
 from gpulease.daemon.worker.native.functions import serving_code
 from gpulease.daemon.worker.page import PageFds, for_worker
@@ -323,7 +324,7 @@ def _serve(driver_name: str, channel: socket.socket, sandbox: str, listener: soc
     gc.collect()
     gc.freeze()
     told = [finding.to_message() for finding in findings]
-    about = {"driver": driver.name, "sandbox": sandbox, "findings": told}
+    about = {"driver": driver.name, "sandbox": sandbox, "findings": told, "wipes_heap": is_told_to_wipe()}
     zygote = Zygote(driver, channel, plan, about, listener)
     try:
         send_message(channel, {"op": "preloaded", "sandbox": told})

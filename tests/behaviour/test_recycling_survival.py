@@ -97,6 +97,21 @@ def test_a_setting_that_was_changed_holds_for_what_lives_on(start_lasting: Calla
         assert not is_running(pid)
 
 
+def test_recycling_that_is_turned_on_holds_though_sessions_live_on(start_lasting: Callable[..., LastingDaemon]) -> None:
+    """What made their workers can make none that overwrites what it frees."""
+    lasting = start_lasting(config=SETTINGS.replace("same-tenant", "off"))
+    with lasting.now.builder(seconds=60).acquire() as lease, working(lease) as work:
+        lasting.kill()
+        lasting.config = lasting.config.replace('"off"', '"same-tenant"')
+        lasting.start()
+        work.check_goes_on()
+        wait_until_full(lasting.now)
+        with lasting.now.builder().acquire() as other:
+            pid = lasting.worker_pid(other.lease_id)
+        assert is_running(pid)
+        work.check_goes_on()
+
+
 def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
