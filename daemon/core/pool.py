@@ -10,7 +10,7 @@
 6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
    already, so that what the pool held of the one that is taken is free again.
 7. A context that is scrubbed (see `recycling`) waits here for its tenant alone, beside those that are wanted; it gives
-   way as they do.
+   way as they do. The loss of one puts off the making of no other: its tenant may have seen to it.
 """
 
 from collections.abc import Callable, Iterable
@@ -128,6 +128,8 @@ class Pool:
         account = self._account(lease.card_uuid)
         overhead_bytes = account.card.overhead_bytes
         context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
+        if lease.served:
+            context.tenant, context.leases = lease.tenant, lease.served
         out.append(RenameWorker(lease.lease_id, lease.warm_id))
         lease.warm_id = 0
         account.await_bytes(lease, lease.charge_bytes)
@@ -350,7 +352,8 @@ class Pool:
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop one that was not to go; the next one is made later."""
-        self._back_off(context.card_uuid, now_ns)
+        if context.tenant is None:
+            self._back_off(context.card_uuid, now_ns)
         self._drop(context, reason, now_ns, out)
 
     def _back_off(self, card_uuid: str, now_ns: int) -> None:
