@@ -2,7 +2,8 @@
 
 Allocations are counted before they are made; modules and local memory are foreseen by rules (drivers/cuda). This is
 the proof that the rules hold: the card's own figure for the process, looked at whenever the driver may have taken more,
-and once a second besides. A session that is over, or whose figure can't be had, is ended.
+and once a second besides, as contexts are that wait for the tenant whom they served. One that is over, or whose figure
+can't be had, is ended.
 """
 
 import asyncio
@@ -61,6 +62,10 @@ class Weigher:
                     self.look(lease.lease_id)
             for submit in self._table.submits.snapshots():
                 self.look(submit.submit_id)
+            for context in self._table.warming():
+                if context.is_recycled:
+                    # Its process ran a tenant's kernels: that it said it is scrubbed binds it to nothing.
+                    self.look(context.warm_id)
 
     def _done(self, lease_id: int) -> None:
         del self._tasks[lease_id]

@@ -91,17 +91,19 @@ class Book:
         return lease.snapshot() if lease is not None else self.ended.get(lease_id)
 
     def charge_bytes(self, number: int) -> int:
-        """What one process may hold of its card: a live lease's session, or a submit; 0 if there is none."""
-        lease, submit = self.live.get(number), self.submits.get(number)
-        if submit is not None:
-            return submit.charge_bytes
+        """What one process may hold of its card: a live lease's session, a submit, a warm context; 0 if it is none."""
+        lease, other = self.live.get(number), self.submits.get(number) or self.warm.get(number)
+        if other is not None:
+            return other.charge_bytes
         return 0 if lease is None else lease.charge_bytes - lease.submit_charge_bytes
 
     def card_of(self, number: int) -> str | None:
-        """The card of an active lease, or of a submit that runs; None if there is none."""
-        lease, submit = self.live.get(number), self.submits.get(number)
+        """The card of an active lease, a submit that runs, a context that waits for its tenant; None if it is none."""
+        lease, submit, context = self.live.get(number), self.submits.get(number), self.warm.get(number)
         if submit is not None:
             return submit.card_uuid if submit.state is SubmitState.RUNNING else None
+        if context is not None:
+            return context.card_uuid if context.waits_for_tenant else None
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.card_uuid
 
     def is_used(self, lease_id: int) -> bool:

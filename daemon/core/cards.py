@@ -141,7 +141,7 @@ class CardAccount:
     @property
     def recycled(self) -> int:
         """How many contexts wait for a tenant they have served."""
-        return sum(context.state is WarmState.READY and context.tenant is not None for context in self.warm.values())
+        return sum(context.waits_for_tenant for context in self.warm.values())
 
     @property
     def yielding_bytes(self) -> int:

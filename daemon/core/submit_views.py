@@ -32,7 +32,7 @@ class SubmitViews:
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
-        """The card of an active lease's session, or of a submit that runs, and what its process may hold; else None.
+        """On which card an active lease's session, or another process (`Book.card_of`), may hold how much; else None.
 
         One that starts is not shown with a context yet, and one that ends may be gone already.
         """

@@ -57,6 +57,11 @@ class WarmContext:
     tenant: str | None = None
     leases: int = 0
 
+    @property
+    def waits_for_tenant(self) -> bool:
+        """Whether it is ready, for the tenant alone whom it has served."""
+        return self.state is WarmState.READY and self.tenant is not None
+
     def snapshot(self) -> WarmSnapshot:
         """The context as it is now."""
         return WarmSnapshot(self.warm_id, self.card_uuid, self.state, self.tenant is not None)

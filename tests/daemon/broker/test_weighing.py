@@ -9,15 +9,21 @@ from gpulease.daemon.broker.weighing import Weigher
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.core import (
+    FIRST_WARM_ID,
     AcquireRequested,
     Card,
     Cause,
     Event,
+    FreeRequested,
     KillWorker,
     LeaseTable,
+    PoolTimerFired,
+    Recycling,
     SessionCondemned,
     WorkerReady,
+    WorkerScrubbed,
 )
+from helpers.waiting import wait_until
 
 SIZE, OVERHEAD, PID = 1000, 50, 77
 
@@ -107,6 +113,43 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
             scene.weigher.look(5)
         await settled(scene, 2)
         assert scene.cards.looks == 2
+
+    run(story)
+
+
+def recycled(scene: Scene) -> int:
+    """Its lease was given back and left a context, whose number this is."""
+    scene.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)], warm_contexts=1, recycling=Recycling())
+    scene.table.handle(PoolTimerFired(), 0)
+    for event in (
+        WorkerReady(FIRST_WARM_ID),
+        AcquireRequested(1, "t", 5, SIZE, 60_000),
+        WorkerReady(5),
+        FreeRequested(2, 5, "t"),
+        WorkerScrubbed(5),
+    ):
+        scene.table.handle(event, 0)
+    (context,) = scene.table.warming()
+    assert context.is_recycled
+    return context.warm_id
+
+
+@pytest.mark.parametrize("more_bytes", [0, 1])
+def test_a_context_that_waits_for_its_tenant_is_held_to_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int
+) -> None:
+    monkeypatch.setattr("gpulease.daemon.broker.weighing.ROUND_S", 0.01)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(OVERHEAD + more_bytes))
+        number = recycled(scene)
+        weigher = Weigher(scene.table, cast(CardSource, scene.cards), cast(Workers, scene.workers), scene.posted.append)
+        weigher.start()
+        await asyncio.to_thread(wait_until, lambda: scene.cards.looks >= 2, "it is looked at")
+        await weigher.stop()
+        assert bool(scene.posted) is bool(more_bytes)
+        for event in scene.posted[:1]:
+            assert KillWorker(number) in scene.table.handle(event, 1)
 
     run(story)
 

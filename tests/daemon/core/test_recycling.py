@@ -320,6 +320,32 @@ def test_one_that_dies_while_it_waits_or_when_it_is_taken() -> None:
     assert placed(effects) == [(2, "GPU-a")]
 
 
+LOSSES: dict[str, Callable[[RecyclingScenario, int], object]] = {
+    "it dies": lambda s, number: s.do(WorkerExited(number, "signal 11")),
+    "it takes memory": lambda s, number: s.do(SessionCondemned(number, Cause.OVER_SLICE, "it took memory")),
+    "it dies when it is taken": lambda s, _: [s.acquire(2), s.do(WorkerExited(2, "signal 11")), s.do(WorkerReady(2))],
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_the_loss_of_one_does_not_put_off_the_pool(what: str) -> None:
+    """A tenant that ends its own again and again would keep the card without any."""
+    s = RecyclingScenario()
+    LOSSES[what](s, s.served(1))
+    s.at(0.2)
+    s.fill()
+    assert s.card().warm_contexts == 1
+
+
+def test_one_that_waits_may_hold_its_context_and_no_more() -> None:
+    s = RecyclingScenario()
+    assert s.table.submits.may_hold(WARM) is None
+    number = s.served(1)
+    assert s.table.submits.may_hold(number) == ("GPU-a", OVERHEAD)
+    s.do(SessionCondemned(number, Cause.OVER_SLICE, "it took memory"))
+    assert s.table.submits.may_hold(number) is None
+
+
 def test_a_lease_of_a_recycled_context_is_renewed_as_any() -> None:
     s = RecyclingScenario()
     s.served(1)
