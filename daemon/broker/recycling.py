@@ -15,8 +15,6 @@ from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.core import FIRST_SUBMIT_ID, FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.page import BrokerPage, for_reading
 
 
@@ -89,8 +87,6 @@ class Recycler:
                     doubt = "a connection was handed to it meanwhile"
                 elif worker.own_bytes is None or held > worker.own_bytes:
                     doubt = f"the card shows {held} bytes for its process, not {worker.own_bytes}"
-        if doubt:
-            tell(LogEvent.WARM_REFUSED, lease_id=lease_id, reason=doubt)
         self._post(WorkerScrubbed(lease_id, doubt))
 
     def _start(self, weighing: Coroutine[Any, Any, None]) -> None:

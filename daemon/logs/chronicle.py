@@ -37,6 +37,7 @@ from gpulease.daemon.core import (
     WorkerExited,
     WorkerFailed,
     WorkerReady,
+    WorkerScrubbed,
 )
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import is_told, tell
@@ -210,6 +211,8 @@ class Chronicle(Recorder):
             case WorkerExited(lease_id, reason, is_by_daemon) if lease_id < FIRST_WARM_ID:
                 exited = LogEvent.WORKER_EXITED if is_by_daemon else LogEvent.WORKER_DIED
                 self._say_of(exited, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
+            case WorkerScrubbed(lease_id, doubt) if doubt:
+                self._say_of(LogEvent.WARM_REFUSED, lease_id, reason=doubt)
 
     def _tell_request(self, event: AcquireRequested, effects: Sequence[Effect], now_ns: int) -> None:
         self._say(
@@ -255,8 +258,11 @@ class Chronicle(Recorder):
                     self._tell_placed(lease_id, now_ns, is_warm=is_warm)
                 case KillWorker(lease_id) if lease_id < FIRST_WARM_ID and is_told(LogEvent.WORKER_KILLED):
                     self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
-                case WarmEnded(card_uuid=card, reason=reason, is_fenced=is_fenced):
-                    tell(LogEvent.WARM_FENCED if is_fenced else LogEvent.WARM_GONE, card=card, reason=reason)
+                case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
+                    tell(LogEvent.WARM_FENCED, card=card, reason=reason)
+                case WarmEnded(card_uuid=card, reason=reason):
+                    # It may have been a tenant's, who can leave one after the other.
+                    self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
                 case SubmitReady(_, submit_id, lease_id):
                     self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
                 case SubmitEnded(_, lease_id, reason):

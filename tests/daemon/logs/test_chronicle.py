@@ -10,7 +10,7 @@ import pytest
 from gpulease.daemon.audit import budget
 from gpulease.daemon.audit.budget import BURST_RECORDS
 from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.core import Card, CoreLimits, Event, LeaseTable
+from gpulease.daemon.core import FIRST_WARM_ID, Card, CoreLimits, Event, LeaseTable, WarmEnded
 from gpulease.daemon.core.events import (
     AcquireRequested,
     FreeRequested,
@@ -18,6 +18,7 @@ from gpulease.daemon.core.events import (
     RequesterGone,
     WorkerExited,
     WorkerReady,
+    WorkerScrubbed,
 )
 from gpulease.daemon.logs import chronicle
 from gpulease.daemon.logs.chronicle import MAX_COUNTS, Chronicle
@@ -65,6 +66,22 @@ def test_a_tenant_that_is_denied_in_a_loop(scene: Scene, caplog: pytest.LogCaptu
         assert BURST_RECORDS <= events[event, "mallory"] <= BURST_RECORDS + 60
         assert events[event, "mallory"] + left_out[event] == 2 * BURST_RECORDS
         assert events[event, "ann"] == 1
+
+
+def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    async def flood() -> None:
+        scene.post(AcquireRequested(1, "mallory", 7, SIZE, 60_000))
+        scene.post(WorkerReady(7))
+        for number in range(2 * BURST_RECORDS):
+            scene.post(WorkerScrubbed(7, "the card shows more"))
+            gone = WarmEnded(FIRST_WARM_ID + number, "GPU-0", "its tenant has not come back", is_fenced=False)
+            scene.chronicle.saw(WorkerScrubbed(7), [gone], scene.now_ns)
+        await scene.chronicle.stop()
+
+    asyncio.run(flood())
+    events = Counter(event for event, _ in told(caplog))
+    for event in ("warm.refused", "warm.gone"):
+        assert BURST_RECORDS <= events[event] <= BURST_RECORDS + 60
 
 
 def test_counts_are_told_while_it_goes_on(
