@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from gpulease.daemon.broker.worker import Worker
 from gpulease.daemon.broker.workers import Workers
@@ -16,6 +16,9 @@ from gpulease.daemon.cards.source import CardSource, CardsUnavailable
 from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.core import FIRST_SUBMIT_ID, FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
 from gpulease.daemon.worker.page import BrokerPage, for_reading
+
+_NO_FIGURE: Final = (CardsUnavailable, MemoryError, RuntimeError)
+"""The card does not say, or no thread can be started to ask it."""
 
 
 class Recycler:
@@ -71,7 +74,7 @@ class Recycler:
 
     async def _weigh(self, worker: Worker, ready: WorkerReady) -> None:
         # One that can't be weighed serves one lease, as ever.
-        with contextlib.suppress(CardsUnavailable):
+        with contextlib.suppress(*_NO_FIGURE):
             card_uuid, pid = worker.spec.card_uuid, worker.pid
             worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         self._post(ready)
@@ -80,8 +83,8 @@ class Recycler:
         if not doubt:
             try:
                 held = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
-            except CardsUnavailable as error:
-                doubt = str(error)
+            except _NO_FIGURE as error:
+                doubt = f"the card can't be looked at: {error}"
             else:
                 if worker.hand_overs:
                     doubt = "a connection was handed to it meanwhile"
