@@ -155,11 +155,13 @@ class Zygote:
         send_message(self._channel, spec.to_message(), (channel_fd, *page_fds, *kept))
 
     def change(self, serial: int, spec: WorkerSpec) -> None:
-        """A worker has another lease now: the next broker must know. Raises as `spawn` does."""
+        """A worker has another lease now: the next broker must know, and the log whose words its are.
+
+        Raises as `spawn` does.
+        """
         if self._channel is None:
             raise ChannelClosed("the zygote is not running")
-        if self.outlives_its_broker:
-            send_message(self._channel, spec.to_message() | {"op": "lease", "serial": serial})
+        send_message(self._channel, spec.to_message() | {"op": "lease", "serial": serial})
 
     def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
         """A worker was scrubbed and has other control pages. Raises as `spawn` does."""
@@ -167,6 +169,8 @@ class Zygote:
             raise ChannelClosed("the zygote is not running")
         if self.outlives_its_broker:
             send_message(self._channel, spec.to_message() | {"op": "renew", "serial": serial}, page_fds)
+        else:
+            self.change(serial, spec)
 
     def forget(self, serial: int) -> None:
         """A worker's bytes are proved back: nobody needs to know of it any more."""

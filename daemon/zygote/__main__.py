@@ -92,12 +92,13 @@ class Zygote:
         timeout_ms: int | None = None
         while True:
             heard = {fd for fd, _ in self._poll.poll(timeout_ms)}
-            if self._wakeup.fileno() in heard:
-                self._drain_wakeup()
-                self._reap()
+            # Before the reap: what one said last is told as its lease's.
             for fd in heard:
                 if fd in self._sayings:
                     self._sayings.hear(fd)
+            if self._wakeup.fileno() in heard:
+                self._drain_wakeup()
+                self._reap()
             if self._channel is not None and self._channel.fileno() in heard:
                 self._serve_broker()
             if self._listener is not None and self._listener.fileno() in heard:

@@ -124,9 +124,9 @@ class Keeper:
         return kept
 
     def lease_of(self, pid: int) -> int:
-        """The lease, or warm context, of a worker; 0 if it is reaped."""
+        """The lease of a worker, or the warm context that it is; 0 if it is reaped."""
         kept = self._living.get(pid)
-        return 0 if kept is None else kept.spec.lease_id
+        return 0 if kept is None else kept.spec.submit_of or kept.spec.lease_id
 
     def forget(self, serial: int) -> None:
         """Nobody needs to know any more that it was."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpulease.client import GpuLease, GpuLeaseError, GpuSession, LeaseFreed
+from gpulease.client import GpuLease, GpuLeaseError, GpuSession, KernelArgs, LeaseFreed
 from gpulease.client.asking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Metrics
@@ -110,6 +110,48 @@ def test_recycling_that_is_turned_on_holds_though_sessions_live_on(start_lasting
             pid = lasting.worker_pid(other.lease_id)
         assert is_running(pid)
         work.check_goes_on()
+
+
+SAYS = b"""
+.version 8.0
+.target sm_75
+.address_size 64
+.extern .func (.param .b32 r) vprintf(.param .b64 format, .param .b64 values);
+.entry say(.param .u64 text)
+{
+    .reg .b64 %d<3>;
+    ld.param.u64 %d1, [text]; mov.u64 %d2, 0;
+    .param .b64 a; .param .b64 b; .param .b32 c;
+    st.param.b64 [a], %d1; st.param.b64 [b], %d2;
+    call (c), vprintf, (a, b);
+}
+"""
+
+
+def wait_until_said(daemon: Daemon, text: str) -> None:
+    wait_until(lambda: text in daemon.log(), "it is logged")
+
+
+def test_what_kernels_say_is_logged_as_their_leases(start_daemon: Callable[..., Daemon]) -> None:
+    """In a context that served before, and in one that a submit took."""
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    said = []
+    for text in ("one", "two"):
+        with daemon.builder().submits(ROOM).acquire() as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(64)
+            session.mem_write(buffer, 0, f"{text} of a session\n\0".encode())
+            session.launch(session.module_load(SAYS), "say", [1], [1], KernelArgs().push_buffer(buffer))
+            session.sync()
+            wait_until_said(daemon, f"{text} of a session")
+            said.append((f"{text} of a session", lease.lease_id))
+            wait_until_full(daemon)
+            lease.submit("say", SAYS).arg(f"{text} of a submit\n\0".encode()).launch()
+            said.append((f"{text} of a submit", lease.lease_id))
+            wait_until(lambda: not lease.query().get("submit"), "it is proved gone")
+    for text, lease_id in said:
+        (line,) = [line for line in daemon.log().splitlines() if text in line]
+        assert f"lease_id={lease_id:032x}" in line
 
 
 def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
