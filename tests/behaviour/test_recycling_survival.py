@@ -154,6 +154,25 @@ def test_what_kernels_say_is_logged_as_their_leases(start_daemon: Callable[..., 
         assert f"lease_id={lease_id:032x}" in line
 
 
+def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: Callable[..., Daemon]) -> None:
+    """It was cut off for what it said in one lease, and would be silent in the next."""
+    daemon = start_daemon(config=SETTINGS)
+    wait_until_full(daemon)
+    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+        pid = daemon.worker_pid(lease.lease_id)
+        buffer, module = session.mem_alloc(256), session.module_load(SAYS)
+        session.mem_write(buffer, 0, b"x" * 200 + b"\n\0")
+
+        def is_cut_off() -> bool:
+            session.launch(module, "say", [8], [8], KernelArgs().push_buffer(buffer))
+            session.sync()
+            return "the rest is lost" in daemon.log()
+
+        wait_until(is_cut_off, "it has said too much")
+    assert not is_running(pid)
+    wait_until_said(daemon, "more than is logged of one process")
+
+
 def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
