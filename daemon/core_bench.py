@@ -21,6 +21,7 @@ from gpulease.daemon.broker.collecting import collect_rarely
 from gpulease.daemon.broker.recording import boot_id, recording
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
+from gpulease.daemon.broker.worker import ENDED_BY_DAEMON
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.embedded import EmbeddedCards
 from gpulease.daemon.config import Config
@@ -103,7 +104,7 @@ class SimulatedWorkers(Workers):
 
     def kill(self, lease_id: int) -> None:
         """It is reaped at once."""
-        asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, "simulated"))
+        asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, ENDED_BY_DAEMON, True))
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
         """Where the real one writes its page."""

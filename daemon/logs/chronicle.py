@@ -239,10 +239,12 @@ class Chronicle(Recorder):
         lease_id = int(data["lease"], 16) if "lease" in data else 0
         if kind is Kind.DENY and denied:
             lease_id = denied.pop(0) or lease_id
+        if kind in _WITH_WORKER and (pid := self._pid_of(lease_id)):
+            self._pids[lease_id] = pid
+        if not is_told(event):
+            return
         fields = _fields_of(kind, data)
         if kind in _WITH_WORKER:
-            if pid := self._pid_of(lease_id):
-                self._pids[lease_id] = pid
             fields["worker_pid"] = self._pids.get(lease_id)
         if kind is Kind.OVER and data["cause"] == Cause.EXPIRED.value:
             lease = self._lookup(lease_id)
@@ -295,12 +297,16 @@ class Chronicle(Recorder):
     # --- bounds ---
 
     def _say_of(self, event: LogEvent, lease_id: int, **fields: Any) -> None:
+        if not is_told(event):
+            return
         lease = self._lookup(lease_id)
         self._say(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
 
     def _say(self, event: LogEvent, tenant: str, **fields: Any) -> None:
         """Log it, unless it is one too many of this tenant's."""
-        if event not in _ALWAYS and is_told(event):
+        if not is_told(event):
+            return
+        if event not in _ALWAYS:
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
             if omitted is None:
                 self._count_later()
