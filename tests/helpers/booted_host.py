@@ -110,6 +110,13 @@ class BootedHost:
         return int(children[-1]) if children else 0
 
 
+def _home() -> Path:
+    """Where this gpulease lies, with what its links lead to: a checkout's packages are links (`.dev`)."""
+    package = Path(next(iter(gpulease.__path__)))
+    linked = (package / "daemon").resolve()
+    return Path(os.path.commonpath([package.parent.resolve(), linked.parent]))
+
+
 def missing() -> str:
     """Why no host can be booted here, "" if one can, as far as is seen before."""
     if os.geteuid() != 0:
@@ -143,16 +150,16 @@ def _booted(folder: Path) -> Iterator[BootedHost | None]:
         yield None
         return
     try:
+        binds = [(Path(sys.prefix), "venv"), (TESTS.parent, "tree"), (_home(), "package")]
         parent = Path(next(iter(gpulease.__path__))).parent
-        binds = {sys.prefix: f"{PYTHON}/venv", str(TESTS.parent): f"{PYTHON}/tree"}
         path = next(
-            f"{there}/{parent.relative_to(here)}" for here, there in binds.items() if parent.is_relative_to(here)
+            f"{PYTHON}/{there}/{parent.relative_to(here)}" for here, there in binds if parent.is_relative_to(here)
         )
         process = subprocess.Popen(
             [
                 *("systemd-nspawn", "--quiet", f"--directory={root}", "--machine=gpulease-tests", "--register=no"),
                 *("--keep-unit", "--console=pipe", "--capability=all", "--boot"),
-                *(f"--bind-ro={here}:{there}" for here, there in binds.items()),
+                *(f"--bind-ro={here}:{PYTHON}/{there}" for here, there in binds),
             ],
             env=os.environ | {"SYSTEMD_SECCOMP": "0"},
             stdin=subprocess.DEVNULL,
