@@ -13,7 +13,7 @@ from typing import Final
 
 from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.replies import empty
-from gpulease.daemon.worker.wires import sealed_memory
+from gpulease.daemon.worker.sealed import sealed_memory
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import ARENA_COPY, parse_fixed
 from gpulease.protocol.framing import Frame

@@ -23,7 +23,6 @@ The revocation word is 0 while the lease lives, else the (positive) number of th
 from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
 """
 
-import fcntl
 import mmap
 import os
 import stat
@@ -32,6 +31,7 @@ import time
 from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
+from gpulease.daemon.worker.sealed import sealed_memory
 from gpulease.protocol.opcodes import Status
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -51,7 +51,6 @@ _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
 _REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
 _REASON_AT: Final = 8 * (_REASON_LENGTH + 1)
 _STATE: Final = struct.Struct("=QQQ")
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Counter(IntEnum):
@@ -220,23 +219,12 @@ class BrokerPage:
 
 
 def _make() -> PageFds:
-    lease = _sealed("gpulease-lease")
+    lease = sealed_memory("gpulease-lease", PAGE_BYTES)
     try:
-        return PageFds(lease, _sealed("gpulease-claims"))
+        return PageFds(lease, sealed_memory("gpulease-claims", PAGE_BYTES))
     except BaseException:
         os.close(lease)
         raise
-
-
-def _sealed(name: str) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, PAGE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 class WorkerPage:

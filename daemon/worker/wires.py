@@ -5,7 +5,6 @@ says "look", whatever it is, and its end ends the connection, once what is left 
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Final, Protocol
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.daemon.worker.patience import SPIN_NS, Patience
+from gpulease.daemon.worker.sealed import sealed_memory
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, worker_ends
 from gpulease.protocol.sharing import Wanted
@@ -38,7 +38,6 @@ watch get a look."""
 NS_PER_MS: Final = 1_000_000
 
 _REPLY_WORDS_AT: Final = 256
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Receiver(Protocol):
@@ -311,18 +310,6 @@ def ring_for(sock: socket.socket, wanted: Wanted, patience: Patience) -> RingWir
         return RingWire(sock, patience)
     except OSError:
         return None  # no descriptor or no memory for one: the socket does as well
-
-
-def sealed_memory(name: str, size_bytes: int) -> int:
-    """A descriptor of zeroed memory whose size nobody can change any more. Raises OSError."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _wait(sock: socket.socket, event: int, until_ns: int) -> bool:
