@@ -258,7 +258,7 @@ class Chronicle(Recorder):
                 case SpawnWorker(lease_id):
                     is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
                     self._tell_placed(lease_id, now_ns, is_warm=is_warm)
-                case KillWorker(lease_id) if lease_id < FIRST_WARM_ID and is_told(LogEvent.WORKER_KILLED):
+                case KillWorker(lease_id) if lease_id < FIRST_WARM_ID:
                     self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
                 case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
                     tell(LogEvent.WARM_FENCED, card=card, reason=reason)
