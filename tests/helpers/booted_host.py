@@ -21,12 +21,13 @@ from helpers.waiting import wait_until
 
 BOOT_LIMIT_S: Final = 60.0
 COMMAND_LIMIT_S: Final = 60
+RESTART_LIMIT_S: Final = 60.0
 PYTHON: Final = "/opt/gpulease-tests"
 """Where this Python and what it imports lie there: a unit sees nothing of /tmp."""
 
 DROP_IN: Final = """
 [Service]
-Environment=PYTHONPATH={path}
+Environment={environment}
 ExecStart=
 ExecStart={python} -P -m gpulease.daemon --config /etc/gpulease/gpuleased.toml
 # The interpreter may lie in a home.
@@ -39,7 +40,10 @@ class BootedHost:
     """Runs commands there, as root."""
 
     def __init__(self, root: Path, process: "subprocess.Popen[bytes]", path: str) -> None:
-        self._root, self._process, self._path = root, process, path
+        self._root, self._process = root, process
+        # The second is where some hosts say that the driver's libraries lie.
+        libraries = os.environ.get("LD_LIBRARY_PATH")
+        self._environment = [f"PYTHONPATH={path}", *([f"LD_LIBRARY_PATH={libraries}"] if libraries else [])]
         self.python = f"{PYTHON}/venv/bin/python"
 
     def wait_until_it_runs(self) -> bool:
@@ -58,7 +62,7 @@ class BootedHost:
         self.do(self.python, "-P", "-m", "gpulease.client.cli.__main__", "install-service", "--install")
         folder = self._root / "etc/systemd/system/gpuleased.service.d"
         folder.mkdir()
-        (folder / "test.conf").write_text(DROP_IN.format(path=self._path, python=self.python))
+        (folder / "test.conf").write_text(DROP_IN.format(environment=" ".join(self._environment), python=self.python))
         file = self._root / "etc/gpulease/gpuleased.toml"
         lines = file.read_text().splitlines()
         known = [line for line in lines if line.lstrip("#").partition(" = ")[0] not in settings]
@@ -81,6 +85,15 @@ class BootedHost:
         """A property of the daemon's unit (systemctl(1), "show")."""
         return self.said("systemctl", "show", "gpuleased.service", f"--property={name}", "--value")
 
+    def leasing(self, other_than: str = "0") -> str:
+        """The process id of the daemon, once one leases that is not `other_than`."""
+
+        def is_there() -> bool:
+            return self.shown("MainPID") not in (other_than, "0") and self.shown("StatusText").startswith("Leasing")
+
+        wait_until(is_there, "the daemon leases", RESTART_LIMIT_S, seen=self.log)
+        return self.shown("MainPID")
+
     def log(self) -> str:
         """The last that the daemon said."""
         return self.said("journalctl", "--unit=gpuleased", "--no-pager", "--output=cat", "--lines=10")
@@ -97,11 +110,7 @@ class BootedHost:
 
     def _inside(self, command: tuple[str, ...]) -> list[str]:
         namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup")
-        variables = (
-            f"PATH={os.defpath}:/usr/sbin:/sbin",
-            f"PYTHONPATH={self._path}:{PYTHON}/tree/tests",
-            "LANG=C.UTF-8",
-        )
+        variables = (f"PATH={os.defpath}:/usr/sbin:/sbin", *self._environment, "LANG=C.UTF-8")
         return ["nsenter", f"--target={self._init()}", *namespaces, "--", "env", "-i", *variables, *command]
 
     def _init(self) -> int:
@@ -133,15 +142,36 @@ def _alone() -> Iterator[None]:
         yield
 
 
+def _interpreter() -> tuple[list[str], str]:
+    """Options that show the host this Python and all that it imports from, and its PYTHONPATH there."""
+    given = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
+    places = [(Path(sys.prefix), "venv"), (TESTS.parent, "tree"), (_home(), "package")]
+    path = []
+    for wanted in dict.fromkeys([Path(next(iter(gpulease.__path__))).parent, TESTS, *given]):
+        if not any(wanted.is_relative_to(here) for here, _ in places):
+            places.append((wanted, f"path{len(places)}"))
+        here, there = next(place for place in places if wanted.is_relative_to(place[0]))
+        path.append(str(Path(PYTHON, there) / wanted.relative_to(here)))
+    return [f"--bind-ro={here}:{PYTHON}/{there}" for here, there in places], os.pathsep.join(path)
+
+
+def _cards() -> list[str]:
+    """Options that show the host this machine's cards, and what of their driver is no part of this file system."""
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    driver = [place for place in mounted if "nvidia" in place and not place.startswith(("/dev/", "/proc/"))]
+    devices = [str(device) for device in sorted(Path("/dev").glob("nvidia*"))]
+    return [*(f"--bind={device}" for device in devices), *(f"--bind-ro={place}" for place in driver)]
+
+
 @contextmanager
-def booted_host(folder: Path) -> Iterator[BootedHost | None]:
+def booted_host(folder: Path, has_cards: bool = False) -> Iterator[BootedHost | None]:
     """A host that is up until the block is left; None if this machine's kernel does not let one boot."""
-    with _alone(), _booted(folder) as host:
+    with _alone(), _booted(folder, _cards() if has_cards else []) as host:
         yield host
 
 
 @contextmanager
-def _booted(folder: Path) -> Iterator[BootedHost | None]:
+def _booted(folder: Path, shown: list[str]) -> Iterator[BootedHost | None]:
     root, upper, work = folder / "root", folder / "upper", folder / "work"
     for place in (root, upper, work):
         place.mkdir()
@@ -150,16 +180,14 @@ def _booted(folder: Path) -> Iterator[BootedHost | None]:
         yield None
         return
     try:
-        binds = [(Path(sys.prefix), "venv"), (TESTS.parent, "tree"), (_home(), "package")]
-        parent = Path(next(iter(gpulease.__path__))).parent
-        path = next(
-            f"{PYTHON}/{there}/{parent.relative_to(here)}" for here, there in binds if parent.is_relative_to(here)
-        )
+        interpreter, path = _interpreter()
         process = subprocess.Popen(
             [
                 *("systemd-nspawn", "--quiet", f"--directory={root}", "--machine=gpulease-tests", "--register=no"),
                 *("--keep-unit", "--console=pipe", "--capability=all", "--boot"),
-                *(f"--bind-ro={here}:{PYTHON}/{there}" for here, there in binds),
+                # Its journal is its own, and some machines have no id to link it by.
+                "--link-journal=no",
+                *(*interpreter, *shown),
             ],
             env=os.environ | {"SYSTEMD_SECCOMP": "0"},
             stdin=subprocess.DEVNULL,

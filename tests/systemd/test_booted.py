@@ -10,7 +10,6 @@ import pytest
 
 from gpulease.daemon.cards.diagnosis import EX_OSERR
 from helpers.booted_host import BootedHost, booted_host, missing
-from helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
@@ -18,7 +17,6 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-RESTART_LIMIT_S = 40.0
 CLI = ("-P", "-m", "gpulease.client.cli.__main__")
 
 
@@ -31,16 +29,6 @@ def host() -> Iterator[BootedHost]:
         yield host
 
 
-def daemon_after(host: BootedHost, pid: str) -> str:
-    """The process id of the daemon that came after that one, once it leases."""
-
-    def is_there() -> bool:
-        return host.shown("MainPID") not in (pid, "0") and host.shown("StatusText").startswith("Leasing")
-
-    wait_until(is_there, "the next daemon leases", RESTART_LIMIT_S)
-    return host.shown("MainPID")
-
-
 def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None:
     host.install(driver='"cpu"', vram='["64MiB"]')
     host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpuleased.service")
@@ -50,12 +38,12 @@ def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None
         assert tenant.stdout.readline() == "leased\n"
         first = host.shown("MainPID")
         host.do("systemctl", "restart", "gpuleased")
-        second = daemon_after(host, first)
+        second = host.leasing(first)
         host.do("kill", "-KILL", second)
-        third = daemon_after(host, second)
+        third = host.leasing(second)
         host.do("systemctl", "reload", "gpuleased")
         host.do("kill", "-STOP", third)
-        assert daemon_after(host, third) != third, "the watchdog saw to it"
+        assert host.leasing(third) != third, "the watchdog saw to it"
         said, _ = tenant.communicate(timeout=60)
         assert re.fullmatch(r"[1-9]\d* rounds\n", said), said
         assert tenant.returncode == 0
@@ -83,7 +71,7 @@ def test_all_sockets_are_the_units(host: BootedHost) -> None:
     pid = host.shown("MainPID")
     host.do("kill", "-KILL", pid)
     host.do(host.python, *CLI, "info")
-    assert daemon_after(host, pid) != pid
+    assert host.leasing(pid) != pid
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
