@@ -10,10 +10,11 @@ import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
+from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight
 from gpulease.daemon.drivers.cuda.graphs import CudaGraph, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
-from gpulease.daemon.drivers.cuda.local import LocalMemory
+from gpulease.daemon.drivers.cuda.local import HEAP_BYTES, PRINT_BYTES, LocalMemory
 from gpulease.daemon.drivers.cuda.markers import Markers
 from gpulease.daemon.drivers.cuda.native import Launcher
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
@@ -48,23 +49,21 @@ MAX_AHEAD_OF_COPY: Final = 512
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
 
-HEAP_BYTES: Final = 8 << 20
-"""What kernels may malloc, all together. The driver takes it when the first module with a malloc is loaded, so it is a
-part of every session's allowance; a kernel that asks for more gets a null pointer."""
-
-PRINT_BYTES: Final = 1 << 20
-"""What kernels may print between two syncs; the oldest lines are lost beyond that. Taken with the heap."""
-
 
 class CudaContext(Replays):
-    """See `gpulease.daemon.drivers.interface.Context`."""
+    """See `gpulease.daemon.drivers.interface.Context`.
+
+    Attributes:
+        compiled: What images were made into, which may outlive the books.
+    """
 
     page_bytes = PAGE_BYTES
 
-    def __init__(self, context: Any, local: LocalMemory, stream: Any = None) -> None:
+    def __init__(self, context: Any, local: LocalMemory, stream: Any = None, compiled: Compiled | None = None) -> None:
         super().__init__()
         self._context = context
         self._local = local
+        self.compiled = Compiled() if compiled is None else compiled
         self._blocks = Blocks()
         self._streams = Streams(stream)
         # The selected one: what a launch goes into is looked up as seldom as it changes.
@@ -96,10 +95,10 @@ class CudaContext(Replays):
         except cuda.Error as error:
             raise DriverError(f"no CUDA context can be made: {error}") from None
 
-    def begin_again(self) -> "CudaContext":
+    def begin_again(self, compiled: Compiled | None = None) -> "CudaContext":
         """The same context and stream with new books; all that was allocated and loaded must have been released."""
         self.trim(0)
-        return CudaContext(self._context, self._local, self._stream)
+        return CudaContext(self._context, self._local, self._stream, compiled)
 
     def scrub(self) -> None:
         """Unlock all memory that was pinned, and wash what the driver's buffers keep.
@@ -328,7 +327,11 @@ class CudaContext(Replays):
         """PTX or a cubin, weighed before the card sees it."""
         if self._fault is not None:
             raise self._fault
-        return load_image(image, admit, self._local, self._weighed)
+        return load_image(image, admit, self._local, self.compiled, self._weighed)
+
+    def forget_earlier(self) -> None:
+        """See the interface."""
+        self.compiled.forget()
 
     def _weighed(self, weight: Weight) -> None:
         self._leaves_traces = self._leaves_traces or weight.leaves_traces

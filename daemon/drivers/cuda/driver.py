@@ -3,6 +3,7 @@
 import importlib
 import os
 
+from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.context import CudaContext
 from gpulease.daemon.drivers.cuda.native import launching_code
 from gpulease.daemon.drivers.cuda.paths import CACHE_VARIABLE, paths_of_driver
@@ -46,15 +47,22 @@ class CudaDriver:
 
     def rewind(self, context: Context) -> Opening:
         """The same context of the card, with new books. Raises DriverError if it is lost."""
-        if not isinstance(context, CudaContext):
-            raise DriverError("this context is another driver's")
-        context.sync()
-        again = context.begin_again()
-        return lambda slice_bytes: again
+        return _begin_again(_checked(context))
 
     def recycle(self, context: Context) -> Opening:
-        """The same context of the card, its blocks overwritten before they went back. Raises DriverError."""
-        if not isinstance(context, CudaContext):
-            raise DriverError("this context is another driver's")
-        context.scrub()
-        return self.rewind(context)
+        """The same, its blocks overwritten before they went back; what it compiled is kept. Raises DriverError."""
+        ours = _checked(context)
+        ours.scrub()
+        return _begin_again(ours, ours.compiled)
+
+
+def _checked(context: Context) -> CudaContext:
+    if not isinstance(context, CudaContext):
+        raise DriverError("this context is another driver's")
+    return context
+
+
+def _begin_again(context: CudaContext, compiled: Compiled | None = None) -> Opening:
+    context.sync()
+    again = context.begin_again(compiled)
+    return lambda slice_bytes: again

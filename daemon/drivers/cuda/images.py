@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from cuda.bindings import driver as api
 
+from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter
@@ -47,12 +48,14 @@ class CudaModule:
     loaded: Any
 
 
-def load_image(image: bytes, admit: Admit, local: LocalMemory, on_weighed: Callable[[Weight], None]) -> CudaModule:
+def load_image(
+    image: bytes, admit: Admit, local: LocalMemory, compiled: Compiled, on_weighed: Callable[[Weight], None]
+) -> CudaModule:
     """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
 
     `on_weighed` is told what it is before the driver has any of it, which may keep it though it refuses it.
     """
-    cubin = image if image.startswith(_ELF) else _compile(image)
+    cubin = image if image.startswith(_ELF) else compiled.of(image, _compile)
     weight = weigh(cubin)
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0

@@ -11,6 +11,13 @@ from typing import Final
 
 from gpulease.daemon.drivers.cuda.pages import whole_pages
 
+HEAP_BYTES: Final = 8 << 20
+"""What kernels may malloc, all together. The driver takes it when the first module with a malloc is loaded, so it is a
+part of every session's allowance; a kernel that asks for more gets a null pointer."""
+
+PRINT_BYTES: Final = 1 << 20
+"""What kernels may print between two syncs; the oldest lines are lost beyond that. Taken with the heap."""
+
 SYSTEM_CALL_STACK_BYTES: Final = 544
 """Of local memory a thread that the driver adds when a module with a system call (malloc, free, an assertion) is loaded
 first: 535 were measured."""

@@ -1,0 +1,80 @@
+import pickle
+
+import pytest
+
+from gpulease.daemon.drivers.cuda import compiled
+from gpulease.daemon.drivers.cuda.compiled import Compiled
+
+CODE = b"\x7fELF" + bytes(range(256)) * 3
+
+
+class Compiler:
+    """Makes code of an image, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    def __call__(self, ptx: bytes) -> bytes:
+        self.asked.append(ptx)
+        return CODE + ptx
+
+
+def test_an_image_is_compiled_once() -> None:
+    kept, compiler = Compiled(), Compiler()
+    for ptx in (b"a", b"b", b"a", b"b", b"a\0", b"", b"a"):
+        assert kept.of(ptx, compiler) == CODE + ptx
+    assert compiler.asked == [b"a", b"b", b"a\0", b""]
+
+
+def test_what_was_forgotten_is_compiled_anew() -> None:
+    kept, compiler = Compiled(), Compiler()
+    for _ in range(2):
+        assert kept.of(b"a", compiler) == kept.of(b"a", compiler) == CODE + b"a"
+        kept.forget()
+    assert compiler.asked == [b"a", b"a"]
+
+
+def test_what_is_kept_is_noise() -> None:
+    kept = Compiled()
+    ptx = b"a kernel with a secret in it: 0123456789abcdef"
+    code = kept.of(ptx, Compiler())
+    held = pickle.dumps(kept)
+    assert len(held) > len(code)
+    for secret in (code, ptx):
+        pieces = [secret[at : at + 8] for at in range(len(secret) - 8)]
+        assert not any(piece in held for piece in pieces)
+
+
+def test_of_two_images_one_mask_does_not_undo_the_other() -> None:
+    masks: list[bytearray] = []
+    for ptx in (b"a", b"b"):
+        kept = Compiled()
+        kept.of(ptx, lambda _: bytes(4096))
+        masks += kept._masked.values()
+    assert sum(one == other for one, other in zip(*masks, strict=True)) < 100
+
+
+def test_code_that_is_not_made_is_not_kept() -> None:
+    kept, compiler = Compiled(), Compiler()
+
+    def refuse(ptx: bytes) -> bytes:
+        raise ValueError("no PTX")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no PTX"):
+            kept.of(b"a", refuse)
+    assert kept.of(b"a", compiler) == CODE + b"a"
+    assert compiler.asked == [b"a"]
+
+
+def test_the_latest_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MAX_IMAGES", 3)
+    kept, compiler = Compiled(), Compiler()
+    for ptx in (b"a", b"b", b"c", b"a", b"d", b"a", b"b"):
+        kept.of(ptx, compiler)
+    assert compiler.asked == [b"a", b"b", b"c", b"d", b"b"], "b was asked for longest ago when d came"
+    monkeypatch.setattr(compiled, "MAX_KEPT_BYTES", len(CODE) + 100)
+    kept, compiler = Compiled(), Compiler()
+    for ptx in (b"a", b"b", b"b", b"a", b"too much" * 20, b"a"):
+        assert kept.of(ptx, compiler) == CODE + ptx
+    assert compiler.asked == [b"a", b"b", b"a", b"too much" * 20]

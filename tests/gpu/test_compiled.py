@@ -1,0 +1,147 @@
+"""What a context that is used again keeps of PTX that it compiled: the same code, for its tenant alone."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, LoadFailed, my_audience
+from gpulease.client.verify.kernels import with_variable
+from gpulease.daemon.drivers.cuda.compiled import name_of
+from gpulease.protocol import Exclusivity
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS
+from helpers.daemon import Daemon
+from helpers.kernels import TRANSFORM, check_main_job
+from helpers.memory_of import count_in_heap
+from helpers.nvml import Cards
+from helpers.secret_ways import spread
+from helpers.waiting import wait_until
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture
+def recycling(cards: Cards) -> Iterator[Daemon]:
+    used = cards.used_bytes()
+    daemon = Daemon(driver="cuda", vram=("8GiB",), tcp=True, config='warm_contexts = 1\nrecycle = "same-tenant"\n')
+    try:
+        daemon.wait_until_it_answers()
+        yield daemon
+    except BaseException:
+        daemon.discard()
+        raise
+    daemon.stop()
+    cards.check_back_to(used)
+
+
+@contextmanager
+def leased(daemon: Daemon, size_bytes: int = 64 * MIB) -> Iterator[tuple[GpuLease, GpuSession, int]]:
+    """A lease on a context that waits, its session, and the process."""
+    counts = ("warm_contexts", "recycled_contexts")
+    wait_until(lambda: any(daemon.inventory().details[0][count] for count in counts), "a context waits", 60)
+    shared = daemon.builder(size_bytes).device(0).exclusivity(Exclusivity.SHARED)
+    with shared.acquire() as lease, GpuSession(lease) as session:
+        yield lease, session, daemon.worker_pid(lease.lease_id)
+
+
+def is_kept(pid: int, ptx: bytes) -> bool:
+    return count_in_heap(pid, name_of(hashlib.sha256(ptx).digest())) > 0
+
+
+def storing(number: int) -> bytes:
+    """A kernel that stores it."""
+    return spread(end=f"mov.u64 %r6, {number}; st.global.u64 [%r1], %r6; ret;")
+
+
+def stored(session: GpuSession, ptx: bytes) -> int:
+    out = session.mem_alloc(32)
+    args = KernelArgs().push_buffer(out).push_u64(0).push_u64(0).push_u64(0).push_u64(0)
+    session.launch(session.module_load(ptx), "spread", [1], [1], args)
+    return int.from_bytes(session.mem_read(out, 0, 8), "little")
+
+
+def test_the_next_lease_finds_the_same_kernels(recycling: Daemon) -> None:
+    seen, pids, was_kept = [], set(), []
+    for _ in range(3):
+        with leased(recycling) as (lease, session, pid):
+            was_kept.append(is_kept(pid, TRANSFORM))
+            module = session.module_load(TRANSFORM)
+            seen.append((dict(module.kernels), lease.query()["allocated_bytes"]))
+            check_main_job(session)
+            pids.add(pid)
+    assert was_kept == [False, True, True]
+    assert len(pids) == 1
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_other_ptx_is_other_code(recycling: Daemon) -> None:
+    numbers, was_kept = [0x1234567, 0x7654321, 0x1234567, 0x1111111], []
+    for number in numbers:
+        with leased(recycling) as (_, session, pid):
+            was_kept.append(is_kept(pid, storing(number)))
+            assert stored(session, storing(number)) == number
+    assert was_kept == [False, False, True, False]
+
+
+def test_nobody_else_finds_it(recycling: Daemon) -> None:
+    with leased(recycling) as (_, session, first):
+        check_main_job(session)
+    assert is_kept(first, TRANSFORM)
+    lease = GpuBuilder(recycling.tcp_address).device(0).min_vram(64 * MIB).lease_secs(60).acquire()
+    with lease, GpuSession(lease) as session:
+        others = recycling.worker_pid(lease.lease_id)
+        assert others != first
+        assert not is_kept(others, TRANSFORM)
+        check_main_job(session)
+
+
+def test_what_earlier_leases_loaded_is_forgotten_before_a_stranger_is_let_in(recycling: Daemon) -> None:
+    with leased(recycling) as (_, session, first):
+        assert stored(session, storing(1)) == 1
+    with leased(recycling) as (lease, session, pid):
+        assert pid == first
+        session.sync()
+        assert is_kept(pid, storing(1))
+        grant = lease.issue(SESSION_PERMISSIONS, my_audience(recycling.tcp_address))
+        with GpuSession.attach(grant, recycling.tcp_address) as stranger:
+            assert not is_kept(pid, storing(1))
+            assert stored(stranger, storing(1)) == 1
+
+
+def test_what_is_no_ptx_is_refused_with_the_same_words_each_time(recycling: Daemon) -> None:
+    wrong, told = spread(end="add.u64 %r1, %r1, %nothing; ret;"), []
+    for _ in range(2):
+        with leased(recycling) as (_, session, pid):
+            for _ in range(2):
+                with pytest.raises(LoadFailed) as caught:
+                    session.module_load(wrong)
+                told.append((caught.value.failure.message, caught.value.log, caught.value.line))
+            assert not is_kept(pid, wrong)
+            check_main_job(session)
+    assert len(set(told)) == 1
+    assert told[0][1:] != ("", 0)
+
+
+def test_a_module_is_charged_and_refused_as_if_it_were_new(recycling: Daemon, cards: Cards) -> None:
+    with leased(recycling) as (lease, session, pid):
+        for image in (with_variable(GIB), with_variable(16 * MIB)):
+            assert not is_kept(pid, image)
+        before, held = lease.query()["allocated_bytes"], cards.process_bytes(0, pid)
+        for _ in range(2):
+            with pytest.raises(LoadFailed, match="bytes of the card"):
+                session.module_load(with_variable(GIB))
+            assert is_kept(pid, with_variable(GIB))
+            assert lease.query()["allocated_bytes"] == before
+            assert cards.process_bytes(0, pid) < held + GIB // 2
+        charged = set()
+        for _ in range(2):
+            module = session.module_load(with_variable(16 * MIB))
+            charged.add(lease.query()["allocated_bytes"])
+            session.module_unload(module)
+        assert is_kept(pid, with_variable(16 * MIB))
+        assert len(charged) == 1
+        assert charged.pop() >= before + 16 * MIB

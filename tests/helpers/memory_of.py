@@ -1,0 +1,18 @@
+"""What a process has in its memory, looked at from outside."""
+
+from pathlib import Path
+
+from gpulease.client.verify.leftovers import _count_in, _present
+
+
+def count_in_heap(pid: int, wanted: bytes) -> int:
+    """How often it stands in what was allocated: not on the stack, nor in a file or a device (proc_pid_maps(5))."""
+    found = 0
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, permissions, _, _, _, *path = line.split(maxsplit=5)
+            if permissions.startswith("rw") and path in ([], ["[heap]"]):
+                start, stop = (int(number, 16) for number in span.split("-"))
+                for at, end in _present(pagemap.fileno(), start, stop):
+                    found += _count_in(memory.fileno(), at, end, wanted)
+    return found
