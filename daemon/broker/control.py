@@ -337,6 +337,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         `number`: of the worker that gets the connection.
         """
         is_submit = number != request.session_id
+        desk.announce(number)
         if is_spent and self.is_open and self._hand_over(request, guest, number):
             desk.attached(request.session_id, is_submit=is_submit)
             return

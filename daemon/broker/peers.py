@@ -37,6 +37,10 @@ class Peer:
     is_relayed: bool = False
     is_reader: bool = False
 
+    def is_stranger_to(self, tenant: str) -> bool:
+        """Whether it may be another than that tenant."""
+        return self.tenant != tenant or not self.is_known
+
     def __str__(self) -> str:
         return f"{self.tenant}{' (operator)' if self.is_operator else ''}"
 

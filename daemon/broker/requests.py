@@ -150,9 +150,18 @@ class Desk:
         if is_submit:
             return
         self._runtime.recorder.attached(lease_id, self._peer.tenant)
-        lease = self._runtime.table.get(lease_id)
-        if lease is None or lease.tenant != self._peer.tenant or not self._peer.is_known:
+        if self._is_stranger(lease_id):
             self._runtime.post(GuestAttached(lease_id))
+
+    def announce(self, number: int) -> None:
+        """The connection is about to be handed over: its worker is told whose it is."""
+        worker = self._runtime.workers.worker(number)
+        if worker is not None:
+            worker.is_stranger = self._is_stranger(number)
+
+    def _is_stranger(self, lease_id: int) -> bool:
+        lease = self._runtime.table.get(lease_id)
+        return lease is None or self._peer.is_stranger_to(lease.tenant)
 
     def not_attached(self, lease_id: int) -> Failure:
         """The connection could not be handed over: what to say."""

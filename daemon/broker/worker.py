@@ -40,6 +40,7 @@ class Worker:
         own_bytes: What the card showed for it then; None if that is not known.
         next_page: Its control page once it is scrubbed; None unless it is asked to be.
         has_answered: It has said how that went.
+        is_stranger: Whether whoever attaches next may be of another tenant than the lease.
     """
 
     spec: WorkerSpec
@@ -58,6 +59,7 @@ class Worker:
     own_bytes: int | None = None
     next_page: BrokerPage | None = None
     has_answered: bool = False
+    is_stranger: bool = True
 
     @classmethod
     def to_be(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
@@ -100,6 +102,7 @@ class Worker:
             return False
         message = {"op": "attach", "request_id": request_id, "rest": rest}
         message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
+        message["is_stranger"] = self.is_stranger
         message["guest"] = None if guest is None else guest.to_message()
         try:
             send_message(self.channel, message, (sock_fd,))

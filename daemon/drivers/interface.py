@@ -271,6 +271,9 @@ class Context(Protocol):
     def module_load(self, image: bytes, admit: Admit = admit_all) -> Module:
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 
+    def forget_earlier(self) -> None:
+        """Compile what comes as if nothing had been: how long it takes must tell nobody what others had loaded."""
+
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Release a module once everything launched before has ended."""
 

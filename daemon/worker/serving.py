@@ -160,6 +160,7 @@ class Server:
                     "arena": int(arena_bytes),
                     "guest": terms,
                 } if len(fds) == 1:
+                    self._session.meet(is_stranger=message.get("is_stranger", True))
                     wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
                     self._attach(socket.socket(fileno=fds.pop()), request_id, rest, wanted, guest)
                     report(self._channel, {"op": "attached"})
@@ -341,8 +342,7 @@ class Server:
         if session.take_growth():
             report(self._channel, {"op": "look"})
         if self._session.lost is not None and not self._reported_lost:
-            told = {"op": "faulted", "reason": self._session.lost.message}
-            self._reported_lost = report(self._channel, told)
+            self._reported_lost = report(self._channel, {"op": "faulted", "reason": self._session.lost.message})
 
     # --- replies ---
 

@@ -205,6 +205,11 @@ class Session:
         finally:
             self._page.guest = None
 
+    def meet(self, *, is_stranger: bool) -> None:
+        """Somebody attaches: a stranger may be of another tenant than the leases that this process served before."""
+        if is_stranger:
+            self._context.forget_earlier()
+
     def is_held_by(self, guest: Guest) -> bool:
         """Whether a guest's token is good for anything now."""
         return self._page.is_held_by(guest)

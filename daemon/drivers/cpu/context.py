@@ -172,6 +172,9 @@ class CpuContext:
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
         return module
 
+    def forget_earlier(self) -> None:
+        """Nothing: no lease finds another's code (`CpuDriver.recycle`), but in a folder that the operator named."""
+
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """See the interface."""
         self.sync(poll)

@@ -1,6 +1,8 @@
 import os
 import socket
 
+import pytest
+
 from gpulease.daemon.broker.peers import ANONYMOUS_TENANT, Peer, identify
 
 
@@ -19,6 +21,15 @@ def test_a_tcp_peer_is_nobody() -> None:
         server.accept()[0] as ours,
     ):
         assert identify(ours) == identify(theirs) == Peer(ANONYMOUS_TENANT, is_operator=False, is_known=False)
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_stranger"),
+    [(Peer("ann", False, True), False), (Peer("bob", True, True), True), (Peer("ann", False, False), True)],
+    ids=["its own", "another", "who may be anybody"],
+)
+def test_who_is_a_stranger_to_a_tenant(peer: Peer, is_stranger: bool) -> None:
+    assert peer.is_stranger_to("ann") is is_stranger
 
 
 def test_a_user_with_a_tenants_name() -> None:

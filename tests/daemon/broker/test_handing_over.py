@@ -1,0 +1,33 @@
+"""What a worker is told of a connection that it is handed."""
+
+import asyncio
+import socket
+from typing import cast
+
+import pytest
+
+from gpulease.daemon.broker.worker import Worker
+from gpulease.daemon.broker.zygote import Zygote
+from gpulease.daemon.channel import close_all, receive_message
+from gpulease.daemon.core import FIRST_WARM_ID
+from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.protocol.sharing import Wanted
+
+
+@pytest.mark.parametrize("told", [None, True, False])
+def test_whether_it_is_a_strangers(told: bool | None) -> None:
+    """Who nobody said anything of is one."""
+
+    async def story() -> None:
+        worker, theirs = Worker.to_be(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(Zygote, None))
+        if told is not None:
+            worker.is_stranger = told
+        near, far = socket.socketpair()
+        with near, far, theirs:
+            assert worker.hand_over(near.fileno(), 1, b"", Wanted(), None)
+            message, fds = receive_message(theirs)
+            close_all(fds)
+        assert message["is_stranger"] is (told is not False)
+        worker.close()
+
+    asyncio.run(story())
