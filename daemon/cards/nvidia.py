@@ -13,6 +13,7 @@ import pynvml
 from gpulease.daemon.cards import cuinit
 from gpulease.daemon.cards.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, no_cards
 from gpulease.daemon.cards.host import look
+from gpulease.daemon.cards.listing import Shared
 from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
@@ -44,6 +45,7 @@ class NvidiaCards:
         self._limit_bytes = limit_bytes
         self._handles: dict[str, Any] = {}
         self._unattributed_bytes: dict[str, int] = {}
+        self._listings: dict[str, Shared[dict[int, int]]] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -129,6 +131,7 @@ class NvidiaCards:
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
         self._handles[uuid] = handle
+        self._listings[uuid] = Shared(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         if (measured := known.get(uuid)) is not None:
             # What is used now is the leases' that live on, and that of others which are just dying.
@@ -145,12 +148,16 @@ class NvidiaCards:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
 
     def _processes(self, card_uuid: str) -> dict[int, int]:
-        handle = self._handles[card_uuid]
-        listed = [
-            *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
-            *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-        ]
-        return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
+        """For all processes at once, which many ask for at a time."""
+        return self._listings[card_uuid].ask()
+
+
+def _list_processes(handle: Any) -> dict[int, int]:
+    listed = [
+        *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
+        *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+    ]
+    return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
 
 
 def _is_partitioned(handle: Any) -> bool:
