@@ -10,9 +10,13 @@ from typing import Any, Final
 
 import msgpack
 
-MAX_MESSAGE_BYTES: Final = 128 << 10
+MAX_MESSAGE_BYTES: Final = 124 << 10
 """Largest datagram. The largest honest one carries what a tenant sent behind its ATTACH, which is at
-most a control connection's receive buffer, 64 KiB and a header."""
+most a control connection's receive buffer, 64 KiB and a header. Room for 128 KiB would be mapped anew for each message,
+in 70 us, by a process that overwrites what it frees (worker/heap.py)."""
+
+PACKING_BYTES: Final = 4096
+"""What a message is packed in; it grows. The library's own 256 KiB would be mapped anew in the same way."""
 
 MAX_FDS: Final = 4
 """Most descriptors beside one message."""
@@ -29,7 +33,7 @@ def channel_pair() -> tuple[socket.socket, socket.socket]:
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one message; the descriptors stay open here. Raises ChannelClosed, or BlockingIOError if it would wait."""
-    data = msgpack.packb(message)
+    data = msgpack.Packer(buf_size=PACKING_BYTES).pack(message)
     if len(data) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
         raise ValueError(f"a message of {len(data)} bytes and {len(fds)} descriptors is too large")
     try:
