@@ -51,11 +51,7 @@ MAX_SLEEP_S: Final = 1e-3
 
 
 class CudaContext(Replays):
-    """See `gpulease.daemon.drivers.interface.Context`.
-
-    Attributes:
-        compiled: What images were made into, which may outlive the books.
-    """
+    """See `gpulease.daemon.drivers.interface.Context`; `compiled`, what its images were made into, may outlive it."""
 
     page_bytes = PAGE_BYTES
 
@@ -179,12 +175,13 @@ class CudaContext(Replays):
 
     def _drop(self, most_bytes: int, most_blocks: int) -> None:
         """To be called when nothing is under way: the driver's own wait for it can't be given up."""
-        blocks = self._blocks
+        blocks, dropped = self._blocks, list[tuple[Any, int]]()
         while blocks.cached_bytes > most_bytes or blocks.cached_blocks > most_blocks:
-            allocation, size_bytes = blocks.drop_oldest()
-            if self._wipes:
-                # The driver may give parts of its page to others of this process as they are.
-                self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
+            dropped.append(blocks.drop_oldest())
+        # The driver may give parts of their pages to others of this process as they are. Each free waits for all of it.
+        for allocation, size_bytes in dropped if self._wipes else ():
+            self._call(cuda.memset_d8_async, int(allocation), 0, size_bytes, self._streams[0])
+        for allocation, _ in dropped:
             self._call(allocation.free)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
