@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,9 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.listening import CannotListen, bound_at, reason_of
 from gpulease.daemon.broker.peers import Peer
-from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.broker.reaping import reap_later
+from gpulease.daemon.broker.side_process import Kind, Patience, SideProcess
+from gpulease.daemon.channel import ChannelClosed
 from gpulease.daemon.journal import Journal, KeptRelay
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
@@ -29,14 +29,8 @@ from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
-START_TIMEOUT_S: Final = 30.0
-"""For the gate to be there: it imports little."""
-
 GATE_READS_S: Final = 0.01
 """For a new gate to take some of what it is told, where there is no room for more."""
-
-RESTART_DELAY_S: Final = 1.0
-"""Between the death of a gate and the next one: one that dies at once must not be started in a busy loop."""
 
 OVERWRITE_WHAT_IS_FREED: Final = "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"
 """For the C library of the gate and its relays: OpenSSL overwrites a private key that it frees, but not what it read it
@@ -66,7 +60,12 @@ class RemoteDoor:
     """
 
     def __init__(
-        self, settings: TlsSettings, tenants: Mapping[str, str], make_connection: MakeConnection, journal: Journal
+        self,
+        settings: TlsSettings,
+        tenants: Mapping[str, str],
+        make_connection: MakeConnection,
+        journal: Journal,
+        patience: Patience | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
@@ -75,45 +74,17 @@ class RemoteDoor:
         self._make_connection = make_connection
         self._listeners: list[socket.socket] = []
         self.bound: list[tuple[Address, int]] = []
-        self._channel: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready: asyncio.Future[None] | None = None
-        self._is_open = False
+        self._gate = SideProcess(_gate_of(settings), self._begin, self._take, self._adopt_relays, patience)
         # By process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._is_stopping = False
         self._complaints = Complaints()
 
     async def start(self) -> None:
         """Start the gate and wait until it has read its files. Raises CannotListen."""
-        loop = asyncio.get_running_loop()
         self._take_over()
-        try:
-            self._channel = self._launch()
-        except OSError as error:
-            raise CannotListen(f"no process can be started: {error.strerror}") from None
-        self._ready = loop.create_future()
-        loop.add_reader(self._channel, self._read)
-        try:
-            await asyncio.wait_for(self._ready, START_TIMEOUT_S)
-            for listener in self._listeners:
-                self._pass_on(listener)
-            for pid in list(self._relays):
-                await self._leave_to_gate(pid)
-            if self._channel is None:
-                raise ChannelClosed("the gate is gone")
-            self._is_open = True
-        except ChannelClosed:
-            self._end()
-            raise CannotListen("the gate for remote tenants died as it started; its log says why") from None
-        except TimeoutError:
-            self._end()
-            raise CannotListen(f"the gate for remote tenants was not ready after {START_TIMEOUT_S:g} s") from None
-        except BaseException:
-            self._end()
-            raise
+        await self._gate.start()
 
     async def listen(self, address: TlsAddress, given: Sequence[socket.socket] = ()) -> TlsAddress:
         """Listen on one more address; returns it with the port the kernel chose. Raises CannotListen.
@@ -146,42 +117,31 @@ class RemoteDoor:
 
     async def stop(self) -> None:
         """Let nobody in any more. Relays live for as long as their connections."""
-        self._is_stopping = True
         for task in list(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._end()
+        await self._gate.stop()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
-    def _launch(self) -> socket.socket:
-        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
-        ours, theirs = channel_pair()
-        ours.setblocking(False)
-        command = [sys.executable, "-P", "-m", "gpulease.daemon.relay", str(theirs.fileno()), str(os.getpid())]
-        command += [str(self._settings.max_connections), str(self._settings.max_connections_per_tenant)]
-        command += IdentityFiles.of(self._settings).to_arguments()
-        with contextlib.ExitStack() as undo, theirs:
-            undo.callback(ours.close)
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | {"GLIBC_TUNABLES": OVERWRITE_WHAT_IS_FREED},
-            )
-            undo.pop_all()
-        return ours
+    async def _begin(self) -> None:
+        """Give a new gate what the one before had."""
+        await self._gate.expect("ready")
+        for listener in self._listeners:
+            self._pass_on(listener)
+        for pid in list(self._relays):
+            await self._leave_to_gate(pid)
 
     def _pass_on(self, listener: socket.socket) -> None:
-        if self._channel is not None:
-            send_message(self._channel, {"op": "listen"}, (listener.fileno(),))
+        # The gate that follows one that is gone is given them all.
+        with contextlib.suppress(ChannelClosed):
+            self._gate.send({"op": "listen"}, (listener.fileno(),))
 
     async def _leave_to_gate(self, pid: int) -> None:
         """Have a new gate end an earlier one's relay, too, once its certificate is revoked."""
-        while (relay := self._relays.get(pid)) is not None and self._channel is not None:
+        while (relay := self._relays.get(pid)) is not None and self._gate.is_running:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError as error:
@@ -190,7 +150,7 @@ class RemoteDoor:
             try:
                 # If somebody has waited for it already, the number may be anybody's.
                 if started_ticks(pid) == relay.started_ticks:
-                    send_message(self._channel, {"op": "left_over", "serial": relay.serial}, (pidfd,))
+                    self._gate.send({"op": "left_over", "serial": relay.serial}, (pidfd,))
                 return
             except BlockingIOError:
                 await asyncio.sleep(GATE_READS_S)
@@ -203,7 +163,7 @@ class RemoteDoor:
         for kept in left:
             if kept.started_ticks == started_ticks(kept.pid):
                 self._enter(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
-                _adopt(kept.pid, self._left)
+                reap_later(kept.pid, self._left)
             else:
                 self._journal.forget_relay(kept.pid)
 
@@ -211,43 +171,18 @@ class RemoteDoor:
         self._relays[pid] = relay
         self._by_tenant[relay.tenant] += 1
 
-    def _end(self) -> None:
-        self._is_open = False
-        if self._channel is not None:
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+    def _adopt_relays(self) -> None:
         for pid in list(self._relays):
-            _adopt(pid, self._left)
+            reap_later(pid, self._left)
 
     # --- what the gate says ---
 
-    def _read(self) -> None:
-        while self._channel is not None:
-            try:
-                message, fds = receive_message(self._channel)
-            except BlockingIOError:
-                return
-            except ChannelClosed:
-                self._gone()
-                return
-            self._take(message, fds)
-
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
-            case {"op": "ready"} if self._ready is not None and not self._ready.done():
-                self._ready.set_result(None)
-            case {"op": "broken", "reason": reason} if self._ready is not None and not self._ready.done():
-                self._ready.set_exception(CannotListen(f"no remote tenant could connect: {reason}"))
             case {"op": "arrived", "pid": int(pid)} if len(fds) == 1:
                 self._arrived(pid, message, socket.socket(fileno=fds.pop()))
             case {"op": "left", "pid": int(pid)}:
                 self._left(pid)
-        close_all(fds)
 
     def _arrived(self, pid: int, message: dict[str, Any], sock: socket.socket) -> None:
         peer, refusal = self._look_at(message)
@@ -295,47 +230,17 @@ class RemoteDoor:
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant]
 
-    def _gone(self) -> None:
-        was_open = self._is_open
-        self._end()
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(CannotListen("the gate for remote tenants died as it started; its log says why"))
-        elif was_open and not self._is_stopping:
-            # One that never was is told of by whoever starts it.
-            tell(LogEvent.GATE_DIED)
-            task = asyncio.get_running_loop().create_task(self._restart())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
-    async def _restart(self) -> None:
-        while True:
-            await asyncio.sleep(RESTART_DELAY_S)
-            try:
-                await self.start()
-            except CannotListen as error:
-                tell(LogEvent.GATE_NOT_STARTED, reason=str(error))
-                continue
-            tell(LogEvent.GATE_BACK)
-            return
-
-
-def _adopt(pid: int, left: Callable[[int], None]) -> None:
-    """Wait for a relay without a gate when it has ended.
-
-    A dead gate's is this process's child (see processes.adopt_orphans); one that an earlier daemon left is not.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        left(pid)
-        return
-
-    def reap() -> None:
-        loop.remove_reader(pidfd)
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-        os.close(pidfd)
-        left(pid)
-
-    loop.add_reader(pidfd, reap)
+def _gate_of(settings: TlsSettings) -> Kind:
+    most = (settings.max_connections, settings.max_connections_per_tenant)
+    return Kind(
+        name="the gate for remote tenants",
+        module="gpulease.daemon.relay",
+        broken="no remote tenant could connect",
+        died=LogEvent.GATE_DIED,
+        hung=LogEvent.GATE_HUNG,
+        not_started=LogEvent.GATE_NOT_STARTED,
+        back=LogEvent.GATE_BACK,
+        arguments=[*map(str, most), *IdentityFiles.of(settings).to_arguments()],
+        environment={"GLIBC_TUNABLES": OVERWRITE_WHAT_IS_FREED},
+    )

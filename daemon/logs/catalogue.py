@@ -183,6 +183,13 @@ class LogEvent(Enum):
         "gate.died",
         ERROR,
         "the gate for remote tenants died: it will be started again; connections that are open go on",
+        ("reason",),
+    )
+    GATE_HUNG = Kind(
+        "gate.hung",
+        ERROR,
+        "the gate for remote tenants hangs: it is killed and started again; connections that are open go on",
+        ("reason",),
     )
     GATE_NOT_STARTED = Kind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
     GATE_BACK = Kind("gate.back", INFO, "the gate for remote tenants is back")
@@ -190,6 +197,9 @@ class LogEvent(Enum):
     GATE_CLOSED = Kind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
     WEB_DIED = Kind(
         "web.died", ERROR, "the web process died: it will be started again; leases are none of its", ("reason",)
+    )
+    WEB_HUNG = Kind(
+        "web.hung", ERROR, "the web process hangs: it is killed and started again; leases are none of its", ("reason",)
     )
     WEB_NOT_STARTED = Kind("web.not_started", ERROR, "the web process can't be started", ("reason",))
     WEB_BACK = Kind("web.back", INFO, "the web process is back")

@@ -161,6 +161,9 @@ class Gate:
                 self._listeners[listener.fileno()] = listener
             case {"op": "left_over", "serial": str(serial)} if len(fds) == 1:
                 self._orphans[fds[0]] = int(serial, 16)
+            case {"op": "ping"}:
+                send_message(self._channel, {"op": "pong"})
+                return
             case _:
                 close_all(fds)
                 return

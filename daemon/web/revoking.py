@@ -4,6 +4,7 @@ It goes by the channel that the broker started this process with. The connection
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from enum import Enum
@@ -90,6 +91,10 @@ class BrokerChannel:
             return
         close_all(fds)
         match message:
+            case {"op": "ping"}:
+                # A broker that has not read for so long asks again.
+                with contextlib.suppress(BlockingIOError, ChannelClosed):
+                    send_message(self._channel, {"op": "pong"})
             case {"op": "token", "digest": bytes(digest)}:
                 self._on_token(digest)
             case {"op": "revoked" | "refused", "number": int(number)}:

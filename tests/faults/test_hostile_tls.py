@@ -22,7 +22,7 @@ from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Hello, MemWrite, Ping
-from helpers.daemon import Daemon
+from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
 from helpers.processes import cpu_seconds, is_running
 from helpers.raw_peer import connect
@@ -30,6 +30,7 @@ from helpers.remote import Pki, gate_pid, relays
 from helpers.waiting import wait_until
 
 HALF_OPEN = 1000
+SIDE_PROCESS = "gpulease.daemon.broker.side_process"
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,23 @@ def test_connections_outlive_the_gate_and_it_comes_back(pki: Pki, start_daemon: 
     check_ann_is_served(daemon, pki)
 
 
+def test_connections_outlive_a_gate_that_hangs_and_another_comes(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
+    short = {f"{SIDE_PROCESS}:BEAT_S": 0.2, f"{SIDE_PROCESS}:HUNG_AFTER_S": 2.0}
+    daemon = start_daemon(tls=True, config=pki.settings(), faults=Faults(short))
+    daemon.allowed_trouble.append("the gate for remote tenants hangs")
+    with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
+        gate = gate_pid(daemon)
+        os.kill(gate, signal.SIGSTOP)
+        check_main_job(session)
+        lease.renew(30)
+        # Who comes meanwhile waits for the next one.
+        check_ann_is_served(daemon, pki)
+        assert not is_running(gate)
+        check_main_job(session)
+    assert daemon.log().count("it gave no sign of life for 2 s") == 1
+    wait_until(lambda: not relays(daemon), "no relay is left", seen=lambda: relays(daemon))
+
+
 def children(daemon: Daemon) -> set[int]:
     """The broker's own, those that have just been forked too."""
     return {info.pid for info in daemon.processes() if info.parent == daemon.process.pid}
@@ -224,7 +242,8 @@ def children(daemon: Daemon) -> set[int]:
 def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
     """One after the other is tried, until one is there: never two, whatever they said before they ended."""
     pki = Pki.make(tmp_path)
-    daemon = start_daemon(tls=True, config=pki.settings())
+    patience = Faults({f"{SIDE_PROCESS}:MAX_RESTART_DELAY_S": 1.0})
+    daemon = start_daemon(tls=True, config=pki.settings(), faults=patience)
     daemon.allowed_trouble += ["the gate for remote tenants died", "the gate for remote tenants can't be started"]
     hidden = pki.server.key.with_suffix(".hidden")
     pki.server.key.rename(hidden)

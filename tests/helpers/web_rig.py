@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.side_process import Patience
 from gpulease.daemon.broker.web import WebDoor
 from gpulease.daemon.core import Outcome, RevokeDone
 from gpulease.daemon.sandbox.settings import SandboxSettings
@@ -164,13 +165,19 @@ class WebRig:
         process_id: The web process's.
     """
 
-    def __init__(self, scene: Scene, token_file: Path | None = None, hosts: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        token_file: Path | None = None,
+        hosts: frozenset[str] = frozenset(),
+        patience: Patience | None = None,
+    ) -> None:
         self.scene = scene
         self.url = ""
         self._settings = HttpSettings(TcpAddress("127.0.0.1", 0), hosts, token_file)
         self._loop = asyncio.new_event_loop()
         self._brokers: list[ScriptedBroker] = []
-        self._door = WebDoor(self._settings, SandboxSettings(), self._connect, scene)
+        self._door = WebDoor(self._settings, SandboxSettings(), self._connect, scene, patience)
         self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
 
     def __enter__(self) -> Self:
@@ -187,9 +194,7 @@ class WebRig:
 
     @property
     def process_id(self) -> int:
-        process = self._door._process
-        assert process is not None
-        return process.pid
+        return self._door._process.pid
 
     def tell(self, lease_id: int, phase: Phase, cause: str = "", reason: str = "") -> None:
         """Something happens to a lease."""

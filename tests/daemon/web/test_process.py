@@ -7,14 +7,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from gpulease.daemon.broker.side_process import ordinary_patience
 from gpulease.daemon.core import Denied, RevokeDone
 from gpulease.daemon.core.denials import invalid
+from gpulease.daemon.logs.telling import ATTRIBUTE
 from gpulease.daemon.processes import name_of
 from gpulease.daemon.web.app import MAX_STREAMS
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
@@ -259,3 +262,14 @@ def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> Non
     waiting.join()
     assert tenants(found[0]) == tenants(before)
     assert rig.process_id != pid
+
+
+def test_one_that_hangs_is_noticed_and_started_anew(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    with WebRig(scene, patience=replace(ordinary_patience(), beat_s=0.2, hung_after_s=2)) as rig:
+        pid = rig.process_id
+        os.kill(pid, signal.SIGSTOP)
+        # Who asks meanwhile waits: the socket is the broker's.
+        assert asked(rig, "healthz").text == "ok\n"
+        assert rig.process_id != pid
+    told = [getattr(record, ATTRIBUTE) for record in caplog.records]
+    assert told[0] == ("web.hung", {"reason": "it gave no sign of life for 2 s"})
