@@ -11,6 +11,7 @@ from gpulease.client import GpuSession
 from gpulease.client.asking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
+from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.nvml import Cards
@@ -24,17 +25,8 @@ GIB = 1 << 30
 @pytest.fixture
 def whole(cards: Cards) -> Iterator[Daemon]:
     """A daemon that leases all of each card."""
-    used = cards.used_bytes()
-    daemon = Daemon(driver="cuda", vram=())
-    try:
-        daemon.wait_until_it_answers()
+    with daemon_on(cards, vram=()) as daemon:
         yield daemon
-    except BaseException:
-        print(daemon.log())
-        daemon.discard()
-        raise
-    daemon.stop()
-    cards.check_back_to(used)
 
 
 def told(daemon: Daemon) -> dict[str, dict[str, float]]:

@@ -9,6 +9,7 @@ import pytest
 from gpulease.client import GpuSession, KernelArgs
 from gpulease.client.verify.kernels import count_set, fill, rule_breakers
 from gpulease.client.verify.leftovers import PAGE_BYTES, SECRET_BYTES, _count, _count_in, _pass_through
+from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.nvml import Cards
@@ -24,17 +25,9 @@ SIZES = (32, 100, 1000, 5000, 70_000, 300_000, 2 * MIB)
 
 @pytest.fixture
 def recycling(cards: Cards) -> Iterator[Daemon]:
-    used = cards.used_bytes()
-    daemon = Daemon(driver="cuda", vram=("8GiB",), config='warm_contexts = 1\nrecycle = "same-tenant"\n')
-    try:
-        daemon.wait_until_it_answers()
+    with daemon_on(cards, config='warm_contexts = 1\nrecycle = "same-tenant"\n') as daemon:
         wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == 1, "the pool is full", 60)
         yield daemon
-    except BaseException:
-        daemon.discard()
-        raise
-    daemon.stop()
-    cards.check_back_to(used)
 
 
 def card(daemon: Daemon) -> dict[str, int]:

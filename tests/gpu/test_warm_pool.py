@@ -10,6 +10,7 @@ import pytest
 
 from gpulease.client import AllocFailed, GpuSession
 from gpulease.daemon.worker.life import WARM_NAME
+from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job
 from helpers.nvml import Cards
@@ -23,16 +24,8 @@ WANTED = 2
 
 @pytest.fixture
 def pool(cards: Cards) -> Iterator[Daemon]:
-    used = cards.used_bytes()
-    daemon = Daemon(driver="cuda", vram=("8GiB",), config=f"warm_contexts = {WANTED}\n")
-    try:
-        daemon.wait_until_it_answers()
+    with daemon_on(cards, config=f"warm_contexts = {WANTED}\n") as daemon:
         yield daemon
-    except BaseException:
-        daemon.discard()
-        raise
-    daemon.stop()
-    cards.check_back_to(used)
 
 
 def wait_until_full(daemon: Daemon) -> list[int]:

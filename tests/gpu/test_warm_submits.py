@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import Disconnected, GpuLease, GpuSession, LaunchFailed, Revoked, SyncFailed, TimedOut
+from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, Neighbour
 from helpers.nvml import Cards
@@ -27,17 +28,9 @@ REPEATS = 5
 
 @pytest.fixture
 def pool(cards: Cards) -> Iterator[Daemon]:
-    used = cards.used_bytes()
     config = f"warm_contexts = {WANTED}\n[limits]\nadopt_timeout_s = 1\n"
-    daemon = Daemon(driver="cuda", vram=("8GiB",), config=config)
-    try:
-        daemon.wait_until_it_answers()
+    with daemon_on(cards, config=config) as daemon:
         yield daemon
-    except BaseException:
-        daemon.discard()
-        raise
-    daemon.stop()
-    cards.check_back_to(used)
 
 
 @pytest.fixture

@@ -1,0 +1,26 @@
+"""A daemon on real cards, whose memory must be back behind it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from helpers.daemon import Daemon
+from helpers.nvml import Cards
+
+
+@contextmanager
+def daemon_on(cards: Cards, *, vram: Sequence[str] = ("8GiB",), config: str = "") -> Iterator[Daemon]:
+    """One that leases so much of each card, and answers; stopped behind the block, then NVML shows the memory back.
+
+    Where the block fails, it is taken away, and what it has logged is printed.
+    """
+    used = cards.used_bytes()
+    daemon = Daemon(driver="cuda", vram=vram, config=config)
+    try:
+        daemon.wait_until_it_answers()
+        yield daemon
+    except BaseException:
+        print(daemon.log())
+        daemon.discard()
+        raise
+    daemon.stop()
+    cards.check_back_to(used)
