@@ -14,7 +14,8 @@ from typing import Any, Final
 from gpulease.daemon.audit.records import clean_text
 from gpulease.daemon.broker.finding import FoundWorker, FoundZygote
 from gpulease.daemon.broker.worker import Ended, Worker
-from gpulease.daemon.broker.zygote import Zygote, ZygoteBroken
+from gpulease.daemon.broker.zygote import Zygote
+from gpulease.daemon.broker.zygotes import Zygotes
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -27,16 +28,13 @@ from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.sharing import Wanted
 
-ZYGOTE_RESTART_DELAY_S: Final = 1.0
-"""Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
-
 MAX_REASON_CHARS: Final = 1000
 """Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
 of leases, and the audit log."""
 
 
 class Workers:
-    """All workers, and the zygote that makes them.
+    """All workers, and the zygotes that make them.
 
     Args:
         folder: Where zygotes listen for the next broker; None if they are to die with this one.
@@ -55,13 +53,10 @@ class Workers:
         self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
-        self._driver = driver
         self.wipes_heap = wipes_heap
-        self._sandbox = sandbox or SandboxSettings()
-        self._folder = folder
-        self._zygote = self._new_zygote()
-        self._earlier: list[Zygote] = []
-        self._restart: asyncio.Task[None] | None = None
+        self._zygotes = Zygotes(
+            driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
+        )
 
     def deliver_to(self, deliver: Callable[[Event], None]) -> None:
         """Who is told what happens to workers from now on."""
@@ -78,34 +73,25 @@ class Workers:
     @property
     def can_start(self) -> bool:
         """Whether there is a zygote to make workers."""
-        return self._zygote.is_running
+        return self._zygotes.now.is_running
 
     def findings(self) -> list[dict[str, Any]]:
         """The measures of the workers' sandbox: whether each is on, and how far it goes or why it is not."""
-        return self._zygote.findings
+        return self._zygotes.now.findings
 
     async def start(self, found: Sequence[FoundZygote] = ()) -> None:
         """Take over the zygotes of an earlier daemon, and start one if none of them can make workers here.
 
         Raises ZygoteBroken.
         """
-        is_fit = False
         for one in found:
-            zygote = self._new_zygote()
+            zygote = self._zygotes.take_over(one)
             self._found |= {(zygote, worker.serial): worker for worker in one.workers}
-            if zygote.take_over(one) and not is_fit:
-                self._zygote, is_fit = zygote, True
-            else:
-                zygote.retire()
-                self._earlier.append(zygote)
-        if not is_fit:
-            await self._zygote.start()
+        await self._zygotes.start()
 
     async def stop(self) -> None:
         """End the zygotes and every worker that is left."""
-        await self._stop_restarting()
-        for zygote in (self._zygote, *self._earlier):
-            zygote.stop()
+        await self._zygotes.stop()
         for worker in list(self._workers.values()):
             worker.kill()
             self._forget(worker)
@@ -118,22 +104,9 @@ class Workers:
         if not (self._workers or self._being_born or self._found or self._ended_workers):
             await self.stop()
             return
-        await self._stop_restarting()
-        for zygote in (self._zygote, *self._earlier):
-            zygote.leave()
+        await self._zygotes.leave()
         for worker in list(self._workers.values()):
             self._forget(worker)
-
-    async def _stop_restarting(self) -> None:
-        if self._restart is not None:
-            self._restart.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._restart
-
-    def _new_zygote(self) -> Zygote:
-        return Zygote(
-            self._driver, self._on_zygote_message, self._on_zygote_exit, self._sandbox, self._folder, self.wipes_heap
-        )
 
     # --- an earlier daemon's ---
 
@@ -223,14 +196,14 @@ class Workers:
             # One made ahead that has just died, which is about to be told.
             return
         try:
-            worker, theirs = Worker.to_be(spec, self._zygote)
+            worker, theirs = Worker.to_be(spec, self._zygotes.now)
         except OSError as error:
             self._not_started(spec, error)
             return
         self._workers[spec.lease_id] = self._being_born[spec.lease_id] = worker
         with theirs:
             try:
-                self._zygote.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
+                self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
                 worker.page.let_go()
             except (ChannelClosed, BlockingIOError) as error:
                 self._ended(worker, f"could not be started: {error}")
@@ -330,24 +303,6 @@ class Workers:
                 self._ended(worker, "the zygote died before it could start the worker")
             else:
                 self._watch_orphan(worker)
-        if zygote is not self._zygote:
-            tell(LogEvent.ZYGOTE_LEFT)
-            self._earlier.remove(zygote)
-            return
-        tell(LogEvent.ZYGOTE_DIED)
-        self._restart = asyncio.get_running_loop().create_task(self._restart_zygote())
-
-    async def _restart_zygote(self) -> None:
-        while True:
-            await asyncio.sleep(ZYGOTE_RESTART_DELAY_S)
-            self._zygote = self._new_zygote()
-            try:
-                await self._zygote.start()
-            except ZygoteBroken as error:
-                tell(LogEvent.ZYGOTE_NOT_STARTED, reason=str(error), hint=error.hint)
-                continue
-            tell(LogEvent.ZYGOTE_BACK)
-            return
 
     def _watch_orphan(self, worker: Worker) -> None:
         asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)

@@ -157,7 +157,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
 
 def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(
-        config="warm_contexts = 2\n", faults=Faults({"gpulease.daemon.broker.workers:ZYGOTE_RESTART_DELAY_S": 0.1})
+        config="warm_contexts = 2\n", faults=Faults({"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1})
     )
     daemon.allowed_trouble.append("the zygote died")
     pids = wait_until_full(daemon)

@@ -32,7 +32,7 @@ def metrics(daemon: Daemon) -> list[str]:
 
 def test_the_zygote_is_killed_and_comes_back(start_daemon: Callable[..., Daemon]) -> None:
     # Long enough to be seen on a busy host.
-    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.workers:ZYGOTE_RESTART_DELAY_S": 2.0}))
+    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 2.0}))
     daemon.allowed_trouble.append("the zygote died")
     assert failing(daemon) == {}
     os.kill(daemon.zygote_pid(), signal.SIGKILL)

@@ -68,7 +68,7 @@ def test_what_a_worker_says_of_its_end_is_cut_and_one_line(
     with ours, theirs:
         send_message(theirs, {"op": op, "reason": said})
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        workers._on_worker_message(Worker(spec, page, ours, workers._zygote, pid=1))
+        workers._on_worker_message(Worker(spec, page, ours, workers._zygotes.now, pid=1))
     page.close()
     assert told == [event(LEASE, taken)]
 
@@ -87,5 +87,5 @@ def test_whose_doing_an_end_was(is_killed: bool, reason: str, told: tuple[str, b
     ours, theirs = channel_pair()
     with ours, theirs:
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        assert Worker(spec, page, ours, workers._zygote, pid=1, is_killed=is_killed).end_of(reason) == told
+        assert Worker(spec, page, ours, workers._zygotes.now, pid=1, is_killed=is_killed).end_of(reason) == told
     page.close()
