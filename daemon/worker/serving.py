@@ -9,25 +9,23 @@ import select
 import socket
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.worker.arena import Arena
 from gpulease.daemon.worker.backlog import ALONE_WAIT_NS, DISTRUST_S, SHARED_WAIT_NS, UNREAD_BYTES, Backlog
+from gpulease.daemon.worker.connection import Connection
 from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.intake import Intake, Slots
 from gpulease.daemon.worker.native.layout import Outcome
 from gpulease.daemon.worker.page import PageFds
 from gpulease.daemon.worker.patience import Patience
 from gpulease.daemon.worker.reasons import refusal_of
 from gpulease.daemon.worker.session import Session
-from gpulease.daemon.worker.streams import Place
-from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire, can_share, ring_for
+from gpulease.daemon.worker.wires import ConnectionLost, can_share, ring_for
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
-from gpulease.protocol.framing import FrameReader, build_frame
+from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, Status
@@ -40,10 +38,6 @@ BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
 """What a session's connections may hold together of frames that have not ended: one of the largest, and many small
 ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
-FRAME_TIMEOUT_S: Final = 60.0
-"""From the last byte that came of a frame to the next. Stops a peer that keeps half a frame in the worker's memory;
-one that is only slow never pauses for so long."""
-
 LOOK_MS: Final = 5000
 """How long the worker sleeps at most: it looks at connections with half a frame then, and shows that it goes round."""
 
@@ -52,28 +46,6 @@ READS_PER_TURN: Final = 16
 
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
-
-
-class _Connection:
-    """One attached socket and what has arrived on it."""
-
-    def __init__(
-        self, sock: socket.socket, rest: bytes, slots: Slots, patience: Patience, guest: Guest | None = None
-    ) -> None:
-        self.sock = sock
-        self.guest = guest
-        self.fd = sock.fileno()
-        self.wire: SocketWire | RingWire = SocketWire(sock, patience)
-        self.reader = FrameReader(MAX_PAYLOAD_BYTES)
-        self.reader.receive_data(rest)
-        self.intake = Intake(self.reader, slots)
-        self.has_arena = False
-        self.place = Place()
-        self.spins_left = patience.spins_per_reply
-        self.heard_at_s = time.monotonic()
-        self.backlog: Backlog | None = None
-        self.wait_ns = 0
-        self.distrusted_until_s = 0.0
 
 
 class Server:
@@ -93,7 +65,7 @@ class Server:
         self._patience = patience or Patience()
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._unfinished: set[int] = set()
         self._poll = select.poll()
         self._reported_lost = False
@@ -122,15 +94,13 @@ class Server:
 
     def _look_after_ms(self) -> int:
         """How long to sleep at most; drops connections that have kept something here for too long."""
+        now_s = time.monotonic()
         for connection in list(self._connections.values()):
-            if connection.backlog is not None:
-                if connection.backlog.is_stale(time.monotonic()):
-                    self._drop(connection, ConnectionLost("the peer does not read"))
-            elif connection.distrusted_until_s and time.monotonic() > connection.distrusted_until_s:
+            if (error := connection.overdue(now_s)) is not None:
+                self._drop(connection, error)
+            elif connection.backlog is None and 0 < connection.distrusted_until_s < now_s:
                 connection.distrusted_until_s = 0.0
                 self._share_waits()
-            elif connection.intake.is_mid_frame and time.monotonic() - connection.heard_at_s > FRAME_TIMEOUT_S:
-                self._drop(connection, FramingError(f"a frame did not go on within {FRAME_TIMEOUT_S:g} s"))
         self._drop_late_guests()
         return self._session.watch.look_after_ms() or LOOK_MS
 
@@ -177,7 +147,7 @@ class Server:
 
     def _attach(self, sock: socket.socket, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> None:
         sock.setblocking(False)
-        connection = _Connection(sock, rest, self._session.slots, self._patience, guest)
+        connection = Connection(sock, rest, self._session.slots, self._patience, guest)
         # A peer that closed before this one came must not stand in its way: what it sent last is served, its end seen.
         for earlier in list(self._connections.values()):
             earlier.wire.rise(True)
@@ -205,7 +175,7 @@ class Server:
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
 
-    def _welcome_in(self, connection: _Connection, request_id: int, wanted: Wanted) -> None:
+    def _welcome_in(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
         ring, arena = ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
@@ -227,7 +197,7 @@ class Server:
             ring.offered()
             connection.wire = ring
 
-    def _arena_for(self, connection: _Connection, wanted: Wanted) -> Arena | None:
+    def _arena_for(self, connection: Connection, wanted: Wanted) -> Arena | None:
         """The session's arena, unless another connection has it: two clients would use the same bytes.
 
         Nor is it a guest's: who had it before still maps it, and may be another tenant.
@@ -248,7 +218,7 @@ class Server:
 
     # --- tenants ---
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         self._session.streams.sit(connection.place)
         try:
             if connection.backlog is not None:
@@ -256,46 +226,22 @@ class Server:
             for _ in range(READS_PER_TURN):
                 if connection.backlog is not None:
                     return
-                outcome = self._serve_ring(connection)
+                outcome = connection.serve_ring(self._session.serve_ring)
                 if outcome is Outcome.TURN:
                     break
                 if connection.reader.is_mid_frame and outcome is not None:
                     self._serve_frames(connection)
                 elif outcome in (Outcome.WAKE_READER, Outcome.WAKE_WRITER):
                     continue
-                elif self._receive(connection):
+                elif connection.receive():
+                    if len(connection.reader.buffer) > RETAINED_BUFFER_BYTES:
+                        self._check_buffers()
                     self._serve_frames(connection)
                 else:
                     return
             self._unfinished.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
-
-    def _serve_ring(self, connection: _Connection) -> Outcome | None:
-        """Let native code serve the ring, if there is one and nothing has been taken from it that is not served.
-
-        Not a guest's: native code knows of no tokens.
-        """
-        wire = connection.wire
-        if connection.guest is not None or connection.intake.is_mid_frame or not isinstance(wire, RingWire):
-            return None
-        serve = partial(self._session.serve_ring, connection.reader)
-        outcome, connection.spins_left = wire.serve(serve, connection.spins_left)
-        return outcome
-
-    def _receive(self, connection: _Connection) -> bool:
-        wire, reader, intake = connection.wire, connection.reader, connection.intake
-        if not wire.receive(intake):
-            if not connection.spins_left:
-                return False
-            connection.spins_left -= 1
-            if not wire.spin(intake):
-                return False
-        if wire.spins_when_quiet:
-            connection.spins_left = 1
-        if len(reader.buffer) > RETAINED_BUFFER_BYTES:
-            self._check_buffers()
-        return True
 
     def _check_buffers(self) -> None:
         held = sum(len(connection.reader.buffer) for connection in self._connections.values())
@@ -306,7 +252,7 @@ class Server:
                 Status.BUSY,
             )
 
-    def _serve_guest(self, connection: _Connection, guest: Guest) -> None:
+    def _serve_guest(self, connection: Connection, guest: Guest) -> None:
         """Serve what came on a connection that is bound to a token, each request behind a look at the token."""
         with self._session.serving(guest):
             while (frame := connection.intake.next_frame()) is not None:
@@ -316,7 +262,7 @@ class Server:
                     if not self._send(connection, reply):
                         break
 
-    def _serve_frames(self, connection: _Connection) -> None:
+    def _serve_frames(self, connection: Connection) -> None:
         reader, session, intake = connection.reader, self._session, connection.intake
         if connection.guest is not None:
             self._serve_guest(connection, connection.guest)
@@ -346,7 +292,7 @@ class Server:
 
     # --- replies ---
 
-    def _send(self, connection: _Connection, data: bytes | memoryview) -> bool:
+    def _send(self, connection: Connection, data: bytes | memoryview) -> bool:
         """Whether all of it went. If not, the connection is left aside, and nothing more may be served of it now."""
         rest = connection.wire.send(data, connection.wait_ns)
         if rest is None:
@@ -360,7 +306,7 @@ class Server:
             raise ConnectionLost(f"the session's peers have left {held} bytes unread")
         return False
 
-    def _catch_up(self, connection: _Connection, backlog: Backlog) -> None:
+    def _catch_up(self, connection: Connection, backlog: Backlog) -> None:
         """Send on what its peer has not read; then what it asked meanwhile is served."""
         rest = connection.wire.send(backlog.rest, 0)
         if rest is not None:
@@ -378,7 +324,7 @@ class Server:
             is_trusted = not connection.distrusted_until_s
             connection.wait_ns = ALONE_WAIT_NS if is_alone else SHARED_WAIT_NS if is_trusted else 0
 
-    def _drop(self, connection: _Connection, error: Exception, failure: Failure | None = None) -> None:
+    def _drop(self, connection: Connection, error: Exception, failure: Failure | None = None) -> None:
         # Behind half a reply nothing can be said.
         if isinstance(error, FramingError) and connection.backlog is None:
             failure = failure or Failure(error.status, str(error))

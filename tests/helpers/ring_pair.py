@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gpulease.daemon.worker.connection import Connection
 from gpulease.daemon.worker.patience import Patience
-from gpulease.daemon.worker.serving import Server, _Connection
+from gpulease.daemon.worker.serving import Server
 from gpulease.daemon.worker.wires import RingWire
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.messages import AttachReply
@@ -25,7 +26,7 @@ class Pair:
 
     made: Rig
     server: Server
-    connection: _Connection
+    connection: Connection
     near: socket.socket
     words: memoryview
     data: memoryview
@@ -72,7 +73,7 @@ def pair(*, is_native: bool) -> Iterator[Pair]:
             sock.setblocking(False)
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = _Connection(far, b"", made.session.slots, Patience())
+        connection = Connection(far, b"", made.session.slots, Patience())
         connection.wire = wire = RingWire(far, Patience())
         server._connections[connection.fd] = connection
         server._poll.register(far)

@@ -10,8 +10,9 @@ import pytest
 
 from gpulease.daemon.worker import backlog
 from gpulease.daemon.worker.backlog import STEP_BYTES, UNREAD_BYTES, Backlog
+from gpulease.daemon.worker.connection import Connection
 from gpulease.daemon.worker.patience import Patience
-from gpulease.daemon.worker.serving import Server, _Connection
+from gpulease.daemon.worker.serving import Server
 from gpulease.daemon.worker.wires import ConnectionLost, RingWire, SocketWire
 from gpulease.protocol.messages import AttachReply
 from helpers.session_rig import Rig, rig
@@ -72,12 +73,12 @@ class Pair:
         self.made = made
         self.stack = stack
 
-    def connect(self) -> tuple[socket.socket, _Connection]:
+    def connect(self) -> tuple[socket.socket, Connection]:
         near, far = socket.socketpair()
         self.stack.callback(near.close)
         self.stack.callback(far.close)
         far.setblocking(False)
-        connection = _Connection(far, b"", self.made.session.slots, Patience())
+        connection = Connection(far, b"", self.made.session.slots, Patience())
         self.server._connections[connection.fd] = connection
         self.server._poll.register(far, select.POLLIN)
         self.server._share_waits()
