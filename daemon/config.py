@@ -1,8 +1,7 @@
 """What the operator wants: command line over file over defaults, checked once, in sentences."""
 
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -11,20 +10,28 @@ from typing import Any, Final
 
 from gpulease.daemon.agreement import check_bounds, check_tenants
 from gpulease.daemon.capabilities.demands import Demand
-from gpulease.daemon.core import Cause, CoreLimits, Recycling
-from gpulease.daemon.core.limits import DEFAULT_GRACE_MS
+from gpulease.daemon.core import CoreLimits, Recycling
 from gpulease.daemon.logs.settings import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.recycling_settings import check_recycling, recycling_of
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.sandbox.settings import ALWAYS_ON, MODES, SandboxSettings
-from gpulease.daemon.tenant_names import check_tenant
+from gpulease.daemon.sandbox.settings import MODES, SandboxSettings
+from gpulease.daemon.setting_values import (
+    absolute_path,
+    core_limits,
+    file_mode,
+    measure,
+    member,
+    parse_size,
+    tenants_of_users,
+    texts,
+    truth,
+    user_name,
+    whole,
+)
 from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, parse_tls
 from gpulease.daemon.web.settings import HttpSettings, parse_hosts, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
-
-MAX_UID: Final = 2**32 - 2
-"""The largest number of a user (credentials(7)); the one above says "none"."""
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -40,21 +47,8 @@ MAX_EMBEDDED_CARDS: Final = 64
 MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
-MAX_WHOLE: Final = 2**31 - 1
-"""Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
-a page or a socket option holds."""
-
-MAX_SIZE_DIGITS: Final = 18
-"""Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
-
-_SIZE: Final = re.compile(
-    rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
-)
-_UID: Final = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
-_OCTAL: Final = re.compile("(?:0o?)?[0-7]{3}", re.ASCII)
 _FIELDS: Final = {"vram": "vram_bytes", "audit_file_size": "audit_file_bytes"}
 """Settings that people write in another unit than the daemon keeps them."""
-_SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class OnStop(Enum):
@@ -163,17 +157,6 @@ class Config:
         return recycling_of(self.recycle, self.recycle_idle_s, self.recycle_leases)
 
 
-def parse_size(text: str) -> int:
-    """Bytes from "6GiB", "512M" or "1073741824"; all units are powers of 1024. Raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
-    size = int(float(match[1]) * _SCALE[match[2][:1].upper()])
-    if size < 1:
-        raise ConfigError(f"{text!r} is not a size: it must be at least one byte")
-    return size
-
-
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     """The settings of a file, if any, with what the command line says instead. Raises ConfigError."""
     settings: dict[str, Any] = {} if path is None else _from_file(path)
@@ -212,139 +195,41 @@ def _field(key: str) -> str:
 
 def _convert(key: str, value: Any) -> Any:
     try:
-        if key == "listen":
-            return tuple(parse_address(text) for text in _texts(value))
-        if key == "vram":
-            return tuple(parse_size(text) for text in _texts(value))
-        if key == "socket_mode":
-            return _mode(value)
-        if key == "tenants":
-            return parse_rules(value, parse_size)
-        if key == "limits":
-            return _limits(value)
-        if key == "tenant_of_uid":
-            return _tenant_of_uid(value)
-        if key == "tls":
-            return parse_tls(value)
-        if key == "tenant_of_certificate":
-            return parse_certificate_names(value)
-        if key == "require_token":
-            return frozenset(_demand(text) for text in _texts(value))
-        if key == "sandbox_without":
-            return frozenset(_measure(text) for text in _texts(value))
-        if key == "worker_user":
-            return _user(value)
-        if key in ("driver", "sandbox", "recycle", "log_format", "log_level"):
-            return str(value)
-        if key == "on_stop":
-            return _on_stop(value)
-        if key == "http":
-            return parse_http(value)
-        if key == "http_hosts":
-            return parse_hosts(_texts(value))
-        if key in ("audit", "audit_head", "state", "token_key_file", "http_token_file"):
-            return _path(value)
-        if key == "audit_required":
-            return _truth(value)
-        if key == "audit_file_size":
-            return parse_size(str(value))
-        return _whole(key, value)
-    except (ConfigError, ValueError, TypeError) as error:
+        read = _READ_BY.get(key)
+        return whole(key, value) if read is None else read(value)
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"setting {key}: {error}") from None
 
 
-def _limits(table: Any) -> CoreLimits:
-    if not isinstance(table, dict):
-        raise ValueError("it must be a table")
-    settings = dict(table)
-    _check_names(settings, [item.name for item in fields(CoreLimits) if item.name != "tenants"])
-    graces = settings.pop("grace_ms", {})
-    if not isinstance(graces, dict):
-        raise ValueError("grace_ms must be a table")
-    _check_names(graces, [cause.value for cause in Cause])
-    graces = {Cause(cause): _whole(f"grace_ms.{cause}", ms) for cause, ms in graces.items()}
-    bounds: dict[str, Any] = {name: _whole(name, bound) for name, bound in settings.items()}
-    if graces:
-        bounds["grace_ms"] = {**DEFAULT_GRACE_MS, **graces}
-    return CoreLimits(**bounds)
-
-
-def _check_names(table: dict[str, Any], known: list[str]) -> None:
-    for name in table:
-        if name not in known:
-            raise ValueError(f"there is no {name!r}; known are {', '.join(known)}")
-
-
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number")
-    if value > MAX_WHOLE:
-        raise ValueError(f"{name} is {value}; it must be at most {MAX_WHOLE}")
-    return value
-
-
-def _mode(value: Any) -> int:
-    is_octal = isinstance(value, str) and _OCTAL.fullmatch(value) is not None
-    mode = int(value, 8) if is_octal else -1 if isinstance(value, str) else _whole("socket_mode", value)
-    if not 0 <= mode <= 0o777:
-        raise ValueError(f'{value!r} is not a file mode: write it as "0660" or 0o660')
-    return mode
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, str) or not Path(value).is_absolute() or "\0" in value:
-        raise ValueError(f"{value!r} is not an absolute path")
-    return Path(value)
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _demand(text: str) -> Demand:
-    if text not in {demand.value for demand in Demand}:
-        raise ValueError(f"{text!r} is none of {', '.join(demand.value for demand in Demand)}")
-    return Demand(text)
-
-
-def _measure(text: str) -> Measure:
-    known = [measure.value for measure in Measure if measure not in ALWAYS_ON]
-    if text not in known:
-        raise ValueError(f"{text!r} is none of {', '.join(known)}")
-    return Measure(text)
-
-
-def _user(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is not the name of a user")
-    return value
-
-
-def _on_stop(value: Any) -> OnStop:
-    if value not in {choice.value for choice in OnStop}:
-        raise ValueError(f"{value!r} is none of {', '.join(choice.value for choice in OnStop)}")
-    return OnStop(value)
-
-
-def _tenant_of_uid(table: Any) -> Mapping[int, str]:
-    if not isinstance(table, dict):
-        raise ValueError("it must be a table")
-    for uid, tenant in table.items():
-        if _UID.fullmatch(uid) is None or int(uid) > MAX_UID:
-            raise ValueError(f"{uid!r} is not a user's number")
-        check_tenant(tenant)
-    return MappingProxyType({int(uid): tenant for uid, tenant in table.items()})
-
-
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, str | list):
-        raise ValueError("it must be a string or a list of strings")
-    texts = [value] if isinstance(value, str) else list(value)
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("it must be a string or a list of strings")
-    return texts
+_READ_BY: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "listen": lambda value: tuple(parse_address(text) for text in texts(value)),
+    "driver": str,
+    "vram": lambda value: tuple(parse_size(text) for text in texts(value)),
+    "socket_mode": file_mode,
+    "recycle": str,
+    "state": absolute_path,
+    "on_stop": lambda value: member(OnStop, value),
+    "audit": absolute_path,
+    "audit_head": absolute_path,
+    "audit_required": truth,
+    "audit_file_size": lambda value: parse_size(str(value)),
+    "require_token": lambda value: frozenset(member(Demand, text) for text in texts(value)),
+    "token_key_file": absolute_path,
+    "tenant_of_uid": tenants_of_users,
+    "sandbox": str,
+    "worker_user": user_name,
+    "sandbox_without": lambda value: frozenset(measure(text) for text in texts(value)),
+    "log_format": str,
+    "log_level": str,
+    "tls": parse_tls,
+    "tenant_of_certificate": parse_certificate_names,
+    "http": parse_http,
+    "http_hosts": lambda value: parse_hosts(texts(value)),
+    "http_token_file": absolute_path,
+    "limits": core_limits,
+    "tenants": parse_rules,
+}
+"""What makes a setting's value of what the file has; the others are whole numbers."""
 
 
 def _check(config: Config) -> None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.setting_values import parse_size
 from gpulease.daemon.tenant_names import OVER_TCP, check_tenant
 
 DEFAULT: Final = "default"
@@ -24,12 +25,12 @@ class Setting:
     convert: Callable[[Any], Any]
 
 
-def parse_rules(tables: Any, size_of: Callable[[str], int]) -> TenantRules:
+def parse_rules(tables: Any) -> TenantRules:
     """The rules of a `[tenants]` table of tables. Raises ValueError."""
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ValueError('it must be a table of tables, such as [tenants.default] and [tenants."uid:1000"]')
     known = {
-        "max_vram": Setting("max_vram_bytes", lambda value: size_of(_text(value))),
+        "max_vram": Setting("max_vram_bytes", lambda value: parse_size(_text(value))),
         "max_leases": Setting("max_leases", _whole),
         "max_ttl_s": Setting("max_ttl_s", _whole),
         "acquires_per_minute": Setting("acquires_per_minute", _whole),

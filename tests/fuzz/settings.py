@@ -1,4 +1,4 @@
-"""The daemon's settings: daemon/config.py and tenant_settings.py, protocol/address.py.
+"""The daemon's settings: daemon/config.py, setting_values.py and tenant_settings.py, protocol/address.py.
 
 The invariant. Whatever a settings file or a word of the command line says:
 
@@ -23,8 +23,8 @@ from gpulease.daemon.config import (
     Config,
     ConfigError,
     load_config,
-    parse_size,
 )
+from gpulease.daemon.setting_values import parse_size
 from gpulease.daemon.tenant_names import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
 
@@ -47,7 +47,7 @@ def check(data: bytes) -> None:
 def check_words(text: str) -> None:
     try:
         assert parse_size(text) >= 1
-    except ConfigError as error:
+    except ValueError as error:
         assert str(error)
     try:
         address = parse_address(text)
