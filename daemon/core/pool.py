@@ -14,7 +14,6 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.daemon.core import events
@@ -36,20 +35,11 @@ from gpulease.daemon.core.effects import (
 from gpulease.daemon.core.events import Event, TimerKind
 from gpulease.daemon.core.keeping import KeptWarm
 from gpulease.daemon.core.leases import Cause, Lease
-from gpulease.daemon.core.limits import NS_PER_MS, NS_PER_S
+from gpulease.daemon.core.limits import NS_PER_S
+from gpulease.daemon.core.refilling import Refill
 from gpulease.daemon.core.submit import Submit
 from gpulease.daemon.core.teardown import Teardown
 from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
-
-REFILL_PAUSE_MS: Final = 100
-"""From a lease's taking a context to the making of the next: making one slows the driver down for all, and the tenant
-is about to attach."""
-
-FIRST_BACK_OFF_S: Final = 1
-"""From the loss of a context to the making of the next. Stops a card that can make none from being tried in a loop."""
-
-MAX_BACK_OFF_S: Final = 64
-"""The same after many losses in a row, each of which doubles it."""
 
 _GENERATION: Final = 0
 """Of a warm context's timers: it has no generations."""
@@ -62,14 +52,6 @@ _WAITS_FOR: Final = {
 }
 
 
-@dataclass(slots=True)
-class _Refill:
-    """When a card's next context may be made."""
-
-    next_ns: int = 0
-    losses: int = 0
-
-
 class Pool:
     """Keeps the pool; each method appends to `out` what the shell is to do."""
 
@@ -79,7 +61,7 @@ class Pool:
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
         self._spawn_timeout_ns = book.limits.spawn_timeout_s * NS_PER_S
         self._last_id = FIRST_WARM_ID - 1
-        self._refills = {account.card.uuid: _Refill() for account in book.accounts}
+        self._refills = {account.card.uuid: Refill() for account in book.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
         teardown.submits.take_from(self)
@@ -117,7 +99,7 @@ class Pool:
             lease.warm_id, lease.served = context.warm_id, context.leases
             out.append(RenameWorker(context.warm_id, lease.lease_id))
             if context.tenant is None:
-                self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
+                self._refills[lease.card_uuid].was_taken(now_ns)
         self._make_room(account, now_ns, out)
         self._start_leases(account, now_ns, out)
         if lease.awaited_bytes:
@@ -180,12 +162,12 @@ class Pool:
             return False
         self._book.remove_warm(context)
         out.append(RenameWorker(context.warm_id, submit.submit_id))
-        self._postpone(account, now_ns + REFILL_PAUSE_MS * NS_PER_MS)
+        self._refills[submit.card_uuid].was_taken(now_ns)
         return True
 
     def miss(self, card_uuid: str, now_ns: int) -> None:
         """One that a submit took was lost before it was ready: the next one is made later."""
-        self._back_off(card_uuid, now_ns)
+        self._refills[card_uuid].was_lost(now_ns)
 
     # --- All of it. -----------------------------------------------------------
 
@@ -302,16 +284,12 @@ class Pool:
         out.append(WarmUp(context.warm_id, context.card_uuid))
         out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.SPAWN, due_ns))
 
-    def _postpone(self, account: CardAccount, until_ns: int) -> None:
-        refill = self._refills[account.card.uuid]
-        refill.next_ns = max(refill.next_ns, until_ns)
-
     # --- Ends. ----------------------------------------------------------------
 
     def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if context.state is WarmState.WARMING:
             context.state = WarmState.READY
-            self._refills[context.card_uuid].losses = 0
+            self._refills[context.card_uuid].was_made()
 
     def _on_lost(
         self, context: WarmContext, event: events.WorkerFailed | events.SessionCondemned, now_ns: int, out: list[Effect]
@@ -353,14 +331,8 @@ class Pool:
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Drop one that was not to go; the next one is made later."""
         if context.tenant is None:
-            self._back_off(context.card_uuid, now_ns)
+            self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
-
-    def _back_off(self, card_uuid: str, now_ns: int) -> None:
-        refill = self._refills[card_uuid]
-        back_off_s = min(FIRST_BACK_OFF_S << refill.losses, MAX_BACK_OFF_S)
-        refill.losses = min(refill.losses + 1, MAX_BACK_OFF_S.bit_length())
-        self._postpone(self._account(card_uuid), now_ns + back_off_s * NS_PER_S)
 
     def _drop(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         context.state = WarmState.DROPPING

@@ -42,7 +42,7 @@ from gpulease.daemon.core import (
     WorkerExited,
     WorkerScrubbed,
 )
-from gpulease.daemon.core.pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
+from gpulease.daemon.core.refilling import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.daemon.core.tenants import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 

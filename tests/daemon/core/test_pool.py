@@ -30,7 +30,7 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerReady,
 )
-from gpulease.daemon.core.pool import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
+from gpulease.daemon.core.refilling import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 from .scenario import MS, OVERHEAD, S, Scenario, card, denied, end, kinds, one, placed

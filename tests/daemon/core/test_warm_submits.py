@@ -34,7 +34,7 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerReady,
 )
-from gpulease.daemon.core.pool import FIRST_BACK_OFF_S, REFILL_PAUSE_MS
+from gpulease.daemon.core.refilling import FIRST_BACK_OFF_S, REFILL_PAUSE_MS
 
 from .scenario import MS, OVERHEAD, S, armed, denied, kinds, one, placed
 from .test_pool import WARM, PoolScenario, killed
