@@ -78,6 +78,8 @@ class RemoteDoor:
         # By process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
+        # Those whose peer is not known yet.
+        self._unknown: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._complaints = Complaints()
 
@@ -168,17 +170,20 @@ class RemoteDoor:
                 self._journal.forget_relay(kept.pid)
 
     def _enter(self, pid: int, relay: _Relay) -> None:
+        self._unknown.discard(pid)
         self._relays[pid] = relay
         self._by_tenant[relay.tenant] += 1
 
     def _adopt_relays(self) -> None:
-        for pid in list(self._relays):
+        for pid in (*self._relays, *self._unknown):
             reap_later(pid, self._left)
 
     # --- what the gate says ---
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
+            case {"op": "began", "pid": int(pid)} if len(self._unknown) < self._settings.max_connections:
+                self._unknown.add(pid)
             case {"op": "arrived", "pid": int(pid)} if len(fds) == 1:
                 self._arrived(pid, message, socket.socket(fileno=fds.pop()))
             case {"op": "left", "pid": int(pid)}:
@@ -221,6 +226,7 @@ class RemoteDoor:
             raise
 
     def _left(self, pid: int) -> None:
+        self._unknown.discard(pid)
         relay = self._relays.pop(pid, None)
         if relay is None:
             return

@@ -280,6 +280,8 @@ class Gate:
         self._handshakes[report.fileno()] = Handshake(
             pid, stranger.peer, stranger.source, report, inner, time.monotonic()
         )
+        # Whoever is to reap it should this process die.
+        send_message(self._channel, {"op": "began", "pid": pid})
 
     def _become_relay(
         self, net: socket.socket, inner: socket.socket, report: socket.socket, identity: Identity

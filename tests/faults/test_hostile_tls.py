@@ -24,7 +24,7 @@ from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Hello, MemWrite, Ping
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
-from helpers.processes import cpu_seconds, is_running
+from helpers.processes import cpu_seconds, is_running, process_info, processes
 from helpers.raw_peer import connect
 from helpers.remote import Pki, gate_pid, relays
 from helpers.waiting import wait_until
@@ -232,6 +232,27 @@ def test_connections_outlive_a_gate_that_hangs_and_another_comes(pki: Pki, start
         check_main_job(session)
     assert daemon.log().count("it gave no sign of life for 2 s") == 1
     wait_until(lambda: not relays(daemon), "no relay is left", seen=lambda: relays(daemon))
+
+
+def test_relays_in_their_handshake_are_reaped_without_a_gate(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(tls=True, config=pki.settings())
+    daemon.allowed_trouble.append("the gate for remote tenants died")
+    gate = gate_pid(daemon)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(daemon.tls_address)).sendall(first_words(pki))
+        wait_until(lambda: len(children_of(gate)) == 3, "handshakes are under way", seen=lambda: children_of(gate))
+        begun = children_of(gate)
+        # Else the last one may have been forked and not told of.
+        with pki.peer(daemon.tls_address, pki.ann) as ann:
+            ann.hello()
+        os.kill(gate, signal.SIGKILL)
+    wait_until(lambda: not any(map(process_info, begun)), "none is left, nor its number", seen=lambda: begun)
+    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+
+
+def children_of(pid: int) -> set[int]:
+    return {info.pid for info in processes() if info.parent == pid}
 
 
 def children(daemon: Daemon) -> set[int]:
