@@ -19,6 +19,10 @@ from gpulease.daemon.logs.telling import tell
 ROUND_S: Final = 1.0
 """Between two looks at every session: what no rule foresaw is found within this. A look takes 0.1 ms."""
 
+PAUSE_S: Final = 0.01
+"""Between two looks at one session. Stops a tenant that loads one module after the other from keeping the card's driver
+busy with listing processes; what a session takes meanwhile is found that much later."""
+
 
 class Weigher:
     """Looks at sessions, each at most once at a time."""
@@ -42,7 +46,7 @@ class Weigher:
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
-        task = asyncio.get_running_loop().create_task(self._look(lease_id))
+        task = asyncio.get_running_loop().create_task(self._look_and_pause(lease_id))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._done(lease_id))
 
@@ -72,6 +76,10 @@ class Weigher:
         if lease_id in self._again:
             self._again.discard(lease_id)
             self.look(lease_id)
+
+    async def _look_and_pause(self, lease_id: int) -> None:
+        await self._look(lease_id)
+        await asyncio.sleep(PAUSE_S)
 
     async def _look(self, lease_id: int) -> None:
         place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)

@@ -117,6 +117,22 @@ def test_looks_asked_for_meanwhile_are_one_more() -> None:
     run(story)
 
 
+def test_between_two_looks_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.broker.weighing.PAUSE_S", 3600)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(0))
+        scene.weigher.look(5)
+        await asyncio.to_thread(wait_until, lambda: scene.cards.looks == 1, "it is looked at at once")
+        for _ in range(20):
+            scene.weigher.look(5)
+            await asyncio.to_thread(int)
+        assert scene.cards.looks == 1
+        await scene.weigher.stop()
+
+    run(story)
+
+
 def recycled(scene: Scene) -> int:
     """Its lease was given back and left a context, whose number this is."""
     scene.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)], warm_contexts=1, recycling=Recycling())
