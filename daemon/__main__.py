@@ -67,8 +67,8 @@ def main(
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
+        from gpulease.daemon.broker.cannot_listen import CannotListen
         from gpulease.daemon.broker.finding import CannotAdopt
-        from gpulease.daemon.broker.listening import CannotListen
         from gpulease.daemon.broker.recording import CannotRecord
         from gpulease.daemon.broker.tokens import TokensUnavailable
         from gpulease.daemon.broker.zygote import ZygoteBroken

@@ -1,14 +1,11 @@
 """The sockets the broker listens on: its own, or those that the service manager handed over.
 
-A Unix socket is guarded by a lock file beside it, so that two daemons can't take it from one another and a socket left
-by a crash can be told from one in use. TCP is bound to loopback only: it is neither encrypted nor authenticated. Where
-TLS is spoken, `remote` listens.
+TCP is bound to loopback only: it is neither encrypted nor authenticated. Where TLS is spoken, `remote` listens.
 """
 
 import asyncio
 import contextlib
 import errno
-import fcntl
 import inspect
 import ipaddress
 import os
@@ -17,20 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
+from gpulease.daemon.broker.socket_places import PlaceLock, prepare_place
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 
 BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted; the kernel's own limit may be lower."""
-
-
-class CannotListen(Exception):
-    """An address that can't be listened on; the message is a sentence for the operator."""
-
-
-class NotLoopback(CannotListen):
-    """Plain TCP where others can connect: no later start mends that."""
-
-    status = os.EX_CONFIG
 
 
 class Listeners:
@@ -41,7 +30,7 @@ class Listeners:
         self._socket_mode = socket_mode
         self._servers: list[asyncio.Server] = []
         self._paths: list[str] = []
-        self._locks: list[int] = []
+        self._locks: list[PlaceLock] = []
         self._bound: list[tuple[Address, int]] = []
 
     @property
@@ -65,7 +54,7 @@ class Listeners:
                 return await self._listen_unix(address, given, set_mode)
             return await self._listen_tcp(address, given)
         except OSError as error:
-            raise CannotListen(f"can't listen on {address}: {reason_of(error)}") from None
+            raise cannot_listen(f"listen on {address}", error) from None
 
     def close(self) -> None:
         """Stop listening and remove the sockets' files; connections that were accepted go on."""
@@ -75,13 +64,13 @@ class Listeners:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         for lock in self._locks:
-            os.close(lock)
+            lock.release()
         self._servers, self._paths, self._locks, self._bound = [], [], [], []
 
     async def _listen_unix(self, address: UnixAddress, given: Sequence[socket.socket], set_mode: bool) -> UnixAddress:
         if not given:
-            _check_place(Path(address.path), address)
-        self._lock(address)
+            prepare_place(address, self._socket_mode)
+        self._locks.append(PlaceLock(address))
         if given:
             (sock,) = given
             if set_mode:
@@ -112,15 +101,6 @@ class Listeners:
             sock.close()
             raise
         return sock
-
-    def _lock(self, address: UnixAddress) -> None:
-        lock = os.open(f"{address.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise CannotListen(f"can't listen on {address}: another gpuleased does") from None
-        self._locks.append(lock)
 
     async def _listen_tcp(self, address: TcpAddress, given: Sequence[socket.socket]) -> TcpAddress:
         loop = asyncio.get_running_loop()
@@ -170,45 +150,9 @@ def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-def _check_place(path: Path, address: UnixAddress) -> None:
-    """That a socket can be made there; its folder is, if only that is missing. Raises CannotListen with what to do."""
-    folder, why = path.parent, ""
-    try:
-        # It may be gone: /run is empty after a reboot.
-        folder.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        why = f"there is no folder {folder}, and it can't be made"
-        if not folder.parent.exists():
-            why = f"there is no folder {folder.parent}; make it first"
-    except FileExistsError:
-        why = f"{folder} is no folder; name another path"
-    except PermissionError:
-        why = f"the daemon's user may not make the folder {folder}; make it for that user, or --listen elsewhere"
-    else:
-        if path.is_dir():
-            why = "it is a folder; name a socket to be made in it"
-        elif path.exists() and not path.is_socket():
-            why = "there is a file that is no socket; move it, or name another path"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            why = f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
-    if why:
-        raise CannotListen(f"can't listen on {address}: {why}")
-
-
-def reason_of(error: OSError) -> str:
-    """Why a socket can't be had, and what to do about it where that is not plain."""
-    if error.errno == errno.EAFNOSUPPORT:
-        return (
-            "this process may make no such socket; under systemd a .socket unit hands it over"
-            " (gpulease-tls.socket, gpulease-http.socket), or RestrictAddressFamilies= and PrivateNetwork= allow it"
-        )
-    # socket.create_server() says the address, too, which whoever asks has named already.
-    return (error.strerror or str(error)).partition(" (while attempting")[0]
-
-
 def _check_loopback(address: TcpAddress, host: str) -> None:
     if not ipaddress.ip_address(host).is_loopback:
-        raise NotLoopback(
+        raise NeverListens(
             f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
             " use tls: for others"
         )

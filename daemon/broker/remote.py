@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import CannotListen, bound_at, reason_of
+from gpulease.daemon.broker.cannot_listen import cannot_listen
+from gpulease.daemon.broker.listening import bound_at
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.reaping import reap_later
 from gpulease.daemon.broker.side_process import Kind, Patience, SideProcess
@@ -110,7 +111,7 @@ class RemoteDoor:
                 self.bound.append((address, listener.fileno()))
                 self._pass_on(listener)
         except OSError as error:
-            raise CannotListen(f"can't listen on {address}: {reason_of(error)}") from None
+            raise cannot_listen(f"listen on {address}", error, "gpulease-tls.socket") from None
         return TlsAddress(address.host, port)
 
     def rename(self, tenants: Mapping[str, str]) -> None:

@@ -11,8 +11,9 @@ from typing import Final
 from gpulease.daemon.agreement import check_devices
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
+from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
-from gpulease.daemon.broker.listening import CannotListen, Listeners
+from gpulease.daemon.broker.listening import Listeners
 from gpulease.daemon.broker.page_desk import PageActs
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
@@ -136,7 +137,7 @@ class Service:
         if not isinstance(address, TlsAddress):
             return await self._listeners.listen(address, given, set_mode=not assigned.is_units(address))
         if self._remote is None:
-            raise CannotListen(f"can't listen on {address}: there are no certificates")
+            raise NeverListens(f"can't listen on {address}: there are no certificates")
         return await self._remote.listen(address, given)
 
     @property
@@ -350,5 +351,5 @@ async def _hosts_of(address: Address) -> list[tuple[str, int]]:
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise CannotListen(f"can't listen on {address}: {error.strerror or error}") from None
+        raise cannot_listen(f"listen on {address}", error) from None
     return [(str(entry[4][0]), int(entry[4][1])) for entry in found]

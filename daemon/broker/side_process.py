@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import CannotListen
+from gpulease.daemon.broker.cannot_listen import CannotListen
 from gpulease.daemon.broker.reaping import Child
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.logs.catalogue import LogEvent

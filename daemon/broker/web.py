@@ -13,7 +13,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.listening import BACKLOG, CannotListen, reason_of
+from gpulease.daemon.broker.cannot_listen import CannotListen, cannot_listen
+from gpulease.daemon.broker.listening import BACKLOG
 from gpulease.daemon.broker.page_desk import Acts, PageDesk
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.side_process import Kind, Patience, SideProcess
@@ -89,7 +90,7 @@ class WebDoor:
             listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
             where = str(address).removeprefix("tcp:")
-            raise CannotListen(f"can't serve the web page at {where}: {reason_of(error)}") from None
+            raise cannot_listen(f"serve the web page at {where}", error, "gpulease-http.socket") from None
         self.bound.append((address, listener.fileno()))
         return listener
 

@@ -134,6 +134,9 @@ class LogEvent(Enum):
     WARM_FENCED = Kind("warm.fenced", WARNING, "a context made ahead is fenced", ("card", "reason"))
     DAEMON_LISTENING = Kind("daemon.listening", INFO, "gpuleased listens", ("address", "version"))
     DAEMON_SEEN = Kind("daemon.seen", INFO, "gpuleased has a web page", ("url", "version"))
+    DAEMON_MADE_FOLDER = Kind(
+        "daemon.made_folder", INFO, "made the folder for its socket, which was not there", ("path", "mode")
+    )
     DAEMON_STOPPING = Kind("daemon.stopping", INFO, "stopping")
     DAEMON_FAILED = Kind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
     DAEMON_FAULT = Kind("daemon.fault", ERROR, "a fault of the daemon's own: tell its makers", ("doing", "traceback"))

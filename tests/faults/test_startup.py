@@ -57,7 +57,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
     path.write_text("precious")
     status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
+    assert status == EXIT_CONFIG
     check_sentence(said, "can't listen on .* a file that is no socket; move it")
     assert path.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
@@ -66,7 +66,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
     (tmp_path / "d.sock").mkdir()
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
+    assert status == EXIT_CONFIG
     check_sentence(said, "it is a folder; name a socket to be made in it")
 
 
@@ -100,8 +100,8 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str)
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
-    assert status == EXIT_UNAVAILABLE
-    check_sentence(said, "there is no folder .*/no; make it first")
+    assert status == EXIT_CONFIG
+    check_sentence(said, "there is no folder .*/no: name another path if it is mistyped, or make it first")
 
 
 def test_a_port_in_use() -> None:

@@ -1,6 +1,7 @@
 """The units under a systemd that runs them: what no reader of units can tell."""
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -72,6 +73,20 @@ def test_all_sockets_are_the_units(host: BootedHost) -> None:
     host.do("kill", "-KILL", pid)
     host.do(host.python, *CLI, "info")
     assert host.leasing(pid) != pid
+
+
+def test_an_address_that_the_service_can_not_have(host: BootedHost) -> None:
+    def check_it_is_left(says: str) -> None:
+        with pytest.raises(AssertionError, match="failed"):
+            host.do("systemctl", "start", "gpuleased")
+        assert host.shown("ExecMainStatus") == str(os.EX_CONFIG)
+        assert (host.shown("NRestarts"), host.shown("ActiveState")) == ("0", "failed")
+        assert re.search(says, host.shown("StatusText")), host.shown("StatusText")
+
+    host.install(driver='"cpu"', vram='["64MiB"]', listen='"unix:/srv/d.sock"', http='"127.0.0.1:9400"')
+    check_it_is_left("/srv is read-only to the daemon; .*ReadWritePaths=/srv")
+    host.do("sed", "--in-place", "/^listen = /d", "/etc/gpulease/gpuleased.toml")
+    check_it_is_left("no socket unit hands it over.* enable gpulease-http.socket, or make a drop-in")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.listening import CannotListen
+from gpulease.daemon.broker.cannot_listen import CannotListen
 from gpulease.daemon.broker.side_process import Kind, Patience, SideProcess, ordinary_patience
 from gpulease.daemon.event_loop import loop_factory
 from gpulease.daemon.logs.catalogue import LogEvent

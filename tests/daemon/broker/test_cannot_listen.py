@@ -1,0 +1,69 @@
+"""What is said of each reason not to listen, and which of them a later start may mend."""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
+from helpers.daemon import python_environment
+
+BIND = """
+import fcntl, socket, struct
+from gpulease.daemon.broker.cannot_listen import cannot_listen
+from gpulease.daemon.broker.listening import bound_at
+with socket.socket() as up:
+    # Loopback is down in a new namespace (netdevice(7): SIOCSIFFLAGS, IFF_UP).
+    fcntl.ioctl(up, 0x8914, struct.pack("16sh", b"lo", 1))
+try:
+    bound_at(socket.AF_INET, ("192.0.2.1", 0))
+except OSError as error:
+    said = cannot_listen("listen on it", error, "gpulease-tls.socket")
+    print(type(said).__name__, said)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "never", "says"),
+    [
+        (errno.EADDRINUSE, None, False, "can't listen on it: Address already in use"),
+        (errno.EADDRNOTAVAIL, None, False, "can't listen on it: Cannot assign requested address"),
+        (errno.EMFILE, None, False, "can't listen on it: Too many open files"),
+        (errno.ENOSPC, "/run/d.sock.lock", False, "can't listen on it: No space left on device"),
+        (errno.EAFNOSUPPORT, None, True, "does without IPv6; name an IPv4 address"),
+        (errno.EACCES, None, True, "a port below 1024 is root's, or gpulease-x.socket hands it over"),
+        (errno.EACCES, "/d.sock.lock", True, "may not use /d.sock.lock; let it, or --listen elsewhere"),
+        (errno.EROFS, "/usr/d.sock.lock", True, "read-only there.*ReadWritePaths="),
+        (errno.ELOOP, "/x", True, "name another path"),
+    ],
+)
+def test_each_reason(number: int, path: str | None, never: bool, says: str) -> None:
+    error = OSError(number, os.strerror(number)) if path is None else OSError(number, os.strerror(number), path)
+    said = cannot_listen("listen on it", error, "gpulease-x.socket")
+    assert isinstance(said, NeverListens) == never
+    assert getattr(said, "status", None) == (os.EX_CONFIG if never else None)
+    with pytest.raises(type(said), match=says):
+        raise said
+
+
+def test_a_name_that_is_not_known_may_be_later() -> None:
+    said = cannot_listen("listen on it", socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
+    assert not isinstance(said, NeverListens)
+    assert str(said) == "can't listen on it: Temporary failure in name resolution"
+
+
+def test_an_address_of_the_hosts_where_the_daemon_has_no_network() -> None:
+    """As in a service with PrivateNetwork=, of which a drop-in has allowed the sockets alone."""
+    alone = ("unshare", "--net", "--map-root-user")
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    command = [*alone, sys.executable, "-P", "-c", BIND]
+    said = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True).stdout
+    assert said.startswith(
+        "NeverListens can't listen on it: no socket unit hands it over, and the daemon has no network"
+    )
+    assert "enable gpulease-tls.socket, or make a drop-in (systemctl edit gpuleased)" in said
