@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from gpulease.client.asking import ask
 from gpulease.client.cli.cells import shown
 from gpulease.client.cli.endings import EXIT_FAILED
+from gpulease.client.cli.event_text import event_text
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text
 from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
@@ -122,7 +123,7 @@ def _show(status: DrainStatus, fenced: list[str], as_json: bool) -> None:
         click.echo("The node is not drained: it grants leases.")
     else:
         told = {0: "Nothing is leased.", 1: "1 lease is left"}.get(status.leases, f"{status.leases} leases are left")
-        when = f", and will be ended in {seconds_text(left_s)}." if status.leases else ""
+        when = f", and will be ended in {seconds_text(left_s)} at most." if status.leases else ""
         click.echo(f"The node grants nothing any more. {told}{when}")
 
 
@@ -133,7 +134,7 @@ def events(lease_id: int | None, as_json: bool) -> None:
     """Print what leases go through, a line each: of LEASE_ID until it has ended, or of all you may see, for ever."""
     with LeaseEvents(EventStream(address_of(None), EVERY_LEASE if lease_id is None else lease_id)) as heard:
         for event in heard:
-            click.echo(json.dumps(_map(event)) if as_json else _line(event))
+            click.echo(json.dumps(_map(event)) if as_json else event_text(event))
 
 
 def _map(event: LeaseEvent) -> dict[str, Any]:
@@ -146,16 +147,3 @@ def _map(event: LeaseEvent) -> dict[str, Any]:
         "reason": event.reason,
         "lost": event.lost,
     }
-
-
-def _line(event: LeaseEvent) -> str:
-    parts = [f"{event.lease_id:032x}", event.phase_text]
-    if event.left_s:
-        parts.append(f"{seconds_text(event.left_s)} left")
-    if event.cause:
-        parts.append(event.cause)
-    if event.reason:
-        parts.append(event.reason)
-    if event.lost:
-        parts.append(f"{event.lost} before it were lost")
-    return shown("  ".join(parts))

@@ -74,7 +74,7 @@ class LogEvent(Enum):
         ("lease_id", "tenant", "reason"),
     )
     LEASE_WARNED = Kind(
-        "lease.warned", INFO, "who listens is told that the lease ends soon", ("lease_id", "left_ms", "reason")
+        "lease.warned", INFO, "who listens is told how long the lease can last", ("lease_id", "left_ms", "reason")
     )
     LEASE_ENDING = Kind(
         "lease.ending", INFO, "lease over", (*_LEASE, "worker_pid", "cause", "reason", "held_ms", "late_ms")
