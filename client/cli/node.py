@@ -105,7 +105,7 @@ def _row(lease: Report) -> list[str]:
 @click.option(
     "--reason",
     default="revoked by the operator",
-    callback=lambda ctx, param, text: _sendable(text),
+    callback=lambda ctx, param, text: _reason(text),
     help="What its tenant is told.",
 )
 @click.option(
@@ -161,6 +161,13 @@ def _sendable(text: str) -> str:
     if size_bytes > MAX_TEXT_BYTES:
         raise click.BadParameter(f"it has {size_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed.")
     return text
+
+
+def _reason(text: str) -> str:
+    """One that tells a tenant something. Raises BadParameter."""
+    if not text.strip():
+        raise click.BadParameter("it is blank; say why, or leave --reason out.")
+    return _sendable(text)
 
 
 def _nonce_number(text: str) -> int:

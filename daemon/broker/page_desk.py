@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
-from gpulease.daemon.audit.records import clean_text
+from gpulease.daemon.broker.revoking_desk import told_reason
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.core import Denied, Outcome, RevokeDone, RevokeRequested
 from gpulease.daemon.web.revoking import MAX_REASON_CHARS, Refused
@@ -58,7 +58,7 @@ class PageActs:
         """As above."""
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, BY_PAGE)
-        self._runtime.post(RevokeRequested(number, lease_id, clean_text(reason)))
+        self._runtime.post(RevokeRequested(number, lease_id, told_reason(reason)))
 
     def refused(self, lease_id: int, message: str) -> None:
         """As above."""

@@ -20,6 +20,11 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
 
+def told_reason(text: str) -> str:
+    """What a tenant is told of why, of what an operator wrote: nothing that a terminal obeys, "" for what is blank."""
+    return clean_text(text.strip())
+
+
 class RevokingDesk:
     """Takes these requests, most of which are operators'; each raises Refusal for what is not the caller's to end."""
 
@@ -41,7 +46,7 @@ class RevokingDesk:
                 self._caller.answer_denied(request, outcome)
 
         number = self._caller.expect(on_outcome)
-        self._runtime.post(RevokeRequested(number, body.lease_id, clean_text(body.reason)))
+        self._runtime.post(RevokeRequested(number, body.lease_id, told_reason(body.reason)))
 
     def capability_revoke(self, request: Request, body: messages.CapabilityRevoke) -> None:
         """CAPABILITY_REVOKE."""
