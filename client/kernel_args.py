@@ -4,6 +4,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
+from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer
 
@@ -158,7 +159,7 @@ class KernelArgs:
             value: What it is where nothing else is said. Of a buffer: the buffer, or the buffer and an offset in it.
         """
         if not isinstance(name, str) or not name.isidentifier() or name == STREAM:
-            raise InvalidRequest(f"argument {len(self.sizes)}: {name!r} is no name for a parameter")
+            raise InvalidRequest(f"argument {len(self.sizes)}: {quoted(name)} is no name for a parameter")
         bound = pack_parameter(f"argument {len(self.sizes)}", kind, value)
         index = len(self.sizes)
         _push(self, kind, value)
@@ -172,13 +173,15 @@ class KernelArgs:
         return f"<KernelArgs sizes={self.sizes} data={self.data.hex()}>"
 
     def _misfit(self, value: Any, wanted: str) -> InvalidRequest:
-        return InvalidRequest(f"argument {len(self.sizes)}: {value!r} is not {wanted}")
+        return InvalidRequest(f"argument {len(self.sizes)}: {quoted(value)} is not {wanted}")
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
     """A parameter's value. Raises InvalidRequest, naming it `what`, or InvalidHandle for a buffer that is freed."""
     if kind not in get_args(Kind):
-        raise InvalidRequest(f"{what}: {kind!r} is no kind of parameter; the kinds are {', '.join(get_args(Kind))}")
+        raise InvalidRequest(
+            f"{what}: {quoted(kind)} is no kind of parameter; the kinds are {', '.join(get_args(Kind))}"
+        )
     args = KernelArgs()
     try:
         _push(args, kind, value)

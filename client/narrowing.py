@@ -47,7 +47,7 @@ def attenuate(
         biscuit = Biscuit.from_bytes(token, _key(public_key))
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
-    except (BiscuitValidationError, ValueError):
+    except (BiscuitValidationError, TypeError, ValueError):
         raise InvalidRequest("attenuate: this is no token signed with that key") from None
     if ttl_secs is not None:
         since_ms = int(unix_s() * 1000) - issued_unix_ms

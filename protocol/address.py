@@ -8,6 +8,9 @@ ADDRESS_VARIABLE: Final = "GPULEASE_ADDRESS"
 MAX_UNIX_PATH_BYTES: Final = 107
 """What fits struct sockaddr_un (unix(7)); a longer path fails later with a less helpful error."""
 
+MAX_ADDRESS_CHARS: Final = 512
+"""Of the whole string. The longest name of a host has 253 (RFC 1035, 2.3.4); more is a mistake, and is not quoted."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
@@ -50,6 +53,12 @@ def _host_and_port(host: str, port: int) -> str:
 
 def parse_address(text: str) -> Address:
     """The address a string names. Raises ValueError with a sentence that says what is wrong with it."""
+    if len(text) > MAX_ADDRESS_CHARS:
+        raise ValueError(f"{text[:40]!r}... is not an address: it has {len(text)} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text!r} is not an address: it is no text, a character of it is half of one") from None
     scheme, _, rest = text.partition(":")
     if scheme == "unix":
         return _parse_unix(text, rest)
@@ -76,4 +85,15 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
         raise ValueError(f"{text!r}: write an IPv6 address in brackets, {scheme}:[::1]:PORT")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address: write {scheme}:HOST:PORT with a port from 0 to 65535")
+    _check_host(text, host)
     return host, int(port)
+
+
+def _check_host(text: str, host: str) -> None:
+    """Raises ValueError for what no look-up takes: it would fail there, and not as a name that is unknown does."""
+    try:
+        if "\0" not in host and host.encode("idna"):
+            return
+    except UnicodeError:
+        pass
+    raise ValueError(f"{text!r}: {host!r} is no name of a host")

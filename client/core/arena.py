@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from gpulease.client.core.texts import quoted
+from gpulease.client.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -88,7 +91,10 @@ def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArr
     """An array in the arena; an ordinary one if there is none, or no room in it, or the bytes can't be shared."""
     import numpy as np
 
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise InvalidRequest(f"empty: {quoted(dtype)} is no type of numpy's: {quoted(str(error))}") from None
     sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     nbytes = math.prod(sizes) * kind.itemsize
     is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0

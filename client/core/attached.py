@@ -21,6 +21,7 @@ from gpulease.client.core.prompt import Prompter, SmallRead
 from gpulease.client.core.ring_channel import share
 from gpulease.client.core.staging import Staging
 from gpulease.client.core.steps import Limit, Locked, Procedure
+from gpulease.client.core.texts import quoted
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
 from gpulease.client.handles import Handle
 from gpulease.protocol import Connection, Failure, Opcode, Status
@@ -297,7 +298,7 @@ class Attached:
 
     def _check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
         if not isinstance(handle, kind):
-            raise InvalidHandle(f"{doing}: {handle!r} is not a {kind.__name__}")
+            raise InvalidHandle(f"{doing}: {quoted(handle)} is not a {kind.__name__}")
         handle.check(self, doing)
 
     def _find_out(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpulease.client.core.exchange import receive, send
 from gpulease.client.core.staging import STAGED_FROM_BYTES
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.handles import Buffer
 from gpulease.protocol import Failure, Opcode
@@ -147,5 +148,5 @@ def _take(session: "SessionState", request_id: int, failures: list[Failure]) -> 
 def check_total(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
     """Raises InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
     if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
-        raise InvalidRequest(f"{doing}: offset {offset!r} and length {nbytes!r} are not counts of bytes")
+        raise InvalidRequest(f"{doing}: offset {quoted(offset)} and length {quoted(nbytes)} are not counts of bytes")
     buffer.check_range(offset, nbytes, doing)

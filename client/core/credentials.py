@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Final, Self
+from typing import Any, Final, Self
 
+from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.address import TlsAddress
 
@@ -12,6 +13,10 @@ VARIABLES: Final = {
     "key": "GPULEASE_TLS_KEY",
     "ca": "GPULEASE_TLS_CA",
 }
+
+
+MAX_PATH_BYTES: Final = 4095
+"""PATH_MAX of Linux, less its NUL (path_resolution(7))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,18 @@ class TlsFiles:
                 f"a tls: address takes a certificate, its key and the node's CA; missing: {', '.join(missing)}",
                 "Set these variables, or call GpuBuilder.tls(certificate, key, ca)",
             )
-        return type(self)(**{name: None if path is None else os.fspath(path) for name, path in paths.items()})
+        return type(self)(**{name: _path(path, VARIABLES[name]) for name, path in paths.items()})
+
+
+def _path(given: Any, what: str) -> str:
+    """A path as the kernel takes it. Raises InvalidRequest."""
+    try:
+        path = os.fsdecode(given)
+        if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
+            return path
+    except (TypeError, UnicodeError):
+        pass
+    raise InvalidRequest(f"{what}: {quoted(given)} is no path of a file")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from gpulease.client.core.attached import Attached
 from gpulease.client.core.steps import Procedure
 from gpulease.client.core.streams import Streamed
+from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Handle, Module, StreamHandle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
@@ -104,7 +105,9 @@ class GraphHandle(Handle):
         unknown = values.keys() - recorded.parameters.keys()
         if unknown:
             known = ", ".join(recorded.parameters) or "none"
-            raise InvalidRequest(f"{_LAUNCH}: it has no parameter {sorted(unknown)[0]!r}; its parameters: {known}")
+            raise InvalidRequest(
+                f"{_LAUNCH}: it has no parameter {quoted(sorted(unknown)[0])}; its parameters: {known}"
+            )
         parts = []
         for name, parameter in recorded.parameters.items():
             if name not in values:

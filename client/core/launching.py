@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from gpulease.client.core.texts import kernel_name, quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.kernel_args import KernelArgs
@@ -96,13 +97,15 @@ def _raw(
     kernel: str, args: KernelArguments, arg_sizes: Iterable[int] | None
 ) -> tuple[bytes, tuple[int, ...], tuple[Buffer, ...]]:
     if isinstance(args, KernelArgs):
-        raise InvalidRequest(f"launch of {kernel!r}: KernelArgs know their sizes; arg_sizes is for raw bytes")
+        raise InvalidRequest(f"launch of {quoted(kernel)}: KernelArgs know their sizes; arg_sizes is for raw bytes")
     if arg_sizes is None:
-        raise InvalidRequest(f"launch of {kernel!r}: raw argument bytes need arg_sizes, the size of each argument")
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: raw argument bytes need arg_sizes, the size of each argument"
+        )
     try:
         return bytes(memoryview(args)), tuple(arg_sizes), ()
     except TypeError:
-        raise InvalidRequest(f"launch of {kernel!r}: arguments are KernelArgs, or bytes and arg_sizes") from None
+        raise InvalidRequest(f"launch of {quoted(kernel)}: arguments are KernelArgs, or bytes and arg_sizes") from None
 
 
 def _make_template(
@@ -115,10 +118,10 @@ def _make_template(
     shared_bytes: int,
 ) -> LaunchTemplate:
     if not isinstance(module, Module):
-        raise InvalidHandle(f"launch of {kernel!r}: {module!r} is not a Module")
+        raise InvalidHandle(f"launch of {quoted(kernel)}: {quoted(module)} is not a Module")
     if module.owner is not session:
         raise _foreign(session, module, kernel)
-    entry = module.kernels.get(kernel)
+    entry = module.kernels.get(kernel_name(kernel, "launch"))
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
     _check_sizes(entry, sizes)
@@ -128,7 +131,7 @@ def _make_template(
     if entry.max_threads_per_block and threads > entry.max_threads_per_block:
         raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
-        raise _failed(kernel, f"shared_bytes of {shared_bytes!r} is not an integer from 0 to {MAX_U32}")
+        raise _failed(kernel, f"shared_bytes of {quoted(shared_bytes)} is not an integer from 0 to {MAX_U32}")
     blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
     try:
         template = LaunchTemplate(
@@ -156,9 +159,9 @@ def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:
     try:
         numbers = [item.__index__() for item in given]
     except (TypeError, AttributeError):
-        raise _failed(kernel, f"{what} {given!r} is not a sequence of integers") from None
+        raise _failed(kernel, f"{what} {quoted(given)} is not a sequence of integers") from None
     if not 1 <= len(numbers) <= 3:
-        raise _failed(kernel, f"{what} {given!r} has {len(numbers)} dimensions instead of 1 to 3")
+        raise _failed(kernel, f"{what} {quoted(given)} has {len(numbers)} dimensions instead of 1 to 3")
     for number in numbers:
         if not 1 <= number <= MAX_U32:
             raise _failed(kernel, f"{what} {given!r}: {number} is not between 1 and {MAX_U32}")
@@ -178,5 +181,5 @@ def _foreign(session: "SessionState", module: Module, kernel: str) -> LaunchFail
 
 
 def _failed(kernel: str, why: str, hint: str = "") -> LaunchFailed:
-    message = f"launch of {kernel!r}: {why}"
+    message = f"launch of {quoted(kernel)}: {why}"
     return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=str(kernel)))

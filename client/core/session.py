@@ -9,6 +9,7 @@ from gpulease.client.core.exchange import send
 from gpulease.client.core.graphs import Graphed
 from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.texts import utf8
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, StreamHandle
@@ -161,7 +162,9 @@ class SessionState(Graphed):
 
     def module_load(self, image: Any) -> Procedure[Module]:
         """Compile and load PTX, or load a cubin."""
-        code = image.encode() if isinstance(image, str) else bytes(copies.readable_bytes(image, "module_load"))
+        code = (
+            utf8(image, "module_load") if isinstance(image, str) else bytes(copies.readable_bytes(image, "module_load"))
+        )
         most = self._max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")

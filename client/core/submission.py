@@ -11,18 +11,14 @@ from gpulease.client.core.launching import MAX_U32, dimensions
 from gpulease.client.core.lease import LEASE_OVER, LeaseState, by_token
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure, Sleep
+from gpulease.client.core.texts import kernel_name, quoted, utf8
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import AttachOption
-from gpulease.protocol.limits import (
-    MAX_KERNEL_NAME_BYTES,
-    MAX_PAYLOAD_BYTES,
-    MAX_SUBMIT_ARGUMENTS,
-    MAX_SUBMIT_OUTPUT_BYTES,
-)
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import AttachReply, GpuSubmit, SubmitArgument, SubmitDone, SubmitRun
 from gpulease.protocol.opcodes import ArgumentKind, SubmitOption
 from gpulease.protocol.primitives import Tlv
@@ -54,8 +50,8 @@ class SubmissionBase:
     """
 
     def __init__(self, kernel: str, image: bytes | bytearray | memoryview | str) -> None:
-        self._kernel = kernel
-        self._image = image.encode() if isinstance(image, str) else bytes(readable_bytes(image, "submit"))
+        self._kernel = kernel_name(kernel, "submit")
+        self._image = utf8(image, "submit") if isinstance(image, str) else bytes(readable_bytes(image, "submit"))
         self._grid = self._block = (1, 1, 1)
         self._shared_bytes = 0
         self._arguments: list[SubmitArgument] = []
@@ -83,7 +79,7 @@ class SubmissionBase:
             is_value = memoryview(data).ndim == 0
         except TypeError:
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
-            raise InvalidRequest(f"arg: {data!r} is neither bytes nor a number with a size", hint) from None
+            raise InvalidRequest(f"arg: {quoted(data)} is neither bytes nor a number with a size", hint) from None
         return self._push(ArgumentKind.VALUE if is_value else ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs) -> Self:
@@ -159,10 +155,7 @@ def _options(lease: LeaseState) -> tuple[Tlv, ...]:
 def _check_size(body: SubmitRun) -> None:
     """Raises InvalidRequest for what one frame does not hold."""
     data_bytes = sum(ARGUMENT_FIXED_BYTES + len(argument.data) for argument in body.arguments)
-    name_bytes = len(body.kernel.encode())
-    if not 0 < name_bytes <= MAX_KERNEL_NAME_BYTES:
-        raise InvalidRequest(f"submit: a kernel's name has 1 to {MAX_KERNEL_NAME_BYTES} bytes, not {name_bytes}")
-    size_bytes = RUN_FIXED_BYTES + name_bytes + data_bytes + len(body.image)
+    size_bytes = RUN_FIXED_BYTES + len(body.kernel.encode()) + data_bytes + len(body.image)
     if size_bytes > MAX_PAYLOAD_BYTES:
         hint = "Use a session for more: its buffers are written in pieces"
         raise InvalidRequest(

@@ -78,6 +78,8 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
 
 def _unusable(what: str, error: OSError) -> InvalidRequest:
     why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    # A path may be any bytes, which no message could be written down with (os.fsencode).
+    what = what.encode(errors="backslashreplace").decode()
     return InvalidRequest(f"{what} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA")
 
 

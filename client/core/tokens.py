@@ -4,6 +4,7 @@ import base64
 from dataclasses import dataclass
 from typing import Final
 
+from gpulease.client.core.texts import quoted
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
@@ -65,7 +66,11 @@ def token_of(token: "bytes | str | Grant") -> bytes:
     if isinstance(token, Grant):
         return token.token
     try:
-        found = base64.b64decode(token, altchars=b"-_", validate=True) if isinstance(token, str) else bytes(token)
+        if isinstance(token, str):
+            found = base64.b64decode(token, altchars=b"-_", validate=True)
+        else:
+            # Not bytes() of whatever it is: of a number that would be as many zeros.
+            found = bytes(memoryview(token))
     except (ValueError, TypeError):
         raise InvalidRequest("a token is bytes, or the text that Grant.to_text gave") from None
     if len(found) > MAX_TOKEN_BYTES:
@@ -78,8 +83,8 @@ def issue_request(
 ) -> CapabilityIssue:
     """What to ask the daemon. Raises InvalidRequest."""
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
-        raise InvalidRequest(f"issue: {permissions!r} is no set of Permission")
-    if audience is not None and len(audience) != AUDIENCE_BYTES:
+        raise InvalidRequest(f"issue: {quoted(permissions)} is no set of Permission")
+    if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):
         raise InvalidRequest(f"issue: an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for their my_audience()")
     return CapabilityIssue(
         lease_id,

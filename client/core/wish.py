@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any, Final, Self
 
 from gpulease.client.core.credentials import SecuredAddress, TlsFiles
+from gpulease.client.core.texts import bounded, quoted, utf8
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
@@ -20,6 +21,9 @@ DEFAULT_LEASE_S: Final = 60.0
 MAX_WIRE_MS: Final = 2**32 - 1
 """Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
 
+MAX_CARD_INDEX: Final = 2**32 - 1
+"""More than any host has, and short to write."""
+
 MAX_WIRE_BYTES: Final = 2**64 - 1
 """Largest size that fits the wire's u64."""
 
@@ -30,6 +34,8 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
     A tls: address comes with the files that it takes, from `files` or the environment.
     """
     try:
+        if text is not None:
+            utf8(text, "the daemon's address")
         address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
     except ValueError as error:
         raise InvalidRequest(f"the daemon's address: {error}") from None
@@ -39,7 +45,7 @@ def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # no
 def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     """A time as the wire has it. Raises InvalidRequest if it is no time, or does not fit."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise InvalidRequest(f"{what}: {seconds!r} is not a number of seconds")
+        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds")
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
         raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
@@ -105,10 +111,10 @@ class Wish:
 
     def device(self, uuid_or_index: str | int) -> Self:
         """Which card: its UUID or its index. Any card that fits if this is not called."""
-        text = str(uuid_or_index)
-        if not 0 < len(text.encode()) <= MAX_TEXT_BYTES:
-            raise InvalidRequest(f"device: a card's name has 1 to {MAX_TEXT_BYTES} bytes")
-        self._device = text
+        if isinstance(uuid_or_index, str):
+            self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
+        else:
+            self._device = str(whole(uuid_or_index, "device", least=0, most=MAX_CARD_INDEX))
         return self
 
     def timeout(self, seconds: float) -> Self:
@@ -132,15 +138,15 @@ def _member(kind: type[IntEnum], given: int, what: str) -> int:
         return kind(given)
     except ValueError:
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
-        raise InvalidRequest(f"{what}: {given!r} is none of {names}") from None
+        raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
 
 
 def whole(value: Any, what: str, *, least: int, most: int) -> int:
     """An integer in a range; numpy's integers are integers too. Raises InvalidRequest."""
     try:
         number = value.__index__()
-    except AttributeError:
-        raise InvalidRequest(f"{what}: {value!r} is not an integer") from None
+    except (AttributeError, TypeError):
+        raise InvalidRequest(f"{what}: {quoted(value)} is not an integer") from None
     if not least <= number <= most:
         raise InvalidRequest(f"{what}: {number} is not between {least} and {most}")
     return int(number)

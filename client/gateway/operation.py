@@ -64,7 +64,7 @@ def checked_id(text: str, what: str) -> str:
     """An id: 1 to MAX_ID_BYTES bytes of UTF-8 that can all be printed. Raises InvalidRequest."""
     try:
         size = len(text.encode())
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, AttributeError):
         size = 0
     if not 0 < size <= MAX_ID_BYTES or not text.isprintable():
         raise InvalidRequest(f"a {what} has 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from gpulease.client.core.patience import patience_of
+from gpulease.client.core.texts import utf8
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.rpc.errors import CallFailed, CallTimedOut
 from gpulease.client.rpc.server import Answer
@@ -65,6 +66,7 @@ class RpcClient:
 
     def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
         try:
+            utf8(address, "rpc: the server's address")
             where = parse_address(address)
         except ValueError as error:
             raise InvalidRequest(f"rpc: {error}") from None

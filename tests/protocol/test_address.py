@@ -44,6 +44,12 @@ BAD = {
     "tcp:::1:80": "in brackets, tcp:",
     "tls:::1:80": "in brackets, tls:",
     "tls:localhost": "write tls:HOST:PORT",
+    "unix:/\udcff": "it is no text, a character of it is half of one",
+    "tcp:\ud800:80": "it is no text",
+    "tcp:a\0b:80": "is no name of a host",
+    "tcp:a..b:80": "is no name of a host",
+    "tls:" + "a" * 64 + ".example:80": "is no name of a host",
+    "tcp:localhost:" + "9" * 5000: "it has 5014 characters",
 }
 
 

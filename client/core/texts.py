@@ -1,0 +1,42 @@
+"""Texts a program gives: what can't go over the wire is refused where it is given, in a sentence."""
+
+from typing import Any, Final
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
+
+MAX_QUOTED_CHARS: Final = 120
+"""Of what a message quotes. Stops a text that is wrong by its size from being the error as well."""
+
+
+def quoted(given: Any) -> str:
+    """A value for a message: as Python writes it, cut."""
+    if isinstance(given, str | bytes | bytearray) and len(given) > MAX_QUOTED_CHARS:
+        return f"{given[:MAX_QUOTED_CHARS]!r}..."
+    text = repr(given)
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+
+
+def utf8(text: Any, what: str) -> bytes:
+    """A text's bytes. Raises InvalidRequest for what is no text, or has surrogates, which no UTF-8 has (RFC 3629)."""
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{what}: {quoted(text)} is no text")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what}: the text has a lone surrogate at {error.start}, which is no character") from None
+
+
+def bounded(text: Any, what: str, most_bytes: int) -> str:
+    """A text of 1 to so many bytes of UTF-8, none of them 0. Raises InvalidRequest."""
+    size_bytes = len(utf8(text, what))
+    if not 0 < size_bytes <= most_bytes:
+        raise InvalidRequest(f"{what}: it has 1 to {most_bytes} bytes, not {size_bytes}")
+    if "\0" in text:
+        raise InvalidRequest(f"{what}: {quoted(text)} has a NUL in it")
+    return str(text)
+
+
+def kernel_name(name: Any, doing: str) -> str:
+    """What may be a kernel's name. Raises InvalidRequest."""
+    return bounded(name, f"{doing}: a kernel's name", MAX_KERNEL_NAME_BYTES)
