@@ -41,6 +41,7 @@ class Worker:
         next_page: Its control page once it is scrubbed; None unless it is asked to be.
         has_answered: It has said how that went.
         is_stranger: Whether whoever attaches next may be of another tenant than the lease.
+        has_faulted: It has said why its context was lost, in this lease.
     """
 
     spec: WorkerSpec
@@ -60,6 +61,7 @@ class Worker:
     next_page: BrokerPage | None = None
     has_answered: bool = False
     is_stranger: bool = True
+    has_faulted: bool = False
 
     @classmethod
     def to_be(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
@@ -90,7 +92,7 @@ class Worker:
 
     def take_lease(self, spec: WorkerSpec) -> None:
         """Have it take a lease, or a submit, if it was made ahead."""
-        self.spec = spec
+        self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             # The zygote first: a worker that has a lease must not be known to it as one that has none.
             self.zygote.change(self.serial, spec)
@@ -110,6 +112,15 @@ class Worker:
             return False
         self.hand_overs += 1
         return True
+
+    def faults_first(self) -> bool:
+        """It says that its context is lost; whether it says so for the first time in its lease.
+
+        What it says again is not listened to: each would be a row of the journal, and one that was taken over says it
+        as fast as it can.
+        """
+        was_first, self.has_faulted = not self.has_faulted, True
+        return was_first
 
     def kill(self) -> None:
         """End its process, if there is one."""

@@ -294,7 +294,7 @@ class Workers:
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
             case {"op": "failed", "reason": str(reason)}:
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
-            case {"op": "faulted", "reason": str(reason)}:
+            case {"op": "faulted", "reason": str(reason)} if worker.faults_first():
                 self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:

@@ -1,12 +1,13 @@
 """The broker's books of its workers, where no process is needed for it."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from gpulease.daemon.broker.worker import ENDED_BY_DAEMON, Worker
 from gpulease.daemon.broker.workers import MAX_REASON_CHARS, Workers
-from gpulease.daemon.channel import channel_pair, send_message
+from gpulease.daemon.channel import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.core import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -71,6 +72,26 @@ def test_what_a_worker_says_of_its_end_is_cut_and_one_line(
         workers._on_worker_message(Worker(spec, page, ours, workers._zygotes.now, pid=1))
     page.close()
     assert told == [event(LEASE, taken)]
+
+
+def test_a_lost_context_is_heard_of_once_in_each_lease() -> None:
+    """Each time would be a row of the journal, and one that was taken over says it as fast as it can."""
+    told: list[Event] = []
+    workers = Workers("cpu")
+    workers.deliver_to(told.append)
+    ours, theirs = channel_pair()
+    page = BrokerPage()
+    with ours, theirs:
+        worker = Worker(WorkerSpec(LEASE, "GPU-0", 1, is_shared=False), page, ours, workers._zygotes.now, pid=1)
+        for number in range(3):
+            send_message(theirs, {"op": "faulted", "reason": f"{number}"})
+            workers._on_worker_message(worker)
+        with contextlib.suppress(ChannelClosed):
+            worker.take_lease(WorkerSpec(LEASE + 1, "GPU-0", 1, is_shared=False))
+        send_message(theirs, {"op": "faulted", "reason": "another lease's"})
+        workers._on_worker_message(worker)
+    page.close()
+    assert told == [SessionFaulted(LEASE, "0"), SessionFaulted(LEASE + 1, "another lease's")]
 
 
 @pytest.mark.parametrize(
