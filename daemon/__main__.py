@@ -14,6 +14,7 @@ from gpulease.daemon.event_loop import loop_factory
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.settings import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people
 from gpulease.daemon.logs.telling import tell
+from gpulease.daemon.threads import NoThread
 from gpulease.daemon.version import VERSION
 
 EXIT_CONFIG: Final = 78
@@ -53,7 +54,12 @@ def main(
     verbose: bool,
 ) -> None:
     """Lease this host's GPUs: slices of VRAM, for a time, each in a process of its own."""
-    begin_logging(LogStyle(log_format or "auto"))
+    try:
+        begin_logging(LogStyle(log_format or "auto"))
+    except NoThread as error:
+        # The log is written by the first of them.
+        click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
+        sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
     overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
     if verbose:
@@ -79,7 +85,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.supervisor.life import Supervised
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
-    cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, ZygoteBroken)
+    cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
     told_wrong = (BadHandover, ConfigError, TokensUnavailable)
     supervised = Supervised.unheard()
     try:

@@ -15,6 +15,7 @@ from gpulease.daemon.audit.inbox import Inbox
 from gpulease.daemon.audit.records import FORMAT, Draft, Kind, Link
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
+from gpulease.daemon.threads import start_thread
 
 MAX_GROUP: Final = 2048
 """Records of one sync: bounds how long those in it wait for each other."""
@@ -77,7 +78,7 @@ class Writer:
     def start(self, *, must_work: bool) -> None:
         """Open the log, write that the daemon starts, and go on.
 
-        Raises FolderInUse, or OSError if it can't be written although it must.
+        Raises FolderInUse, NoThread, or OSError if it can't be written although it must.
         """
         try:
             self._work()
@@ -85,7 +86,7 @@ class Writer:
             self._fail(error)
             if must_work:
                 raise
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, kind: Kind, data: dict[str, Any], now_ns: int = 0) -> int:
         """Queue a record of what happens now; its ticket, 0 if there was no room. Waits for no disk."""

@@ -36,6 +36,7 @@ from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
 from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
 from gpulease.daemon.tenant_names import changed_hands
+from gpulease.daemon.threads import thread_pool
 from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
@@ -236,11 +237,12 @@ class Service:
 async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> AsyncIterator[Service]:
     """A daemon that listens, until the block is left; `given`: sockets that were handed over to it.
 
-    Raises CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt, JournalBroken,
-    BadHandover, or ConfigError for what shows on this host only, each with a sentence for the operator.
+    Raises NoThread, CardsUnavailable, ZygoteBroken, CannotRecord, TokensUnavailable, CannotListen, CannotAdopt,
+    JournalBroken, BadHandover, or ConfigError for what shows on this host only, each with a sentence for the operator.
     """
     adopt_orphans()
     raise_descriptor_limit()
+    asyncio.get_running_loop().set_default_executor(thread_pool())
     async with (
         holding_state(config) as state,
         _cards_of(config) as source,

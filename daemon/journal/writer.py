@@ -14,6 +14,7 @@ from gpulease.daemon.journal.rows import Change
 from gpulease.daemon.journal.store import Store
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
+from gpulease.daemon.threads import start_thread
 
 MAX_GROUP: Final = 1024
 """Batches of changes in one commit: bounds how long those in it wait for each other."""
@@ -57,9 +58,12 @@ class Writer:
     # --- the broker's side ---
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Begin. `on_change` is called in the thread whenever changes became durable, or can't be written."""
+        """Begin. `on_change` is called in the thread whenever changes became durable, or can't be written.
+
+        Raises NoThread.
+        """
         self._on_change = on_change
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, changes: Sequence[Change]) -> int:
         """Queue changes that belong together; their ticket. Waits for no disk."""

@@ -18,6 +18,7 @@ from typing import Final
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.shapes import Shape
 from gpulease.daemon.logs.telling import ATTRIBUTE
+from gpulease.daemon.threads import start_thread
 
 MAX_WAITING_BYTES: Final = 4 << 20
 """Of lines that wait for a reader: ten thousand. Stops a reader that stopped from filling the broker's memory."""
@@ -30,10 +31,9 @@ FLUSH_S: Final = 1.0
 
 
 class QueueingHandler(logging.Handler):
-    """Hands lines to a thread that writes them to a descriptor."""
+    """Hands lines to a thread that writes them to a descriptor. Raises NoThread."""
 
     def __init__(self, shape: Shape, fd: int = 2) -> None:
-        super().__init__()
         self._shape = shape
         self._fd = fd
         self._lines: deque[bytes] = deque()
@@ -44,7 +44,9 @@ class QueueingHandler(logging.Handler):
         self._is_given_up = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
+        # Last: what it registers is closed when the interpreter ends, whole or not.
+        super().__init__()
 
     def take_shape(self, shape: Shape) -> None:
         """Write like this from now on."""
