@@ -289,7 +289,7 @@ def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemo
         refused = Daemon(config=lasting.config + 'listen = ["unix:/proc/none/d.sock"]\n', listens=False)
         try:
             status, said = refusal_of(refused)
-            assert status == 69, said
+            assert status == 78, said
             assert "can't listen" in said
         finally:
             refused.discard()
