@@ -343,7 +343,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             return
         if is_submit:
             self._runtime.post(SubmitAbandoned(number))
-        failure = desk.not_attached(request.session_id)
+        failure = desk.not_attached(request.session_id, is_submit=is_submit)
         if not is_spent:
             failure = Failure(Status.BUSY, "that the token is used can't be written down now", hint="Try again.")
         self._refuse_attach(request, failure)

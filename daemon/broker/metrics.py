@@ -52,7 +52,7 @@ class NodeMetrics:
         self._recorder = recorder
         self._health = health
         self._cards = [card.uuid for card in table.cards()]
-        self._tally = Tally(table.get, self._cards)
+        self._tally = Tally(table.get, self._cards, lease_of_submit=table.submits.lease_of)
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)

@@ -163,12 +163,14 @@ class Desk:
         lease = self._runtime.table.get(lease_id)
         return lease is None or self._peer.is_stranger_to(lease.tenant)
 
-    def not_attached(self, lease_id: int) -> Failure:
+    def not_attached(self, lease_id: int, *, is_submit: bool = False) -> Failure:
         """The connection could not be handed over: what to say."""
         self._tokens.not_attached()
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
             return failure_of(denial)
+        if is_submit:
+            return Failure(Status.BUSY, "the submit's process did not take it over; nothing was run", hint="Try again.")
         return Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
 
     def _check_own(self, lease_id: int) -> None:

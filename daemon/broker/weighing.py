@@ -12,7 +12,7 @@ from typing import Final
 
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardSource, CardsUnavailable
-from gpulease.daemon.core import Cause, Event, LeaseState, LeaseTable, SessionCondemned
+from gpulease.daemon.core import FIRST_WARM_ID, Cause, Event, LeaseState, LeaseTable, SessionCondemned
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 
@@ -98,5 +98,6 @@ class Weigher:
             )
         # A worker that ended meanwhile is not on the card any more, and its end is told by whoever reaped it.
         if self._workers.is_alive(lease_id):
-            tell(LogEvent.WORKER_OVER_SLICE, lease_id=lease_id, reason=reason)
+            owner_id = self._table.submits.lease_of(lease_id) or lease_id
+            tell(LogEvent.WORKER_OVER_SLICE, lease_id=owner_id if owner_id < FIRST_WARM_ID else 0, reason=reason)
             self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))

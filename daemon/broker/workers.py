@@ -211,7 +211,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.lease_id, reason=error.strerror)
+        tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=error.strerror)
         ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}")
         asyncio.get_running_loop().call_soon(self._post, ended)
 

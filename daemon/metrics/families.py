@@ -77,7 +77,9 @@ SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the car
 SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
 SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions took, of every kind.")
 SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Of these, those that failed.")
-SESSION_FAULTS: Final = _counter("gpu_session_fault", "Contexts that were lost to a fault.")
+SESSION_FAULTS: Final = _counter(
+    "gpu_session_fault", "Contexts that were lost to a fault, those of submits among them."
+)
 
 # --- leases ---
 

@@ -36,6 +36,7 @@ from gpulease.daemon.core import (
     RevokeRequested,
     SessionFaulted,
     SpawnSubmit,
+    SubmitEnded,
     SubmitReady,
     SubmitRequested,
     WarmEnded,
@@ -99,7 +100,13 @@ _MEASURED: Final = (
 
 
 class Tally:
-    """Counts. `lookup` is the lease table's: a lease as it is after the event.
+    """Counts.
+
+    Args:
+        lookup: The lease table's: a lease as it is after the event.
+        cards: Their UUIDs.
+        tenants: Labels for tenants.
+        lease_of_submit: The lease of a submit by its number; 0 for what is none.
 
     Attributes:
         counters: The counters' values, by family.
@@ -108,17 +115,23 @@ class Tally:
     """
 
     def __init__(
-        self, lookup: Callable[[int], LeaseSnapshot | None], cards: Sequence[str], tenants: TenantLabels | None = None
+        self,
+        lookup: Callable[[int], LeaseSnapshot | None],
+        cards: Sequence[str],
+        tenants: TenantLabels | None = None,
+        lease_of_submit: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self.counters: dict[Family, Counts] = {family: counts() for family in _COUNTED}
         self.histograms: dict[Family, Histogram] = {family: Histogram(family) for family in _MEASURED}
         self.pairs: dict[Labels, None] = {}
         self._lookup = lookup
+        self._lease_of_submit = lease_of_submit
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
         self._asked: dict[int, tuple[str, int]] = {}
         self._granted_ns: dict[int, int] = {}
         # When work was refused, and why.
         self._over: dict[int, tuple[int, Cause]] = {}
+        # Leases and submits.
         self._faulted: set[int] = set()
         for uuid in cards:
             for family in (families.FENCES, families.WARM_TAKEN, families.WARM_LOST, families.WARM_RECYCLED):
@@ -131,6 +144,7 @@ class Tally:
             FenceCleared: self._answered,
             DrainSet: self._answered,
             SubmitReady: self._submitted,
+            SubmitEnded: self._ended_submit,
             Denied: self._denied,
             RefuseWork: self._refused_work,
             LeaseEnded: self._ended,
@@ -191,10 +205,10 @@ class Tally:
                     self._observe(families.REVOCATION_SECONDS, (cause.value,), now_ns - since_ns)
             case RequesterGone(request):
                 self._asked.pop(request, None)
-            case SessionFaulted(lease_id):
-                lease = self._lookup(lease_id)
-                if lease is not None and lease.state is LeaseState.ACTIVE and lease_id not in self._faulted:
-                    self._faulted.add(lease_id)
+            case SessionFaulted(number):
+                lease = self._lookup(self._lease_of_submit(number) or number)
+                if lease is not None and lease.state is LeaseState.ACTIVE and number not in self._faulted:
+                    self._faulted.add(number)
                     self._count(families.SESSION_FAULTS, self.pair(lease))
             case LeaseRestored(kept):
                 lease = self._lookup(kept.lease_id)
@@ -222,6 +236,9 @@ class Tally:
         self._asked.pop(effect.request, None)
         if (lease := self._lookup(effect.lease_id)) is not None:
             self._count(families.SUBMITS, self.pair(lease))
+
+    def _ended_submit(self, effect: SubmitEnded, now_ns: int) -> None:
+        self._faulted.discard(effect.submit_id)
 
     def _denied(self, effect: Denied, now_ns: int) -> None:
         operation, _ = self._asked.pop(effect.request, ("", now_ns))

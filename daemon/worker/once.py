@@ -113,6 +113,8 @@ class OnceServer:
                     guest = self._guest
                     with self._session.serving(guest) if guest is not None else contextlib.nullcontext():
                         reply = (guest.refuse(frame) if guest is not None else None) or self._session.handle(frame)
+                    if (lost := self._session.lost) is not None:
+                        report(self._channel, {"op": "faulted", "reason": lost.message})
                     if reply is not None:
                         self._send(sock, memoryview(reply))
                 if not submit.is_spent:

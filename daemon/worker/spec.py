@@ -40,6 +40,11 @@ class WorkerSpec:
         return self.size_bytes == 0
 
     @property
+    def of_lease(self) -> int:
+        """The lease that it is there for, its submit's worker too; 0 if it has none yet."""
+        return 0 if self.is_warm else self.submit_of or self.lease_id
+
+    @property
     def submit_number(self) -> int:
         """What its tenant knows a submit by."""
         return self.lease_id & _U64

@@ -185,7 +185,7 @@ class Keeper:
             yield kept.kill_due_ns
         else:
             kept.is_killed = True
-            tell(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.lease_id, worker_pid=kept.pid)
+            tell(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.of_lease, worker_pid=kept.pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
 

@@ -305,3 +305,12 @@ def test_a_remote_tenant_submits_too(start_daemon: StartDaemon, tmp_path: Path) 
         with pytest.raises(TimedOut):
             endless(lease).timeout_secs(0.3).launch()
         check_scaled(scaling(lease).launch())
+
+
+def test_one_whose_connection_can_not_be_handed_over(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.broker.worker:MAX_HAND_OVERS": 0}))
+    with daemon.builder().submits(ROOM).acquire() as lease:
+        with pytest.raises(Busy, match="the submit's process did not take it over; nothing was run"):
+            scaling(lease).launch()
+        wait_until(lambda: "submit" not in lease.query(), "its memory is proved free")
+        assert lease.query()["state"] == "active"

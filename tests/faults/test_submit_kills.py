@@ -62,6 +62,21 @@ def test_its_lease_ends_though_there_is_no_broker(lasting: LastingDaemon) -> Non
     lasting.now.wait_for_end(lease.lease_id)
 
 
+def test_who_is_killed_without_a_broker_is_told_by_its_lease(lasting: LastingDaemon) -> None:
+    lease = lasting.now.builder(seconds=2).submits(ROOM).acquire()
+    with running(lasting.now, lease):
+        killed = lasting.now
+        pid = lasting.workers()[WORKER]
+        # One that hangs does not end by itself.
+        os.kill(pid, signal.SIGSTOP)
+        lasting.kill()
+        wait_until(lambda: not lasting.workers(), "both workers are gone", seen=lasting.processes)
+        told = [line for line in killed.log().splitlines() if "killed by its zygote" in line and f"={pid}" in line]
+        assert [f"lease_id={lease.lease_id:032x}" in line for line in told] == [True]
+        lasting.start()
+    lasting.check_idle()
+
+
 def test_one_that_is_revoked_by_the_next_broker_is_gone_with_its_lease(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().submits(ROOM).acquire()
     with running(lasting.now, lease):

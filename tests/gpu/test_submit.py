@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from gpulease.client import Disconnected, GpuLease, GpuSession, LaunchFailed, Revoked, SyncFailed, TimedOut
+from gpulease.client.asking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, Neighbour, start_stray_store
 from helpers.nvml import Cards
@@ -68,14 +71,21 @@ def test_all_that_is_kept_for_it_can_be_had_and_comes_back(
     neighbour.check()
 
 
-def test_a_fault_stays_in_its_own_context(gpu: GpuLease, neighbour: Neighbour) -> None:
+def faults_counted(daemon: Daemon) -> float:
+    """Of all tenants."""
+    text = str(ask(Opcode.METRICS, Empty(), daemon.address).exposition)
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("gpu_session_fault_total{"))
+
+
+def test_a_fault_stays_in_its_own_context(daemon: Daemon, gpu: GpuLease, neighbour: Neighbour) -> None:
     """On a card a fault costs the context: the session's, or the submit's, never the other's."""
     with GpuSession(gpu) as session:
-        own = Neighbour(session)
+        own, counted = Neighbour(session), faults_counted(daemon)
         own.check()
         with pytest.raises(SyncFailed) as caught:
             stray(gpu).launch()
         assert caught.value.kernel in ("", "stray_store")
+        assert faults_counted(daemon) == counted + 1
         own.check()
         neighbour.check()
         module, buffer = session.module_load(FAULTS), session.mem_alloc(4)

@@ -44,7 +44,7 @@ class Counted(Scenario):
     def __init__(self, *, warm: int = 0, tenants: int = 8, limits: CoreLimits | None = None) -> None:
         super().__init__()
         self.table = LeaseTable((card(),), limits, warm)
-        self.tally = Tally(self.table.get, ["GPU-a"], TenantLabels(tenants))
+        self.tally = Tally(self.table.get, ["GPU-a"], TenantLabels(tenants), self.table.submits.lease_of)
 
     def do(self, event: Event) -> list[Effect]:
         effects = super().do(event)
@@ -89,6 +89,26 @@ def test_submits_begin_or_are_denied() -> None:
     for number in (1, FIRST_SUBMIT_ID):
         s.do(WorkerExited(number, "killed"))
         s.do(ReclaimProved(number))
+    assert s.tally.is_at_rest
+
+
+def test_a_submit_that_faults_counts_for_its_leases_tenant() -> None:
+    s = Counted()
+    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(WorkerReady(1))
+    for number in range(2):
+        submit_id = FIRST_SUBMIT_ID + number
+        s.do(SubmitRequested(2 + number, 1, "ann", 1000))
+        s.do(WorkerReady(submit_id))
+        for _ in range(2):
+            s.do(SessionFaulted(submit_id, "an address"))
+        s.do(WorkerExited(submit_id, "it ended"))
+        s.do(ReclaimProved(submit_id))
+    s.do(SessionFaulted(FIRST_SUBMIT_ID, "one that is gone"))
+    assert s.count(families.SESSION_FAULTS, *ANN) == 2
+    s.do(SessionFaulted(1, "an address"))
+    assert s.count(families.SESSION_FAULTS, *ANN) == 3, "the session's own"
+    s.gone(1)
     assert s.tally.is_at_rest
 
 

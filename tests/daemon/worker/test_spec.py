@@ -3,8 +3,21 @@
 import pytest
 
 from gpulease.daemon.channel import channel_pair, receive_message, send_message
+from gpulease.daemon.core import FIRST_SUBMIT_ID, FIRST_WARM_ID
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol import Waiting
+
+
+@pytest.mark.parametrize(
+    ("spec", "lease_id"),
+    [
+        (WorkerSpec(7, "GPU-a", 1, is_shared=False), 7),
+        (WorkerSpec(FIRST_SUBMIT_ID, "GPU-a", 1, is_shared=False, submit_of=7), 7),
+        (WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), 0),
+    ],
+)
+def test_whose_lease_it_is_there_for(spec: WorkerSpec, lease_id: int) -> None:
+    assert spec.of_lease == lease_id
 
 
 @pytest.mark.parametrize("waiting", [None, *Waiting])

@@ -4,13 +4,14 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from gpulease.daemon.channel import receive_message, send_message
+from gpulease.daemon.channel import ChannelClosed, receive_message, send_message
+from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.driver import CpuDriver
 from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.worker import once
@@ -164,6 +165,30 @@ def test_a_kernel_that_faults_answers_no_outputs(bench: Bench) -> None:
     assert (told.status, told.kernel) == (Status.SYNC_FAILED, "stray_store")
     assert [bench.page.counter(one) for one in (Counter.SYNCS, Counter.SYNC_ERRORS, Counter.COPIES)] == [0, 1, 0]
     assert bench.is_over()
+
+
+def test_a_context_that_is_lost_is_told_before_the_answer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card, where a fault costs the context: who has the answer has the fault counted already."""
+    sync = CpuContext.sync
+
+    def losing(context: CpuContext, look: Callable[[], None] = lambda: None) -> None:
+        try:
+            sync(context, look)
+        except KernelFault as fault:
+            fault.context_lost = True
+            raise
+
+    monkeypatch.setattr(CpuContext, "sync", losing)
+    bench.attach()
+    bench.say(Opcode.SUBMIT_RUN, STRAY)
+    assert isinstance(bench.heard(Opcode.SUBMIT_RUN), Failure)
+    bench.channel.setblocking(False)
+    said = []
+    with contextlib.suppress(BlockingIOError, ChannelClosed):
+        while True:
+            said.append(receive_message(bench.channel)[0])
+    assert [message["op"] for message in said if message["op"] != "look"] == ["faulted"]
+    assert said[-1]["reason"]
 
 
 def test_a_guest_that_may_not_run_is_refused(bench: Bench) -> None:
