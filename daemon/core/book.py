@@ -83,7 +83,8 @@ class Book:
             return False
         account = self.account_by_uuid[lease.card_uuid]
         is_worn = lease.served + 1 >= self.recycling.max_leases
-        return not is_worn and self.may_keep_warm(account) and account.recycled < self.recycling.max_idle
+        has_place = account.gives_way(lease.tenant, self.recycling.max_idle) is not None
+        return not is_worn and self.may_keep_warm(account) and has_place
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """The lease as it is, or as it was when it ended; None if it is unknown or forgotten."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.core.leases import ALONE, Lease
+from gpulease.daemon.core.recycling import gives_way
 from gpulease.daemon.core.warm import YIELDING, WarmContext, WarmState
 
 GPU_PREFIX: Final = "gpu-"
@@ -173,6 +174,10 @@ class CardAccount:
     def yielding(self) -> list[WarmContext]:
         """The warm contexts that can still be told to leave, oldest first."""
         return [context for context in self.warm.values() if context.state in YIELDING]
+
+    def gives_way(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
+        """Which of the contexts that wait for a tenant goes for one more of this one's; see `recycling.gives_way`."""
+        return gives_way([context for context in self.warm.values() if context.waits_for_tenant], tenant, max_idle)
 
     def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
         """So many of a pending lease's bytes can't be used yet; 0 once it may start."""

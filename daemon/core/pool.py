@@ -44,7 +44,6 @@ from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, Warm
 _GENERATION: Final = 0
 """Of a warm context's timers: it has no generations."""
 
-
 _WAITS_FOR: Final = {
     WarmState.WARMING: TimerKind.SPAWN,
     WarmState.READY: TimerKind.IDLE,
@@ -137,6 +136,8 @@ class Pool:
             return
         self._last_id += 1
         account = self._account(lease.card_uuid)
+        for other in account.gives_way(lease.tenant, recycling.max_idle) or ():
+            self._drop(other, "another tenant, who has fewer, takes its place", now_ns, out)
         due_ns = now_ns + recycling.idle_s * NS_PER_S
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
