@@ -20,6 +20,7 @@ from gpulease.protocol.messages import FenceClear, LeaseRenew
 from helpers.daemon import Daemon, Faults
 from helpers.lasting import LastingDaemon
 from helpers.processes import open_files
+from helpers.submits import WORKER
 from helpers.tenant_load import MIB, Load, Told
 from helpers.waiting import wait_until
 
@@ -52,9 +53,13 @@ def fenced_lease(lasting: LastingDaemon) -> Iterator[int]:
 
 
 def leased_workers(lasting: LastingDaemon) -> list[str]:
-    """Names of all workers that have a lease, twice if there are two."""
-    names = [info.name for info in lasting.processes() if info.name.startswith("gpul-") and not info.is_zombie]
-    return [name for name in names if name not in ("gpul-zygote", "gpul-warm")]
+    """Names of all workers that have a lease, twice if there are two; but for submits', which have no lease's name."""
+    return [name for name in workers(lasting) if name not in ("gpul-zygote", "gpul-warm", WORKER)]
+
+
+def workers(lasting: LastingDaemon) -> list[str]:
+    """Of zygotes and all that they made."""
+    return [info.name for info in lasting.processes() if info.name.startswith("gpul-") and not info.is_zombie]
 
 
 def check_from_outside(lasting: LastingDaemon, load: Load) -> None:
@@ -101,7 +106,22 @@ def check_after_restart(lasting: LastingDaemon, load: Load, fenced_id: int) -> N
         return set(leased_workers(lasting)) - known
 
     wait_until(lambda: not strangers(), "no worker runs that the broker does not know", seen=strangers)
+
+    def has_known_submits() -> bool:
+        # Each look may fall between two submits.
+        found = workers(lasting).count(WORKER)
+        return found <= sum("submit" in query(daemon, lease["lease_id"]) for lease in daemon.leases())
+
+    wait_until(has_known_submits, "no submit runs that the broker does not know", seen=lambda: workers(lasting))
     assert len(lasting.zygotes()) == 1, lasting.processes()
+
+
+def query(daemon: Daemon, lease_id: str) -> dict[str, Any]:
+    """What is known of a lease; nothing of one that is forgotten."""
+    try:
+        return daemon.query(int(lease_id, 16))
+    except NotFound:
+        return {}
 
 
 def check_nothing_was_wrong(load: Load) -> None:
@@ -142,6 +162,7 @@ def test_what_anybody_was_told_outlives_the_broker(start_lasting: Callable[..., 
             load.stop()
         print(f"seed {SEED}: {KILLS} kills, {load.counts}")
         check_nothing_was_wrong(load)
+        assert any(what.startswith("submit") for what in load.counts), load.counts
     check_nothing_leaks(lasting, zygote, files, load)
 
 

@@ -19,11 +19,13 @@ from gpulease.client import (
     GpuSession,
     LeaseExpired,
     Revoked,
+    TimedOut,
 )
 from gpulease.client.asking import ask
 from gpulease.protocol import Opcode, RevokeOutcome
 from gpulease.protocol.messages import LeaseRevoke
 from helpers.kernels import Neighbour, start_endless
+from helpers.submits import ROOM, check_scaled, endless, scaling
 
 LATE_S: Final = 8.0
 """How long after its deadline an endless kernel may go on: a bound for a test on a loaded host, not the product's."""
@@ -47,6 +49,7 @@ class Told:
     generation: int
     surely_until: float
     perhaps_until: float
+    has_submits: bool = False
     given_back: bool = False
     is_revoking: bool = False
     is_revoked: bool = False
@@ -105,6 +108,9 @@ class Load:
         builder = GpuBuilder(self.address).device(0)
         size, ttl_s = dice.randint(1, 24) * MIB, dice.choice([0.4, 1.0, 3.0, 8.0])
         builder.min_vram(size).lease_secs(ttl_s).timeout(dice.choice([0, 0, 0.5]))
+        if has_submits := dice.random() < 0.5:
+            builder.submits(ROOM)
+            size += ROOM
         asked_at = time.monotonic()
         try:
             lease = builder.acquire()
@@ -112,7 +118,7 @@ class Load:
             self.count(f"acquire: {type(error).__name__}")
             time.sleep(0.02)
             return
-        told = Told(lease.lease_id, size, lease.generation, asked_at + ttl_s, time.monotonic() + ttl_s)
+        told = Told(lease.lease_id, size, lease.generation, asked_at + ttl_s, time.monotonic() + ttl_s, has_submits)
         self.told[lease.lease_id] = told
         self.count("granted")
         try:
@@ -150,6 +156,8 @@ class Load:
                     self._renew(dice, lease, told)
                 if dice.random() < 0.2:
                     self._query(lease, told)
+                if told.has_submits and dice.random() < 0.4:
+                    self._submit(dice, lease, told)
         self._free(lease, told)
 
     def _run_endless(self, session: GpuSession, told: Told) -> None:
@@ -178,6 +186,26 @@ class Load:
             self.wrong.append(f"{told} was renewed to generation {lease.generation}")
         told.generation = lease.generation
         self.count("renewed")
+
+    def _submit(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
+        """One that is answered is right, one that never ends is not answered; what is lost is told as that."""
+        is_endless, factor, surely_until = dice.random() < 0.2, dice.randint(2, 9), told.surely_until
+        try:
+            work = endless(lease).timeout_secs(0.3) if is_endless else scaling(lease, factor=factor)
+            outputs = work.launch()
+        except (Disconnected, Busy) as error:
+            self.count(f"submit: {type(error).__name__}")
+            return
+        except TimedOut:
+            self.count("submit: TimedOut")
+            if not is_endless and time.monotonic() < surely_until:
+                self.wrong.append(f"{told}: a submit of a moment took too long")
+            return
+        self.count("submitted")
+        if is_endless:
+            self.wrong.append(f"{told}: a kernel that never ends has answered")
+            return
+        check_scaled(outputs, factor=factor)
 
     def _query(self, lease: GpuLease, told: Told) -> None:
         report = lease.query()
