@@ -9,8 +9,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
-LOOKING_THREADS: Final = 8
-"""For what blocks: looks at cards, files read anew. Looks take 0.1 ms; one that hangs keeps one of them."""
+LOOKING_THREADS: Final = 32
+"""For what blocks: looks at cards, files read anew. So many looks share one listing of a card's processes; one that
+hangs keeps one of them."""
+
+STACK_BYTES: Final = 1 << 20
+"""Of each: 32 MiB together, where a host that does not overcommit would count the 8 MiB that are usual 32 times."""
 
 HINT: Final = (
     "Let the daemon have more: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control group,"
@@ -44,6 +48,7 @@ def thread_pool(size: int = LOOKING_THREADS) -> ThreadPoolExecutor:
     """A pool whose threads are all there: it never starts another. Raises NoThread."""
     pool = ThreadPoolExecutor(size, "gpulease-look")
     together = threading.Barrier(size)
+    usual_bytes = threading.stack_size(STACK_BYTES)
     try:
         # One that waits for the others is not idle, so each has the next one started.
         wait([pool.submit(together.wait) for _ in range(size)])
@@ -51,4 +56,6 @@ def thread_pool(size: int = LOOKING_THREADS) -> ThreadPoolExecutor:
         together.abort()
         pool.shutdown(wait=False)
         raise NoThread from None
+    finally:
+        threading.stack_size(usual_bytes)
     return pool

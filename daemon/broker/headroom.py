@@ -15,8 +15,7 @@ from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 
 RESERVE_BYTES: Final = 32 << 20
-"""Kept back: addresses, of which no page is touched. For the stack of a thread that looks at a card, 8 MiB, and the
-messages and timers of all leases there are."""
+"""Kept back: addresses, of which no page is touched. For the messages and timers of all leases there are."""
 
 ROOM_BYTES: Final = 2 << 20
 """What a single event may take at most: a message of 128 KiB, a worker's page, and an arena of Python's objects, 1 MiB.

@@ -16,6 +16,14 @@ from helpers.daemon import python_environment
 NO_ROOM_BYTES = 1 << 46
 """For a thread's stack, whose size is that of the process's limit (pthread_create(3)): half of all addresses."""
 
+FEW_THREADS = """
+import resource
+from gpulease.daemon.threads import STACK_BYTES, thread_pool
+(size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize:")]
+resource.setrlimit(resource.RLIMIT_AS, (size + 8 * STACK_BYTES, resource.RLIM_INFINITY))
+thread_pool()
+"""
+
 
 def without_room_for_stacks() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (NO_ROOM_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
@@ -63,8 +71,10 @@ def test_a_pool_that_can_not_be_whole(monkeypatch: pytest.MonkeyPatch, after: in
     assert (told.value.status, "TasksMax=" in told.value.hint) == (os.EX_UNAVAILABLE, True)
 
 
-def test_a_host_that_has_none_for_a_pool() -> None:
-    done = run_without_threads("-c", "from gpulease.daemon.threads import thread_pool; thread_pool(2)")
+def test_a_host_that_has_too_few_for_a_pool() -> None:
+    """Some of them, by room for so many stacks and no more."""
+    command = [sys.executable, "-P", "-c", FEW_THREADS]
+    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "NoThread: this host lets the daemon start no more threads" in done.stderr
 
