@@ -23,7 +23,7 @@ class NeverListens(CannotListen):
     status = os.EX_CONFIG
 
 
-def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit of yours") -> CannotListen:
+def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with that ListenStream=") -> CannotListen:
     """Why not, in a sentence.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.asking import ask
-from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
+from gpulease.daemon.__main__ import EXIT_CONFIG
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory, LeaseRevoke
 from helpers.daemon import Daemon
@@ -108,7 +108,10 @@ def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
         status = daemon.process.wait(30)
         if status == MISSING:
             pytest.skip(daemon.log.read_text())
-        assert status == EXIT_UNAVAILABLE, daemon.log.read_text()
-        assert "can't listen on tcp:127.0.0.1:0: this process may make no such socket" in daemon.log.read_text()
+        assert status == EXIT_CONFIG, daemon.log.read_text()
+        said = (
+            "can't listen on tcp:127.0.0.1:0: no socket unit hands it over, and the daemon may make no network sockets"
+        )
+        assert said in daemon.log.read_text()
     finally:
         daemon.discard()
