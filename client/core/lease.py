@@ -222,6 +222,8 @@ class LeaseState:
         while True:
             fresh = self.channel.link.end is not None
             if fresh:
+                # It may have ended right behind an answer, which nobody has seen yet.
+                self.channel.close()
                 self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
             self.channel.link.forget()
             try:

@@ -10,7 +10,7 @@ from gpulease.client import Busy, Disconnected, Revoked
 from gpulease.client.core import lease as lease_module
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import HelloReply
+from gpulease.protocol.messages import HelloReply, Report
 from gpulease.protocol.opcodes import HelloOption
 from gpulease.protocol.primitives import Tlv
 from helpers.client_faces import Face, Scenario
@@ -57,6 +57,19 @@ def test_what_may_be_asked_again_is_until_there_is_an_answer(
 
     run(scenario)
     assert lasting.ops().count(ASKED[what].name) == 4
+
+
+def test_a_connection_that_ended_behind_an_answer_is_closed_for_the_next(run: Run, peer: ScriptedPeer) -> None:
+    then(peer, Opcode.LEASE_QUERY, [SayGoodbye(LEAVING.failure, behind=Report({"state": "active"}))])
+
+    async def scenario(face: Face) -> None:
+        lease = await face.acquire()
+        for _ in range(2):
+            assert (await lease.query())["state"] == "active"
+
+    # A socket that is dropped unclosed fails a test by its warning.
+    run(scenario)
+    assert peer.ops().count("HELLO") == 2
 
 
 @pytest.mark.parametrize("what", list(ASKED))

@@ -67,9 +67,10 @@ class HangUp(Exception):
 
 @dataclass
 class SayGoodbye(Exception):
-    """Raised by a handler: say why, then close."""
+    """Raised by a handler: say why, in one piece with an answer if there is one, then close."""
 
     failure: Failure
+    behind: Body | None = None
 
 
 @dataclass
@@ -234,7 +235,8 @@ class ScriptedPeer:
         except Refusal as refusal:
             reply = talk.connection.send_failure(request, refusal.failure)
         except SayGoodbye as goodbye:
-            self._say(talk, talk.connection.send_goodbye(goodbye.failure))
+            answer = b"" if goodbye.behind is None else talk.connection.send_reply(request, goodbye.behind)
+            self._say(talk, answer + talk.connection.send_goodbye(goodbye.failure))
             return False
         except SendRaw as raw:
             self._say(talk, raw.data)
