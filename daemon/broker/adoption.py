@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.broker.denials import cause_of
@@ -104,15 +104,14 @@ def reconcile(
 def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
     """The worker is bound by its page, written before the journal is: a renewal, or an end, may be there alone."""
     if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
-        lease = replace(
-            lease,
+        lease = lease._replace(
             deadline_ns=max(lease.deadline_ns, min(page.deadline_ns, latest_ns)),
             generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
         )
     if page.word is not None and lease.state is LeaseState.ACTIVE:
         cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word)
         reason = overran or "it was ended just before the daemon was"
-        lease = replace(lease, state=LeaseState.DRAINING, cause=cause, reason=reason)
+        lease = lease._replace(state=LeaseState.DRAINING, cause=cause, reason=reason)
     return lease
 
 

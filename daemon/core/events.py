@@ -17,6 +17,8 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 class TimerKind(Enum):
     """Which of a lease's clocks ran out."""
 
+    __hash__ = object.__hash__
+
     SPAWN = "spawn"
     EXPIRY = "expiry"
     GRACE = "grace"

@@ -5,14 +5,14 @@ Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one bo
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpulease.daemon.core.leases import Cause, Lease, LeaseSnapshot, LeaseState
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 
-@dataclass(frozen=True, slots=True)
-class KeptLease:
-    """A lease whose grant may have been told, or whose bytes are fenced.
+class KeptLease(NamedTuple):
+    """A lease whose grant may have been told, or whose bytes are fenced. A tuple: each change to a lease makes one.
 
     Attributes:
         charge_bytes: What it holds of its card: its size and the context's overhead when it was placed.
@@ -91,7 +91,7 @@ class Past:
     drain_ns: int | None = None
 
 
-def keep(lease: Lease) -> KeptLease | None:
+def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     """What is to be kept of a live lease; None while it is PENDING: nobody was told of it."""
     if lease.state is LeaseState.PENDING:
         return None
@@ -113,7 +113,8 @@ def keep(lease: Lease) -> KeptLease | None:
         lease.ttl_ms,
         lease.max_kernel_ms,
         lease.waiting,
-        submit_bytes=lease.submit_bytes,
+        worker_pid,
+        lease.submit_bytes,
     )
 
 

@@ -7,12 +7,14 @@ Rules:
 2. The first cause to end a lease is the one it keeps.
 3. Nothing leads back: no state before DRAINING can be reached again, and a FENCED lease is let go only by an operator.
 4. Whatever is not in `TRANSITIONS` raises `InvalidTransition` with all that happened to the lease.
+
+States, causes and triggers are hashed as the objects that they are: Enum's own way is a call of Python's for each step.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 class LeaseState(Enum):
     """Where a lease is in its life."""
 
+    __hash__ = object.__hash__
+
     PENDING = "pending"
     ACTIVE = "active"
     DRAINING = "draining"
@@ -33,6 +37,8 @@ class LeaseState(Enum):
 
 class Cause(Enum):
     """Why a lease ended."""
+
+    __hash__ = object.__hash__
 
     FREED = "freed"
     EXPIRED = "expired"
@@ -51,6 +57,8 @@ class Cause(Enum):
 
 class Trigger(Enum):
     """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
+
+    __hash__ = object.__hash__
 
     WORKER_READY = "worker_ready"
     RECLAIM_PROVED = "reclaim_proved"
@@ -90,8 +98,7 @@ TRANSITIONS: Final = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StoryEntry:
+class StoryEntry(NamedTuple):
     """One recorded transition of a lease, at the monotonic time `at_ns`."""
 
     at_ns: int
@@ -134,9 +141,8 @@ class InvalidTransition(Exception):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseSnapshot:
-    """What one lease was at one moment; all times are monotonic nanoseconds.
+class LeaseSnapshot(NamedTuple):
+    """What one lease was at one moment; all times are monotonic nanoseconds. A tuple: each event makes several.
 
     Attributes:
         cause: Why it ended, None while nothing has ended it.

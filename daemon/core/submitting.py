@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 from gpulease.daemon.core import denials, events, submit_denials
 from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.denials import Denial
+from gpulease.daemon.core.due import submit_due_ns
 from gpulease.daemon.core.effects import (
     ArmTimer,
     ArmWaitTimer,
@@ -118,10 +119,12 @@ class Submits(SubmitViews):
 
     def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
         """A lease was ended, and its submit with it."""
-        self._refuse_next(lease, denials.lease_ended(lease.snapshot()), out)
         submit = self._book.submits.get(lease.submit_id)
+        if submit is None and lease.next_submit is None:
+            return
+        denial = denials.lease_ended(lease.snapshot())
+        self._refuse_next(lease, denial, out)
         if submit is not None:
-            denial = denials.lease_ended(lease.snapshot())
             self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
 
     def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
@@ -281,12 +284,7 @@ class Submits(SubmitViews):
         self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
 
     def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        due_ns = {
-            (SubmitState.STARTING, TimerKind.SPAWN): submit.spawn_due_ns,
-            (SubmitState.RUNNING, TimerKind.EXPIRY): submit.due_ns,
-            (SubmitState.ENDING, TimerKind.GRACE): submit.grace_due_ns,
-            (SubmitState.ENDING, TimerKind.RECLAIM): submit.reclaim_due_ns,
-        }.get((submit.state, event.kind))
+        due_ns = submit_due_ns(submit, event.kind)
         if due_ns is None:
             return
         if now_ns < due_ns:

@@ -14,6 +14,7 @@ from gpulease.daemon.core.book import Book
 from gpulease.daemon.core.cards import Card, CardSnapshot
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.draining import Draining
+from gpulease.daemon.core.due import lease_due_ns
 from gpulease.daemon.core.effects import (
     ArmTimer,
     Denied,
@@ -124,10 +125,10 @@ class LeaseTable:
         lease = self._book.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
-    def keep(self, lease_id: int) -> KeptLease | None:
+    def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
         """What is to outlive this table of a live lease; None of one that is pending, or not there."""
         lease = self._book.live.get(lease_id)
-        return None if lease is None else keep(lease)
+        return None if lease is None else keep(lease, worker_pid)
 
     def keep_warm(self, warm_id: int) -> KeptWarm | None:
         """The same of a warm context."""
@@ -344,21 +345,17 @@ class LeaseTable:
         lease = self._book.live.get(event.lease_id)
         if lease is None or lease.generation != event.generation:
             return
-        if event.kind is TimerKind.SPAWN:
+        due_ns = lease_due_ns(lease, event.kind)
+        if due_ns is None:
+            return
+        if now_ns < due_ns:
+            out.append(ArmTimer(lease.lease_id, lease.generation, event.kind, due_ns))
+        elif event.kind is TimerKind.SPAWN:
             self._on_spawn_timer(lease, now_ns, out)
-        elif event.kind is TimerKind.EXPIRY:
-            self._teardown.on_expiry_timer(lease, now_ns, out)
-        elif event.kind is TimerKind.GRACE:
-            self._teardown.on_grace_timer(lease, now_ns, out)
         else:
-            self._teardown.on_reclaim_timer(lease, now_ns, out)
+            self._teardown.on_timer(lease, event.kind, now_ns, out)
 
     def _on_spawn_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        if lease.state is not LeaseState.PENDING:
-            return
-        if now_ns < lease.spawn_due_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
-            return
         if lease.warm_id and not lease.awaited_bytes:
             reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
             self._pool.replace_worker(lease, reason, now_ns, out, is_gone=False)

@@ -92,14 +92,19 @@ class Teardown:
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
-    def on_expiry_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """End an active lease unless the timer came early."""
-        if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
-            return
-        if now_ns < lease.deadline_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
-            return
-        self.expire_if_due(lease, now_ns, out)
+    def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
+        """A timer rang that has something to do: see `due`."""
+        if kind is TimerKind.EXPIRY:
+            self.expire_if_due(lease, now_ns, out)
+        elif kind is TimerKind.GRACE:
+            self._kill(lease, now_ns, out)
+        else:
+            of_what = "its submit's" if lease.is_proved else "its"
+            missing = (
+                f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
+            )
+            reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
+            self.on_reclaim_failed(lease, reason, now_ns, out)
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease whose worker was reaped."""
@@ -109,17 +114,6 @@ class Teardown:
             self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
         else:
             self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
-
-    def on_grace_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Kill the worker unless it is dead or the timer came early."""
-        if lease.state is not LeaseState.DRAINING or lease.grace_due_ns is None:
-            return
-        if lease.is_kill_sent or lease.is_worker_gone:
-            return
-        if now_ns < lease.grace_due_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
-            return
-        self._kill(lease, now_ns, out)
 
     def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """The process of a draining lease is reaped: now a proof of its bytes means something."""
@@ -160,18 +154,6 @@ class Teardown:
         if lease.free_request is not None:
             out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
         self._report(lease, RevokeOutcome.FENCED, out)
-
-    def on_reclaim_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Fence what was not proved back in time."""
-        if lease.state is not LeaseState.DRAINING or lease.reclaim_due_ns is None:
-            return
-        if now_ns < lease.reclaim_due_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
-            return
-        of_what = "its submit's" if lease.is_proved else "its"
-        missing = f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
-        reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
-        self.on_reclaim_failed(lease, reason, now_ns, out)
 
     def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         lease.is_kill_sent = True

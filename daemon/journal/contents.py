@@ -1,7 +1,7 @@
 """What is in a journal when it is opened, and what the host's restart changes in it."""
 
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gpulease.daemon.core import Cause, KeptCard, KeptLease, LeaseSnapshot, LeaseState, Past
 from gpulease.daemon.core.keeping import KeptWarm
@@ -76,8 +76,8 @@ class Contents:
             changes.append(Change(RowKind.LEASE, rows.lease_key(lease.lease_id), None))
             if lease.state is LeaseState.FENCED:
                 deadline_ns = None if lease.deadline_ns is None else 0
-                fenced = replace(lease, created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0)
-                changes[-1] = replace(changes[-1], content=fenced)
+                fenced = lease._replace(created_ns=0, deadline_ns=deadline_ns, ended_ns=0, worker_pid=0)
+                changes[-1] = changes[-1]._replace(content=fenced)
             else:
                 self.tombstones.append(_ended_with_host(lease))
                 changes.append(Change(RowKind.TOMBSTONE, rows.number_key(self.next_tombstone), self.tombstones[-1]))

@@ -1,7 +1,6 @@
 """What of the lease table's life goes into the journal: events and effects in, changes of rows out. No I/O."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.core import (
@@ -29,6 +28,9 @@ KEPT_TOMBSTONES: Final = 8192
 """The last leases that ended: their tenants are told why after a restart too. Bounds the file, and how long it is read
 at the start; the table itself remembers more."""
 
+_KEPT: Final = frozenset({Granted, Renewed, RefuseWork, LeaseEnded, FenceCleared, WarmEnded, DrainSet})
+"""Effects that may change rows: most are passed over by their kind."""
+
 
 class Follower:
     """Knows which leases have rows.
@@ -51,6 +53,8 @@ class Follower:
             lease_id = event.lease_id if isinstance(event, SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, out)
         for effect in effects:
+            if type(effect) not in _KEPT:
+                continue
             match effect:
                 case Granted(lease=lease):
                     self._pids[lease.lease_id] = pid_of(lease.lease_id)
@@ -79,9 +83,9 @@ class Follower:
 
     def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:
         """Write a lease that has a row, as it is now."""
-        if lease_id in self._pids and (kept := table.keep(lease_id)) is not None:
-            whole = replace(kept, worker_pid=self._pids[lease_id])
-            out.append(Change(RowKind.LEASE, lease_key(lease_id), whole))
+        worker_pid = self._pids.get(lease_id)
+        if worker_pid is not None and (kept := table.keep(lease_id, worker_pid)) is not None:
+            out.append(Change(RowKind.LEASE, lease_key(lease_id), kept))
 
     def _bury(self, lease_id: int, lease: LeaseSnapshot | None, out: list[Change]) -> None:
         """A lease is torn down: of one that had a row and was a tenant's, a tombstone stays."""

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from functools import partial
 from hashlib import blake2b
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpulease.daemon.core import Cause, KeptCard, KeptLease, KeptWarm, LeaseSnapshot, LeaseState
 from gpulease.protocol.opcodes import Exclusivity, Waiting
@@ -56,8 +55,7 @@ class RowKind(IntEnum):
     CLEARED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One row's new content, or that it is gone (None)."""
 
     kind: RowKind
@@ -95,15 +93,53 @@ def digest_of(kind: int, key: bytes, value: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
 
+_text: Final = json.JSONEncoder().encode
+
+
 def encode(content: Kept) -> bytes:
     """A row's value."""
+    if isinstance(content, KeptLease):
+        return _lease(content)
+    if isinstance(content, LeaseSnapshot):
+        return _tombstone(content)
     if isinstance(content, int):
         return b"%d" % content
-    values = {item: getattr(content, item) for item in content.__slots__}
-    for name, meaning in _LATER.items():
-        if values.get(name) == meaning:
-            del values[name]
-    return _encode(values).encode()
+    return json.dumps({name: getattr(content, name) for name in content.__slots__}, separators=(",", ":")).encode()
+
+
+def _lease(kept: KeptLease) -> bytes:
+    """By hand, as the next: most of what is written, and json takes five times as long."""
+    return (
+        f'{{"lease_id":{kept.lease_id},"tenant":{_text(kept.tenant)},"card_uuid":{_text(kept.card_uuid)},'
+        f'"size_bytes":{kept.size_bytes},"charge_bytes":{kept.charge_bytes},"exclusivity":{kept.exclusivity:d},'
+        f'"generation":{kept.generation},"state":{_member(kept.state)},"cause":{_member(kept.cause)},'
+        f'"reason":{_text(kept.reason)},"fault":{_text(kept.fault)},"created_ns":{kept.created_ns},'
+        f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{kept.ttl_ms},'
+        f'"max_kernel_ms":{kept.max_kernel_ms},"waiting":{_number(kept.waiting)},"worker_pid":{kept.worker_pid}'
+        f"{_later('submit_bytes', kept.submit_bytes)}}}"
+    ).encode()
+
+
+def _tombstone(lease: LeaseSnapshot) -> bytes:
+    return (
+        f'{{"lease_id":{lease.lease_id},"tenant":{_text(lease.tenant)},"card_uuid":{_text(lease.card_uuid)},'
+        f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
+        f'"state":{_member(lease.state)},"cause":{_member(lease.cause)},"reason":{_text(lease.reason)},'
+        f'"fault":{_text(lease.fault)},"created_ns":{lease.created_ns},"deadline_ns":{_number(lease.deadline_ns)},'
+        f'"ended_ns":{_number(lease.ended_ns)},"ttl_ms":{lease.ttl_ms}}}'
+    ).encode()
+
+
+def _later(name: str, number: int) -> str:
+    return "" if number == _LATER[name] else f',"{name}":{number}'
+
+
+def _number(number: int | None) -> str:
+    return "null" if number is None else f"{number:d}"
+
+
+def _member(member: Enum | None) -> str:
+    return "null" if member is None else _text(member.value)
 
 
 def read_lease(value: bytes) -> KeptLease:
@@ -141,16 +177,9 @@ _ENUMS: Final[dict[str, Callable[[Any], Enum]]] = {
 }
 
 
-def _plain(value: Enum) -> Any:
-    return value.value
-
-
-_encode: Final = partial(json.dumps, default=_plain, separators=(",", ":"))
-
-
 def _read(shape: type[Shape], value: bytes) -> Shape:
     members = json.loads(value)
-    names = {item.name for item in fields(shape)}
+    names = set(shape.__annotations__)
     if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
         raise ValueError(f"it is no {shape.__name__}")
     for name, kind in _ENUMS.items():

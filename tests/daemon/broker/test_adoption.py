@@ -1,7 +1,6 @@
 """What becomes of leases that were kept and of workers that were found, decided without either."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -76,13 +75,13 @@ def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestor
     [
         (KEPT, PageState(None, 1000, 3), KEPT),
         # A renewal that was not on the disk yet, and one that was not on the page.
-        (KEPT, PageState(None, 2000, 4), replace(KEPT, deadline_ns=2000, generation=4)),
+        (KEPT, PageState(None, 2000, 4), KEPT._replace(deadline_ns=2000, generation=4)),
         (KEPT, PageState(None, 500, 2), KEPT),
         # Nobody wrote that: a worker that was taken over did.
         (
             KEPT,
             PageState(None, 2**63, 2**63),
-            replace(KEPT, deadline_ns=LATEST_NS, generation=3 + MAX_RENEWALS_AHEAD),
+            KEPT._replace(deadline_ns=LATEST_NS, generation=3 + MAX_RENEWALS_AHEAD),
         ),
         (KEPT, PageState(Status.REVOKED, 1000, 3), (LeaseState.DRAINING, Cause.REVOKED)),
         (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3), (LeaseState.DRAINING, Cause.EXPIRED)),
@@ -91,11 +90,11 @@ def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestor
         (KEPT, PageState(Status.SESSION_FAILED, 1000, 3), (LeaseState.DRAINING, Cause.WORKER_DIED)),
         # What is kept of an end is why it ended, whatever the page says.
         (
-            replace(KEPT, state=LeaseState.DRAINING, cause=Cause.OVER_SLICE),
+            KEPT._replace(state=LeaseState.DRAINING, cause=Cause.OVER_SLICE),
             PageState(Status.SESSION_FAILED, 9000, 9),
             (LeaseState.DRAINING, Cause.OVER_SLICE),
         ),
-        (replace(KEPT, state=LeaseState.FENCED, cause=Cause.FREED), PageState(None, 1000, 3), None),
+        (KEPT._replace(state=LeaseState.FENCED, cause=Cause.FREED), PageState(None, 1000, 3), None),
     ],
 )
 @pytest.mark.parametrize("reason", [None, ENDED])
@@ -109,10 +108,10 @@ def test_a_kept_lease_with_its_own_worker(
     assert isinstance(event, LeaseRestored)
     assert event.has_worker == (reason is None)
     assert serial == worker.worker.serial
-    if isinstance(expected, tuple):
-        assert (event.kept.state, event.kept.cause) == expected
-    else:
+    if expected is None or isinstance(expected, KeptLease):
         assert event.kept == (expected or kept)
+    else:
+        assert (event.kept.state, event.kept.cause) == expected
 
 
 @pytest.mark.parametrize("reason", [None, ENDED])
@@ -165,7 +164,7 @@ def test_a_submit_of_a_kept_lease(page: PageState, reason: str | None, is_runnin
 
 
 def test_a_submit_whose_lease_takes_none_is_nobodys() -> None:
-    fenced = replace(KEPT, state=LeaseState.FENCED, cause=Cause.FREED)
+    fenced = KEPT._replace(state=LeaseState.FENCED, cause=Cause.FREED)
     submit = left(FIRST_SUBMIT_ID, submit_of=5)
     assert decide([fenced], [submit])[1:] == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
     assert decide([], [submit]) == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
@@ -193,8 +192,7 @@ WORKERS = st.lists(
 )
 ROWS = st.lists(
     st.builds(
-        lambda lease_id, state, generation: replace(
-            KEPT,
+        lambda lease_id, state, generation: KEPT._replace(
             lease_id=lease_id,
             state=state,
             cause=None if state is LeaseState.ACTIVE else Cause.FREED,

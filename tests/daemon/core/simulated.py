@@ -4,8 +4,6 @@ It executes effects in any order and at any time, and loses orders to workers. W
 lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
 """
 
-from dataclasses import replace
-
 from gpulease.daemon.core import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
@@ -372,8 +370,7 @@ class Shell:
             return kept
         cause = self.words.get(kept.lease_id)
         state = LeaseState.ACTIVE if cause is None else LeaseState.DRAINING
-        return replace(
-            kept,
+        return kept._replace(
             generation=max(generation, kept.generation),
             deadline_ns=max(deadline_ns, kept.deadline_ns),
             state=state,
