@@ -11,9 +11,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.daemon.core import (
     Denial,
@@ -119,14 +118,12 @@ _LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
 """Refusals that hold for ever: what they say of a lease must be on the disk as much as an outcome."""
 
 
-@dataclass(slots=True)
-class _Held:
-    """Somebody waits for a ticket to be durable. `tell` gets the journal's problem, "" if there is none."""
+class _Held(NamedTuple):
+    """Somebody waits for a ticket to be durable, until then. `tell` gets the journal's problem, "" for none."""
 
     ticket: int
+    until_s: float
     tell: Callable[[str], None]
-    timer: asyncio.TimerHandle | None = None
-    is_done: bool = False
 
 
 class FileJournal(Journal):
@@ -145,7 +142,9 @@ class FileJournal(Journal):
         kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
         heapq.heapify(self._token_ends)
+        # By their tickets, and so by their times too.
         self._held: deque[_Held] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._fault = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._table: LeaseTable | None = None
@@ -267,9 +266,9 @@ class FileJournal(Journal):
         elif self._writer.durable >= ticket or self._loop is None:
             tell("")
         else:
-            held = _Held(ticket, tell)
-            held.timer = self._loop.call_later(MAX_WAIT_S, self._give_up, held)
-            self._held.append(held)
+            self._held.append(_Held(ticket, self._loop.time() + MAX_WAIT_S, tell))
+            if self._timer is None:
+                self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
 
     def problem(self) -> str:
         """As above."""
@@ -285,19 +284,19 @@ class FileJournal(Journal):
         durable = self._writer.durable
         while self._held and self._held[0].ticket <= durable:
             self._tell(self._held.popleft(), "")
-        if problem := self.problem():
+        if self._held and (problem := self.problem()):
             while self._held:
                 self._tell(self._held.popleft(), problem)
 
-    def _give_up(self, held: _Held) -> None:
-        self._tell(held, self.problem() or f"it took more than {MAX_WAIT_S:g} s")
+    def _give_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Those have waited too long; the timer goes on with the first of the others."""
+        self._timer = None
+        while self._held and self._held[0].until_s <= loop.time():
+            self._tell(self._held.popleft(), self.problem() or f"it took more than {MAX_WAIT_S:g} s")
+        if self._held and self._timer is None:
+            self._timer = loop.call_at(self._held[0].until_s, self._give_up, loop)
 
     def _tell(self, held: _Held, problem: str) -> None:
-        if held.is_done:
-            return
-        held.is_done = True
-        if held.timer is not None:
-            held.timer.cancel()
         try:
             held.tell(problem)
         except Exception:

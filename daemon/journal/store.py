@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.journal.broken import EX_IOERR, JournalBroken, not_whole
+from gpulease.daemon.journal.entries import SCHEMA as ENTRY_SCHEMA
+from gpulease.daemon.journal.entries import put
 from gpulease.daemon.journal.folder import FILE_MODE, HEAD_NAME, JOURNAL_NAME, HeadFile, sync
 from gpulease.daemon.journal.rows import Change, digest_of
 
@@ -42,8 +44,7 @@ COPY_PREFIX: Final = "examined-"
 
 _MODULUS: Final = 1 << 128
 _SCHEMA: Final = (
-    "CREATE TABLE entry (kind INTEGER NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (kind, key))"
-    " WITHOUT ROWID",
+    ENTRY_SCHEMA,
     "CREATE TABLE state (one INTEGER PRIMARY KEY, boot TEXT NOT NULL, commits INTEGER NOT NULL, total BLOB NOT NULL,"
     " digest BLOB NOT NULL)",
 )
@@ -103,6 +104,7 @@ class Store:
 
     def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
         self._path = folder / JOURNAL_NAME
+        self._files = tuple(folder / name for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", HEAD_NAME))
         self._boot = boot
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
@@ -148,8 +150,7 @@ class Store:
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for change in changes:
-                state.total = (state.total + _put(connection, change)) % _MODULUS
+            state.total = (state.total + put(connection, changes)) % _MODULUS
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
@@ -170,7 +171,7 @@ class Store:
 
     def _look(self) -> tuple[Place, ...]:
         """Which files are where the journal's are."""
-        return tuple(_place(self._path.with_name(name)) for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", HEAD_NAME))
+        return tuple(_place(path) for path in self._files)
 
     def _is_new(self, head: HeadFile) -> bool:
         is_there = self._path.exists()
@@ -296,18 +297,6 @@ def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) ->
 def _write_state(connection: sqlite3.Connection, state: _State) -> None:
     values = (state.boot, state.commits, state.total.to_bytes(16, "big"), state.digest())
     connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?, ?)", values)
-
-
-def _put(connection: sqlite3.Connection, change: Change) -> int:
-    """Write one row; by how much the sum over all rows changes."""
-    kind, key, value = int(change.kind), change.key, change.value()
-    found = connection.execute("SELECT value FROM entry WHERE kind = ? AND key = ?", (kind, key)).fetchone()
-    more = -digest_of(kind, key, found[0]) if found is not None else 0
-    if value is None:
-        connection.execute("DELETE FROM entry WHERE kind = ? AND key = ?", (kind, key))
-        return more
-    connection.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?)", (kind, key, value))
-    return more + digest_of(kind, key, value)
 
 
 def _broken(path: Path, error: Exception) -> JournalBroken:

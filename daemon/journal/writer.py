@@ -48,7 +48,9 @@ class Writer:
         self.commits = 0
         self._store = store
         self._on_change: Callable[[], None] = _nobody
-        self._changed = threading.Condition()
+        # Taken as it is where nobody waits: a condition costs a call to get in.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Sequence[Change]] = deque()
         self._is_closed = False
         self._failure = ""
@@ -67,7 +69,7 @@ class Writer:
 
     def put(self, changes: Sequence[Change]) -> int:
         """Queue changes that belong together; their ticket. Waits for no disk."""
-        with self._changed:
+        with self._lock:
             self._queue.append(changes)
             self.accepted += 1
             if len(self._queue) == 1:
