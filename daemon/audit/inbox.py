@@ -26,7 +26,9 @@ class Inbox:
     def __init__(self) -> None:
         self.accepted = 0
         self.dropped = 0
-        self._changed = threading.Condition()
+        # Taken as it is where nobody waits: a condition costs a call to get in.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Draft] = deque()
         self._gap: Draft | None = None
         self._is_closed = False
@@ -36,7 +38,7 @@ class Inbox:
 
     def put(self, draft: Draft) -> int:
         """Queue a record; its ticket, 0 if there was no room. Waits for no disk."""
-        with self._changed:
+        with self._lock:
             if len(self._queue) >= (MAX_QUEUED_MINOR if draft.kind in MINOR else MAX_QUEUED):
                 self._drop(draft)
                 return 0

@@ -1,4 +1,4 @@
-"""The broker's side of the audit log: it is told everything, and holds a grant back until its record is durable.
+"""The broker's side of the audit log: it is told what to record, and holds a grant back until its record is durable.
 
 Nothing here decides what the lease table does, with one exception: where the operator demands the log, a grant that
 can't be recorded in time is revoked before anybody hears of it.
@@ -7,17 +7,17 @@ can't be recorded in time is revoked before anybody hears of it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.audit.budget import Budgets
 from gpulease.daemon.audit.inbox import MINOR
 from gpulease.daemon.audit.records import ENDS, Kind, clean_text
-from gpulease.daemon.audit.witness import Lookup, Told, Witness
+from gpulease.daemon.audit.witness import Lookup, Told
 from gpulease.daemon.audit.writer import Writer
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.core import Denial, Denied, Effect, Event, Granted, RevokeRequested
+from gpulease.daemon.core import Denial, Denied, Event, Granted, RevokeRequested
 from gpulease.daemon.core.denials import not_recorded
 from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -38,11 +38,8 @@ class Recorder:
     def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
         """Which lease table is told of, and where events for it go."""
 
-    def asked_by(self, request: int, peer: str) -> None:
-        """Who is behind this request, whose event does not say so: an operator, or whoever bears a token."""
-
-    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        """What an event brought about; told before any of it is carried out."""
+    def record(self, told: Told, now_ns: int) -> None:
+        """What the witness tells of an event, before any of what it brought about is carried out."""
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """A connection was handed to a lease's worker."""
@@ -101,7 +98,6 @@ class LogRecorder(Recorder):
         self._is_required = is_required
         self._loop = asyncio.get_running_loop()
         self._writer: Writer | None = None
-        self._witness = Witness(lambda _: None)
         self._post: Callable[[Event], None] = lambda _: None
         self._budgets = Budgets()
         self._tickets: dict[int, int] = {}
@@ -121,20 +117,14 @@ class LogRecorder(Recorder):
 
     def observe(self, lookup: Lookup, post: Callable[[Event], None]) -> None:
         """As above."""
-        self._witness = Witness(lookup)
         self._post = post
 
-    def asked_by(self, request: int, peer: str) -> None:
-        """As above."""
-        self._witness.asked_by(request, peer)
-
-    def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
+    def record(self, told: Told, now_ns: int) -> None:
         """As above. A fault here must not keep the effects from being carried out; an unrecorded grant is held."""
         try:
-            for told in self._witness.saw(event, effects, now_ns):
-                self._record(told, now_ns)
+            self._record(told, now_ns)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {event!r}")
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""

@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.audit.canonical import NotCanonical, canonical_bytes, value_of
 
@@ -67,8 +68,7 @@ class NotAHead(ValueError):
     """Bytes that are no head; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """What happened, before it has its place in the chain. `wall_us` counts from 1970."""
 
     kind: Kind
@@ -117,23 +117,27 @@ def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
 
     What can't be a record (a fault of the daemon's own) becomes one that says so: nothing may leave the chain unseen.
     """
-    members = {
-        "at": at_text(draft.wall_us),
-        "boot": boot,
-        "data": draft.data,
-        "kind": draft.kind.value,
-        "mono_us": draft.mono_us,
-        "prev": after.hash,
-        "seq": after.seq + 1,
-    }
     try:
-        line = canonical_bytes(members)
+        line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
         problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
     except NotCanonical as error:
         line, problem = b"", str(error)
     if problem:
-        line = canonical_bytes(members | {"data": {"unrecordable": problem}})
+        line = _line(draft, canonical_bytes({"unrecordable": problem}, depth=1), after, boot)
     return line, Link(after.seq + 1, hash_of(line))
+
+
+def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
+    """A record's members in canonical form: in the order of their names, and no text but `data` needs escaping."""
+    return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
+        at_text(draft.wall_us).encode(),
+        boot.encode(),
+        data,
+        draft.kind.value.encode(),
+        draft.mono_us,
+        after.hash.encode(),
+        after.seq + 1,
+    )
 
 
 def read_record(line: bytes) -> Record:
@@ -181,7 +185,14 @@ def read_head(data: bytes) -> Head:
 
 def at_text(wall_us: int) -> str:
     """A wall clock's time, microseconds since 1970, as records tell it."""
-    return (_EPOCH + timedelta(microseconds=wall_us)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    seconds, rest_us = divmod(wall_us, 1_000_000)
+    return f"{_second_text(seconds)}.{rest_us:06d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second_text(seconds: int) -> str:
+    """Of most records in a row, the same."""
+    return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:

@@ -5,8 +5,7 @@ All of it is bounded by open requests and live leases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.audit.records import Kind, clean_text
 from gpulease.daemon.core import (
@@ -47,17 +46,30 @@ THE_DAEMON: Final = "gpuleased"
 
 NS_PER_US: Final = 1000
 
+_REQUESTS: Final = frozenset(
+    {
+        *(AcquireRequested, RenewRequested, SubmitRequested, FreeRequested, RevokeRequested),
+        *(FenceClearRequested, DrainRequested, DrainCancelled),
+    }
+)
+_TELLING: Final = frozenset(
+    {
+        *(Denied, SubmitReady, Granted, Renewed, Freed, RevokeDone, FenceCleared, DrainSet),
+        *(RefuseWork, LeaseEnded, SubmitFenced, SubmitEnded, WarmEnded),
+    }
+)
+"""Effects of which something may be told: most are passed over by their kind."""
+
 Told = tuple[Kind, dict[str, Any]]
 Lookup = Callable[[int], LeaseSnapshot | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     operation: str
     by: str
     at_us: int
-    lease_id: int = 0
-    particulars: dict[str, Any] = field(default_factory=dict)
+    lease_id: int
+    particulars: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
         lease = {"lease": lease_text(self.lease_id)} if self.lease_id else {}
@@ -92,9 +104,11 @@ class Witness:
             yield from self._adopt(event.kept.lease_id)
         elif isinstance(event, RequesterGone):
             self._asked.pop(event.request, None)
-        else:
+        elif type(event) in _REQUESTS:
             self._note(event, now_us)
         for effect in effects:
+            if type(effect) not in _TELLING:
+                continue
             match effect:
                 case Denied() | SubmitReady() if effect.request:
                     yield from self._answered(effect, now_us)
@@ -120,7 +134,7 @@ class Witness:
                 wish: dict[str, Any] = {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
                 if selector is not None:
                     wish["card"] = clean_text(selector)
-                self._asked[request] = _Asked("acquire", tenant, now_us, particulars=wish)
+                self._asked[request] = _Asked("acquire", tenant, now_us, 0, wish)
             case RenewRequested(request, lease_id, tenant, ttl_ms):
                 by = self._askers.pop(request, tenant)
                 self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": bounded(ttl_ms)})
@@ -128,24 +142,24 @@ class Witness:
                 by = self._askers.pop(request, tenant)
                 self._asked[request] = _Asked("submit", by, now_us, lease_id, {"timeout_ms": bounded(timeout_ms)})
             case FreeRequested(request, lease_id, tenant):
-                self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id)
+                self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id, {})
             case RevokeRequested(request, lease_id, reason):
                 by = self._askers.pop(request, THE_DAEMON)
                 self._asked[request] = _Asked("revoke", by, now_us, lease_id, {"reason": clean_text(reason)})
             case FenceClearRequested(request, card_uuid):
                 by, card = self._askers.pop(request, THE_DAEMON), clean_text(card_uuid or "")
-                self._asked[request] = _Asked("fence_clear", by, now_us, particulars={"card": card})
+                self._asked[request] = _Asked("fence_clear", by, now_us, 0, {"card": card})
             case DrainRequested(request, within_ms):
                 by = self._askers.pop(request, THE_DAEMON)
-                self._asked[request] = _Asked("drain", by, now_us, particulars={"within_ms": within_ms})
+                self._asked[request] = _Asked("drain", by, now_us, 0, {"within_ms": within_ms})
             case DrainCancelled(request):
-                self._asked[request] = _Asked("drain_cancel", self._askers.pop(request, THE_DAEMON), now_us)
+                self._asked[request] = _Asked("drain_cancel", self._askers.pop(request, THE_DAEMON), now_us, 0, {})
 
     # --- what came of it ---
 
     def _answered(self, effect: Outcome, now_us: int) -> Iterator[Told]:
         asked = self._asked.pop(effect.request, None)
-        yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us), now_us)
+        yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us, 0, {}), now_us)
 
     def _outcome(
         self,
@@ -198,7 +212,9 @@ class Witness:
         self._over_us[lease_id] = now_us
         # One that was never granted is nobody's yet: its denial and its end say all.
         if lease_id in self._granted_us:
-            yield Kind.OVER, self._of(lease_id) | self._times(lease_id, now_us) | self._why(lease_id)
+            lease = self._lookup(lease_id)
+            why = {} if lease is None else {"cause": _cause(lease), "reason": clean_text(lease.reason)}
+            yield Kind.OVER, _named(lease_id, lease) | self._times(lease_id, now_us) | why
 
     def _ended(self, lease: LeaseSnapshot, now_us: int) -> Told:
         kind = Kind.FENCE if lease.state is LeaseState.FENCED else Kind.END
@@ -214,12 +230,11 @@ class Witness:
         return {"granted_us": self._granted_us.get(lease_id), "over_us": self._over_us.get(lease_id, now_us)}
 
     def _of(self, lease_id: int) -> dict[str, Any]:
-        lease = self._lookup(lease_id)
-        return {"lease": lease_text(lease_id)} if lease is None else _lease(lease)
+        return _named(lease_id, self._lookup(lease_id))
 
-    def _why(self, lease_id: int) -> dict[str, Any]:
-        lease = self._lookup(lease_id)
-        return {} if lease is None else {"cause": _cause(lease), "reason": clean_text(lease.reason)}
+
+def _named(lease_id: int, lease: LeaseSnapshot | None) -> dict[str, Any]:
+    return {"lease": lease_text(lease_id)} if lease is None else _lease(lease)
 
 
 def _lease(lease: LeaseSnapshot) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What the log tells of leases: each one's story, from the request to the proof that its memory is free.
 
-What the audit log's witness tells is told here too, and what that leaves out: requests before they are granted, the
-line, the workers. What a tenant can repeat at will is bounded for each tenant and event; what is left out is counted.
+What the audit log's witness tells is recorded there and told here too, and what that leaves out: requests before they
+are granted, the line, the workers. What a tenant can repeat at will is bounded for each tenant and event; what is left
+out is counted.
 """
 
 import asyncio
@@ -79,6 +80,15 @@ _KEPT: Final = frozenset(
 )
 """Members of the witness's particulars that are fields here by the same name."""
 
+_STORIED: Final = frozenset({AcquireRequested, RequesterGone, WorkerReady, WorkerFailed, WorkerExited, WorkerScrubbed})
+_TELLING: Final = frozenset(
+    {
+        *(SpawnWorker, KillWorker, WarmEnded, SubmitReady, SubmitEnded, SubmitFenced),
+        *(Granted, Denied, LeaseEnded),
+    }
+)
+"""Events and effects of which more is told than the witness does: most are passed over by their kind."""
+
 _ALWAYS: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}
 )
@@ -86,7 +96,7 @@ _ALWAYS: Final = frozenset(
 
 
 class Chronicle(Recorder):
-    """Stands before the recorder of the audit log: is told the same, and logs it.
+    """Stands before the recorder of the audit log: has recorded what happens, and logs it.
 
     Args:
         inner: The recorder.
@@ -110,27 +120,39 @@ class Chronicle(Recorder):
     # --- what the broker tells ---
 
     def observe(self, lookup: Callable[[int], LeaseSnapshot | None], post: Callable[[Event], None]) -> None:
-        """As the recorder has it; so are the others."""
+        """As the recorder has it; so are those that it has, too."""
         self._lookup = lookup
         self._witness = Witness(lookup)
         self._inner.observe(lookup, post)
 
     def asked_by(self, request: int, peer: str) -> None:
-        """As above."""
+        """Who is behind this request, whose event does not say so: an operator, or whoever bears a token."""
         self._witness.asked_by(request, peer)
-        self._inner.asked_by(request, peer)
 
     def saw(self, event: Event, effects: Sequence[Effect], now_ns: int) -> None:
-        """As above. A fault here must not keep anything from being done."""
-        self._inner.saw(event, effects, now_ns)
+        """What an event brought about, before any of it is carried out. A fault here must not keep it from that."""
+        told: list[Told] = []
         try:
-            self._tell_before(event, effects, now_ns)
-            denied = [self._asking.get(effect.request, 0) for effect in effects if isinstance(effect, Denied)]
-            for told in self._witness.saw(event, effects, now_ns):
-                self._tell(told, denied, now_ns)
-            self._tell_after(effects, now_ns)
+            for one in self._witness.saw(event, effects, now_ns):
+                self.record(one, now_ns)
+                told.append(one)
+        except Exception:
+            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {type(event).__name__}")
+        try:
+            if type(event) in _STORIED:
+                self._tell_before(event, effects, now_ns)
+            denied = [self._asking.get(one.request, 0) for one in effects if isinstance(one, Denied)] if told else []
+            for one in told:
+                self._tell(one, denied, now_ns)
+            for effect in effects:
+                if type(effect) in _TELLING:
+                    self._tell_after(effect, effects, now_ns)
         except Exception:
             tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {type(event).__name__}")
+
+    def record(self, told: Told, now_ns: int) -> None:
+        """As above."""
+        self._inner.record(told, now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
@@ -227,6 +249,8 @@ class Chronicle(Recorder):
         )
         self._asking[event.request] = event.lease_id
         self._asked_ns[event.lease_id] = now_ns
+        if not is_told(LogEvent.LEASE_QUEUED):
+            return
         is_denied = any(isinstance(effect, Denied) and effect.request == event.request for effect in effects)
         if not is_denied and self._lookup(event.lease_id) is None:
             self._say(LogEvent.LEASE_QUEUED, event.tenant, lease_id=event.lease_id)
@@ -252,34 +276,33 @@ class Chronicle(Recorder):
                 fields["late_ms"] = _ms(now_ns - lease.deadline_ns)
         self._say(event, str(data.get("tenant") or data.get("by", "")), lease_id=lease_id, **fields)
 
-    def _tell_after(self, effects: Sequence[Effect], now_ns: int) -> None:
-        for effect in effects:
-            match effect:
-                case SpawnWorker(lease_id):
-                    is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
-                    self._tell_placed(lease_id, now_ns, is_warm=is_warm)
-                case KillWorker(lease_id) if lease_id < FIRST_WARM_ID:
-                    self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
-                case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
-                    tell(LogEvent.WARM_FENCED, card=card, reason=reason)
-                case WarmEnded(card_uuid=card, reason=reason):
-                    # It may have been a tenant's, who can leave one after the other.
-                    self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
-                case SubmitReady(_, submit_id, lease_id):
-                    self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
-                case SubmitEnded(_, lease_id, reason):
-                    self._say_of(LogEvent.SUBMIT_ENDED, lease_id, reason=reason)
-                case SubmitFenced(_, lease_id, reason):
-                    self._say_of(LogEvent.SUBMIT_FENCED, lease_id, reason=reason)
-                case Granted(request) | Denied(request):
-                    self._answered(request)
-                case LeaseEnded(lease):
-                    self._spawned_ns.pop(lease.lease_id, None)
-                    self._pids.pop(lease.lease_id, None)
+    def _tell_after(self, effect: Effect, effects: Sequence[Effect], now_ns: int) -> None:
+        match effect:
+            case SpawnWorker(lease_id):
+                is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
+                self._tell_placed(lease_id, now_ns, is_warm=is_warm)
+            case KillWorker(lease_id) if lease_id < FIRST_WARM_ID:
+                self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
+            case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
+                tell(LogEvent.WARM_FENCED, card=card, reason=reason)
+            case WarmEnded(card_uuid=card, reason=reason):
+                # It may have been a tenant's, who can leave one after the other.
+                self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
+            case SubmitReady(_, submit_id, lease_id):
+                self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
+            case SubmitEnded(_, lease_id, reason):
+                self._say_of(LogEvent.SUBMIT_ENDED, lease_id, reason=reason)
+            case SubmitFenced(_, lease_id, reason):
+                self._say_of(LogEvent.SUBMIT_FENCED, lease_id, reason=reason)
+            case Granted(request) | Denied(request):
+                self._answered(request)
+            case LeaseEnded(lease):
+                self._spawned_ns.pop(lease.lease_id, None)
+                self._pids.pop(lease.lease_id, None)
 
     def _tell_placed(self, lease_id: int, now_ns: int, *, is_warm: bool) -> None:
         self._spawned_ns[lease_id] = now_ns
-        if (lease := self._lookup(lease_id)) is None:
+        if not is_told(LogEvent.LEASE_PLACED) or (lease := self._lookup(lease_id)) is None:
             return
         self._say(
             LogEvent.LEASE_PLACED,
