@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.adoption import adopt
@@ -18,6 +19,7 @@ from gpulease.daemon.broker.metrics import NodeMetrics
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.recycling import Recycler
 from gpulease.daemon.broker.telling import Teller
+from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
 from gpulease.daemon.broker.watchman import Watchman
@@ -37,6 +39,7 @@ from gpulease.daemon.core import (
     DrainTimerFired,
     Effect,
     Event,
+    Freed,
     Granted,
     HoldTimerFired,
     KillWorker,
@@ -72,7 +75,7 @@ from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Exclusivity, Status
 
-NS_PER_S = 1_000_000_000
+_KINDS: Final = tuple(TimerKind)
 
 OnOutcome = Callable[[Outcome], None]
 
@@ -113,11 +116,7 @@ class Runtime:
         self._is_busy = False
         self._last_request = 0
         self._waiting: dict[int, OnOutcome] = {}
-        self._timers: dict[tuple[int, TimerKind], asyncio.TimerHandle] = {}
-        self._wait_timers: dict[int, asyncio.TimerHandle] = {}
-        self._hold_timer: asyncio.TimerHandle | None = None
-        self._pool_timer: asyncio.TimerHandle | None = None
-        self._drain_timer: asyncio.TimerHandle | None = None
+        self.timers = Timers(self.post, self.headroom.secure)
         self._one_ended = asyncio.Event()
         self._untold = 0
 
@@ -151,10 +150,7 @@ class Runtime:
 
     async def stop(self) -> None:
         """Wait for nothing any more."""
-        own = (self._hold_timer, self._pool_timer, self._drain_timer)
-        for handle in (*self._timers.values(), *self._wait_timers.values(), *own):
-            if handle is not None:
-                handle.cancel()
+        self.timers.stop()
         self.teller.stop()
         await self.metrics.stop()
         await self._watchman.stop()
@@ -174,8 +170,7 @@ class Runtime:
     def forget(self, request: int) -> None:
         """Nobody waits for this outcome any more."""
         self._waiting.pop(request, None)
-        if (handle := self._wait_timers.pop(request, None)) is not None:
-            handle.cancel()
+        self.timers.cancel((WaitTimerFired, request))
 
     # --- events in ---
 
@@ -223,7 +218,23 @@ class Runtime:
             tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
     def _perform(self, effect: Effect) -> None:
+        # Those that every lease has come first.
         match effect:
+            case ArmTimer(lease_id, generation, kind, due_ns):
+                self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
+            case Granted() | Renewed() | Freed():
+                self._answer(effect)
+            case SetDeadline(lease_id, generation, deadline_ns):
+                self.workers.set_deadline(lease_id, deadline_ns, generation)
+            case RefuseWork(lease_id, cause):
+                lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
+                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason)
+            case KillWorker(lease_id):
+                self.workers.kill(lease_id)
+            case ProveReclaimed(lease_id, card_uuid):
+                self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
+            case LeaseEnded(lease):
+                self._let_go(lease.lease_id)
             case SpawnWorker():
                 self._spawn(effect)
             case WarmUp(warm_id, card_uuid):
@@ -237,25 +248,14 @@ class Runtime:
                 self._recycler.scrub(lease_id)
             case RecycleWorker(lease_id, warm_id):
                 self.workers.recycle(lease_id, warm_id)
-            case SetDeadline(lease_id, generation, deadline_ns):
-                self.workers.set_deadline(lease_id, deadline_ns, generation)
-            case RefuseWork(lease_id, cause):
-                lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
-                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason)
-            case KillWorker(lease_id):
-                self.workers.kill(lease_id)
-            case ProveReclaimed(lease_id, card_uuid):
-                self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
-            case ArmTimer():
-                self._arm(effect)
             case ArmWaitTimer(request, due_ns):
-                self._wait_timers[request] = self._at(due_ns, WaitTimerFired(request))
+                self.timers.arm((WaitTimerFired, request), due_ns, WaitTimerFired(request))
             case ArmHoldTimer(due_ns):
-                self._arm_hold(due_ns)
+                self.timers.arm(HoldTimerFired, due_ns, HoldTimerFired())
             case ArmPoolTimer(due_ns):
-                self._arm_pool(due_ns)
+                self.timers.arm(PoolTimerFired, due_ns, PoolTimerFired())
             case ArmDrainTimer(due_ns):
-                self._arm_drain(due_ns)
+                self.timers.arm(DrainTimerFired, due_ns, DrainTimerFired())
             case SpawnSubmit():
                 self._spawn_submit(effect)
             case RefuseSubmit(submit_id, cause):
@@ -271,8 +271,6 @@ class Runtime:
                 pass  # the teller's to tell
             case WarmEnded(warm_id):
                 self._let_go(warm_id)
-            case LeaseEnded(lease):
-                self._let_go(lease.lease_id)
             case _:
                 self._answer(effect)
 
@@ -306,31 +304,6 @@ class Runtime:
         )
         self.workers.spawn(spec)
 
-    def _arm(self, effect: ArmTimer) -> None:
-        key = (effect.lease_id, effect.kind)
-        if (armed := self._timers.get(key)) is not None:
-            armed.cancel()
-        self._timers[key] = self._at(effect.due_ns, TimerFired(effect.lease_id, effect.generation, effect.kind))
-
-    def _arm_hold(self, due_ns: int) -> None:
-        if self._hold_timer is not None:
-            self._hold_timer.cancel()
-        self._hold_timer = self._at(due_ns, HoldTimerFired())
-
-    def _arm_pool(self, due_ns: int) -> None:
-        if self._pool_timer is not None:
-            self._pool_timer.cancel()
-        self._pool_timer = self._at(due_ns, PoolTimerFired())
-
-    def _arm_drain(self, due_ns: int) -> None:
-        if self._drain_timer is not None:
-            self._drain_timer.cancel()
-        self._drain_timer = self._at(due_ns, DrainTimerFired())
-
-    def _at(self, due_ns: int, event: Event) -> asyncio.TimerHandle:
-        delay_s = max(0, due_ns - time.monotonic_ns()) / NS_PER_S
-        return asyncio.get_running_loop().call_later(delay_s, self.post, event)
-
     def _let_go(self, number: int) -> None:
         """Nothing is to be done any more about a lease or warm context."""
         self._cancel_timers(number)
@@ -340,13 +313,11 @@ class Runtime:
         self._one_ended.set()
 
     def _cancel_timers(self, number: int) -> None:
-        for kind in TimerKind:
-            if (handle := self._timers.pop((number, kind), None)) is not None:
-                handle.cancel()
+        for kind in _KINDS:
+            self.timers.cancel((kind, number))
 
     def _answer(self, outcome: Outcome) -> None:
-        if (handle := self._wait_timers.pop(outcome.request, None)) is not None:
-            handle.cancel()
+        self.timers.cancel((WaitTimerFired, outcome.request))
         on_outcome = self._waiting.pop(outcome.request, None)
         if on_outcome is None:
             return

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker import metrics, reports, requests, runtime, tokens
+from gpulease.daemon.broker import metrics, reports, requests, runtime, timers, tokens
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
@@ -33,7 +33,7 @@ START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0
 NS_PER_S = 1_000_000_000
 READY_S = 0.05
-CLOCKED: tuple[Any, ...] = (metrics, reports, requests, runtime, tokens)
+CLOCKED: tuple[Any, ...] = (metrics, reports, requests, runtime, timers, tokens)
 
 
 class Clock:
