@@ -8,7 +8,9 @@ where there is room for it, and what goes on gets what was kept back.
 import asyncio
 import contextlib
 import mmap
+import resource
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -23,7 +25,14 @@ ROOM_BYTES: Final = 2 << 20
 
 LOOK_NS: Final = 1_000_000
 """Between two looks for room at the least, where nothing new is to begin: the events of a millisecond are served from
-the same arena. A look waits for whatever thread has a page mapped meanwhile, for 0.1 ms on a busy host."""
+the same arena."""
+
+UNLIMITED_LOOK_NS: Final = 20 * LOOK_NS
+"""The same where this process has no limit: only too many mappings can make the next one fail then (mmap(2), ENOMEM),
+and those come with what is new. A look waits for whatever thread has a page mapped meanwhile: 0.1 ms on a busy host,
+and longer if that thread waits for its turn."""
+
+_OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 
 
 class Headroom:
@@ -35,14 +44,19 @@ class Headroom:
 
     def __init__(self) -> None:
         self.is_short = False
+        self._asked_ns = 0
         self._looked_ns = 0
+        self._is_strict = _is_host_strict()
         self._reserve: mmap.mmap | None = None
         self._keep_back()
 
     def secure(self) -> None:
         """See that there is room for one more event, if need be by giving up the reserve."""
         now_ns = time.monotonic_ns()
-        if now_ns - self._looked_ns >= LOOK_NS:
+        if now_ns - self._asked_ns < LOOK_NS:
+            return
+        self._asked_ns = now_ns
+        if self._is_strict or _is_limited() or now_ns - self._looked_ns >= UNLIMITED_LOOK_NS:
             self._looked_ns = now_ns
             self._look()
 
@@ -91,6 +105,20 @@ class Headroom:
         elif self.is_short:
             self.is_short = False
             tell(LogEvent.MEMORY_BACK)
+
+
+def _is_limited() -> bool:
+    """Whether somebody has set this process a limit, which may be now."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
+
+
+def _is_host_strict() -> bool:
+    """Whether the host promises no more memory than it has (proc_sys_vm(5), overcommit_memory), or does not say."""
+    try:
+        return _OVERCOMMIT.read_text().strip() == "2"
+    except OSError:
+        return True
 
 
 def _mapping(size_bytes: int) -> mmap.mmap:
