@@ -200,7 +200,7 @@ class LogRecorder(Recorder):
         ticket = self._writer.put(kind, data, now_ns)
         if kind is Kind.GRANT and self._is_required:
             self._tickets[int(data["lease"], 16)] = ticket
-        elif kind in ENDS:
+        elif self._tickets and kind in ENDS:
             self._tickets.pop(int(data["lease"], 16), None)
 
     def problem(self) -> str:

@@ -46,12 +46,18 @@ THE_DAEMON: Final = "gpuleased"
 
 NS_PER_US: Final = 1000
 
-_REQUESTS: Final = frozenset(
-    {
-        *(AcquireRequested, RenewRequested, SubmitRequested, FreeRequested, RevokeRequested),
-        *(FenceClearRequested, DrainRequested, DrainCancelled),
-    }
-)
+_OfTenant = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested
+_Request = _OfTenant | RevokeRequested | FenceClearRequested | DrainRequested | DrainCancelled
+_OPERATIONS: Final[dict[type, str]] = {
+    AcquireRequested: "acquire",
+    RenewRequested: "renew",
+    SubmitRequested: "submit",
+    FreeRequested: "free",
+    RevokeRequested: "revoke",
+    FenceClearRequested: "fence_clear",
+    DrainRequested: "drain",
+    DrainCancelled: "drain_cancel",
+}
 _TELLING: Final = frozenset(
     {
         *(Denied, SubmitReady, Granted, Renewed, Freed, RevokeDone, FenceCleared, DrainSet),
@@ -65,15 +71,34 @@ Lookup = Callable[[int], LeaseSnapshot | None]
 
 
 class _Asked(NamedTuple):
-    operation: str
     by: str
     at_us: int
-    lease_id: int
-    particulars: dict[str, Any]
+    request: _Request | None
+
+    @property
+    def operation(self) -> str:
+        return _OPERATIONS.get(type(self.request), "")
 
     def told(self) -> dict[str, Any]:
-        lease = {"lease": lease_text(self.lease_id)} if self.lease_id else {}
-        return lease | self.particulars
+        """Which lease it was about, and its particulars."""
+        match self.request:
+            case AcquireRequested(size_bytes=size_bytes, ttl_ms=ttl_ms, selector=selector):
+                card = {} if selector is None else {"card": clean_text(selector)}
+                return {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)} | card
+            case RenewRequested(lease_id=lease_id, ttl_ms=ttl_ms):
+                return _lease_of(lease_id) | {"ttl_ms": bounded(ttl_ms)}
+            case SubmitRequested(lease_id=lease_id, timeout_ms=timeout_ms):
+                return _lease_of(lease_id) | {"timeout_ms": bounded(timeout_ms)}
+            case FreeRequested(lease_id=lease_id):
+                return _lease_of(lease_id)
+            case RevokeRequested(lease_id=lease_id, reason=reason):
+                return _lease_of(lease_id) | {"reason": clean_text(reason)}
+            case FenceClearRequested(card_uuid=card_uuid):
+                return {"card": clean_text(card_uuid or "")}
+            case DrainRequested(within_ms=within_ms):
+                return {"within_ms": within_ms}
+            case DrainCancelled() | None:
+                return {}
 
 
 class Witness:
@@ -104,8 +129,9 @@ class Witness:
             yield from self._adopt(event.kept.lease_id)
         elif isinstance(event, RequesterGone):
             self._asked.pop(event.request, None)
-        elif type(event) in _REQUESTS:
-            self._note(event, now_us)
+        elif type(event) in _OPERATIONS and isinstance(event, _Request):
+            by = event.tenant if isinstance(event, _OfTenant) else THE_DAEMON
+            self._asked[event.request] = _Asked(self._askers.pop(event.request, by), now_us, event)
         for effect in effects:
             if type(effect) not in _TELLING:
                 continue
@@ -126,40 +152,11 @@ class Witness:
                     # The one thing about the pool that is anybody's: bytes that no lease can have.
                     yield Kind.POOL, {"card": card_uuid, "what": "fenced", "reason": clean_text(reason)}
 
-    # --- what was asked ---
-
-    def _note(self, event: Event, now_us: int) -> None:
-        match event:
-            case AcquireRequested(request, tenant, size_bytes=size_bytes, ttl_ms=ttl_ms, selector=selector):
-                wish: dict[str, Any] = {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)}
-                if selector is not None:
-                    wish["card"] = clean_text(selector)
-                self._asked[request] = _Asked("acquire", tenant, now_us, 0, wish)
-            case RenewRequested(request, lease_id, tenant, ttl_ms):
-                by = self._askers.pop(request, tenant)
-                self._asked[request] = _Asked("renew", by, now_us, lease_id, {"ttl_ms": bounded(ttl_ms)})
-            case SubmitRequested(request, lease_id, tenant, timeout_ms):
-                by = self._askers.pop(request, tenant)
-                self._asked[request] = _Asked("submit", by, now_us, lease_id, {"timeout_ms": bounded(timeout_ms)})
-            case FreeRequested(request, lease_id, tenant):
-                self._asked[request] = _Asked("free", self._askers.pop(request, tenant), now_us, lease_id, {})
-            case RevokeRequested(request, lease_id, reason):
-                by = self._askers.pop(request, THE_DAEMON)
-                self._asked[request] = _Asked("revoke", by, now_us, lease_id, {"reason": clean_text(reason)})
-            case FenceClearRequested(request, card_uuid):
-                by, card = self._askers.pop(request, THE_DAEMON), clean_text(card_uuid or "")
-                self._asked[request] = _Asked("fence_clear", by, now_us, 0, {"card": card})
-            case DrainRequested(request, within_ms):
-                by = self._askers.pop(request, THE_DAEMON)
-                self._asked[request] = _Asked("drain", by, now_us, 0, {"within_ms": within_ms})
-            case DrainCancelled(request):
-                self._asked[request] = _Asked("drain_cancel", self._askers.pop(request, THE_DAEMON), now_us, 0, {})
-
     # --- what came of it ---
 
     def _answered(self, effect: Outcome, now_us: int) -> Iterator[Told]:
         asked = self._asked.pop(effect.request, None)
-        yield from self._outcome(effect, asked or _Asked("", THE_DAEMON, now_us, 0, {}), now_us)
+        yield from self._outcome(effect, asked or _Asked(THE_DAEMON, now_us, None), now_us)
 
     def _outcome(
         self,
@@ -231,6 +228,10 @@ class Witness:
 
     def _of(self, lease_id: int) -> dict[str, Any]:
         return _named(lease_id, self._lookup(lease_id))
+
+
+def _lease_of(lease_id: int) -> dict[str, Any]:
+    return {"lease": lease_text(lease_id)} if lease_id else {}
 
 
 def _named(lease_id: int, lease: LeaseSnapshot | None) -> dict[str, Any]:

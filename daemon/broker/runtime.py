@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from gpulease.daemon.audit.recorder import Recorder
@@ -322,22 +323,21 @@ class Runtime:
         if on_outcome is None:
             return
         self._untold += 1
+        self.journal.answer(outcome, partial(self._answer_kept, outcome, on_outcome))
 
-        def tell(told: Outcome) -> None:
-            self._untold -= 1
-            self._one_ended.set()
-            on_outcome(told)
-
-        self.journal.answer(outcome, lambda told: self._answer_kept(outcome, told, tell))
-
-    def _answer_kept(self, outcome: Outcome, told: Outcome, on_outcome: OnOutcome) -> None:
+    def _answer_kept(self, outcome: Outcome, on_outcome: OnOutcome, told: Outcome) -> None:
         """What the table said is on the disk, or `told` says that it can't be brought there."""
         if isinstance(told, Granted):
-            self.recorder.answer(told, on_outcome)
+            self.recorder.answer(told, partial(self._answer_told, on_outcome))
             return
         if isinstance(outcome, Granted | Renewed) and isinstance(told, Denied):
             operation = "LEASE_ALLOC" if isinstance(outcome, Granted) else "LEASE_RENEW"
             lease = outcome.lease
             self.recorder.refused(operation, lease.tenant, lease.lease_id, told.denial.message)
             self.metrics.refused(operation, Status.BUSY)
+        self._answer_told(on_outcome, told)
+
+    def _answer_told(self, on_outcome: OnOutcome, told: Outcome) -> None:
+        self._untold -= 1
+        self._one_ended.set()
         on_outcome(told)

@@ -7,6 +7,7 @@ and submits by the same effects, with their numbers.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.events import TimerKind
@@ -99,8 +100,7 @@ class SubmitEnded:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SetDeadline:
+class SetDeadline(NamedTuple):
     """Write the deadline and the generation where the worker reads them."""
 
     lease_id: int
@@ -146,8 +146,7 @@ class ProveReclaimed:
     card_uuid: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArmTimer:
+class ArmTimer(NamedTuple):
     """Send `TimerFired` with these numbers at `due_ns`; an earlier timer of the lease need not be cancelled."""
 
     lease_id: int

@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -225,7 +226,10 @@ class FileJournal(Journal):
         if isinstance(outcome, Denied) and outcome.denial.reason not in _LASTING_DENIALS:
             on_outcome(outcome)
             return
-        self._hold(lambda problem: on_outcome(self._without(outcome, problem) if problem else outcome))
+        self._hold(partial(self._tell_outcome, outcome, on_outcome))
+
+    def _tell_outcome(self, outcome: Outcome, on_outcome: OnOutcome, problem: str) -> None:
+        on_outcome(self._without(outcome, problem) if problem else outcome)
 
     async def stop(self) -> None:
         """As above. The lease table is at rest by now."""
