@@ -6,6 +6,7 @@ address families, no network, and a file system that is read-only but for FOLDER
 
 import ctypes
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -62,6 +63,8 @@ def calls(names: list[str]) -> Iterator[str]:
             continue
         command = ["systemd-analyze", "--no-pager", "syscall-filter", name]
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        # systemd 255 colours what goes into a pipe, too.
+        listed = re.sub(r"\x1b\[[0-9;]*m", "", listed)
         yield from calls([line.strip() for line in listed.splitlines()[1:] if line.strip()[:1] not in ("", "#")])
 
 
