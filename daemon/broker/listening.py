@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
 from gpulease.daemon.broker.socket_places import PlaceLock, prepare_place
+from gpulease.daemon.uninvited import refuse_descriptors
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
 
 BACKLOG: Final = 512
@@ -79,6 +80,7 @@ class Listeners:
             sock = self._bind_unix(address)
             self._paths.append(address.path)
             self._bound.append((address, sock.fileno()))
+        refuse_descriptors(sock)
         loop = asyncio.get_running_loop()
         # From Python 3.13 on asyncio removes the file when the server is closed; here it is known whether it may be.
         takes = inspect.signature(loop.create_unix_server).parameters
@@ -95,6 +97,7 @@ class Listeners:
         try:
             sock.bind(address.path)
             os.chmod(address.path, self._socket_mode)
+            refuse_descriptors(sock)
             # At once: who sees the file may connect.
             sock.listen(BACKLOG)
         except OSError:

@@ -250,4 +250,5 @@ def _gate_of(settings: TlsSettings) -> Kind:
         back=LogEvent.GATE_BACK,
         arguments=[*map(str, most), *IdentityFiles.of(settings).to_arguments()],
         environment={"GLIBC_TUNABLES": OVERWRITE_WHAT_IS_FREED},
+        passes_descriptors=True,
     )

@@ -19,6 +19,7 @@ from gpulease.daemon.broker.reaping import Child
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
+from gpulease.daemon.uninvited import refuse_descriptors
 
 START_TIMEOUT_S: Final = 30.0
 """For one to serve: the web process imports an HTTP server, which a cold disk takes seconds for."""
@@ -80,6 +81,7 @@ class Kind:
         module: What is run: with the channel's descriptor, the broker's process id, and `arguments`.
         broken: What can't be done if it says that it is broken, to go before the reason.
         environment: Variables besides the daemon's own.
+        passes_descriptors: Whether it has any to send.
         died, hung, not_started, back: What is logged, and when; the first three have a field `reason`.
     """
 
@@ -92,6 +94,7 @@ class Kind:
     back: LogEvent
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    passes_descriptors: bool = False
 
 
 class SideProcess:
@@ -209,6 +212,8 @@ class SideProcess:
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             ours.setblocking(False)
+            if not self._kind.passes_descriptors:
+                refuse_descriptors(ours)
             command = [sys.executable, "-P", "-m", self._kind.module, str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(
                 [*command, *self._kind.arguments],

@@ -22,6 +22,7 @@ from gpulease.daemon.channel import ChannelClosed
 from gpulease.daemon.config import ConfigError
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.uninvited import refuse_descriptors
 from gpulease.daemon.web.settings import BadToken, HttpSettings
 from gpulease.protocol.address import Address
 
@@ -106,6 +107,7 @@ class WebDoor:
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
         ours, theirs = socket.socketpair()
+        refuse_descriptors(ours)
         with contextlib.ExitStack() as unconnected:
             unconnected.callback(ours.close)
             with theirs:

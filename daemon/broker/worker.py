@@ -12,6 +12,7 @@ from typing import Final, Self
 from gpulease.daemon.broker.zygote import Zygote
 from gpulease.daemon.channel import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.processes import exit_text
+from gpulease.daemon.uninvited import refuse_descriptors
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage, PageFds
 from gpulease.daemon.worker.spec import WorkerSpec
@@ -73,6 +74,7 @@ class Worker:
             page.close()
             raise
         ours.setblocking(False)
+        refuse_descriptors(ours)
         return cls(spec, page, ours, zygote, born_as=spec.lease_id), theirs
 
     @classmethod
@@ -81,6 +83,7 @@ class Worker:
         pidfd, *page_fds, channel_fd = fds
         channel = socket.socket(fileno=channel_fd)
         channel.setblocking(False)
+        refuse_descriptors(channel)
         return cls(spec, BrokerPage(PageFds(*page_fds)), channel, zygote, serial, pid, pidfd, is_ready=True)
 
     def refuse(self, status: Status, reason: str = "") -> None:

@@ -24,6 +24,7 @@ from gpulease.daemon.relay.identity import BadIdentity, Identity, IdentityFiles
 from gpulease.daemon.relay.life import live, preload
 from gpulease.daemon.relay.naming import MAX_SERIAL_CHARS, are_bounded
 from gpulease.daemon.relay.strangers import Stranger, Strangers
+from gpulease.daemon.uninvited import refuse_descriptors
 
 MAX_HANDSHAKES: Final = 32
 """Processes at a time whose peer is not known yet. An honest one is that for a round trip."""
@@ -266,6 +267,8 @@ class Gate:
             try:
                 inner, relays_inner = (undo.enter_context(end) for end in socket.socketpair())
                 report, relays_report = (undo.enter_context(end) for end in channel_pair())
+                refuse_descriptors(inner)
+                refuse_descriptors(report)
                 pid = os.fork()
             except OSError as error:
                 self._on_gone(stranger, f"no process can be started: {error.strerror}")

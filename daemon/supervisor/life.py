@@ -15,6 +15,7 @@ from gpulease.daemon.supervisor import watchdog
 from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.supervisor.notifying import Notifier, status
 from gpulease.daemon.supervisor.reloading import Reloading
+from gpulease.daemon.uninvited import interrupting_closes
 from gpulease.daemon.version import VERSION
 
 
@@ -59,6 +60,7 @@ class Supervised:
         if load is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked_early.set)
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
                 self._notifier.tell_status("Making a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))

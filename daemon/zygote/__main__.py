@@ -29,6 +29,7 @@ from gpulease.daemon.sandbox.measures import SandboxBroken
 from gpulease.daemon.sandbox.plan import Plan
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
+from gpulease.daemon.uninvited import interrupting_closes
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.heap import is_told_to_wipe
 from gpulease.daemon.worker.life import live, stand_by
@@ -333,7 +334,9 @@ def _serve(driver_name: str, channel: socket.socket, sandbox: str, listener: soc
         if listener is None:
             return 0
     try:
-        zygote.run()
+        # What a worker sends its broker is closed here, too.
+        with interrupting_closes():
+            zygote.run()
     except ChannelClosed:
         return 0
     return 0
