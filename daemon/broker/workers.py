@@ -32,6 +32,10 @@ MAX_REASON_CHARS: Final = 1000
 """Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
 of leases, and the audit log."""
 
+MAX_LAST_WORDS: Final = 300
+"""Of a worker that has ended: what fits a channel. Stops one that was taken over, and gave its end of the channel to
+its tenant, from being listened to for as long as that one goes on."""
+
 
 class Workers:
     """All workers, and the zygotes that make them.
@@ -334,7 +338,7 @@ class Workers:
     def _take_last_words(self, worker: Worker) -> None:
         """Why it ended, if it said so itself: the zygote may be heard first."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
-            while True:
+            for _ in range(MAX_LAST_WORDS):
                 message, fds = receive_message(worker.channel)
                 close_all(fds)
                 if message.get("op") in ("failed", "faulted"):
