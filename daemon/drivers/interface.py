@@ -272,7 +272,7 @@ class Context(Protocol):
         """Load PTX text or a cubin, once `admit` was told what it will take of the card. Raises ImageRejected."""
 
     def forget_earlier(self) -> None:
-        """Compile what comes as if nothing had been: how long it takes must tell nobody what others had loaded."""
+        """From now on compile all that comes as if it were new: the time it takes must tell nobody what others load."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
         """Release a module once everything launched before has ended."""

@@ -29,6 +29,7 @@ class Compiled:
     def __init__(self) -> None:
         self._masked: OrderedDict[bytes, bytearray] = OrderedDict()
         self._kept_bytes = 0
+        self._most_bytes = MAX_KEPT_BYTES
 
     def of(self, ptx: bytes, compile_anew: Callable[[bytes], bytes]) -> bytes:
         """The machine code of an image; raises what `compile_anew` raises, of which nothing is kept."""
@@ -40,19 +41,19 @@ class Compiled:
             self._masked.move_to_end(name)
             return bytes(_mask(masked, digest))
         code = compile_anew(ptx)
-        if len(code) <= MAX_KEPT_BYTES:
+        if len(code) <= self._most_bytes:
             self._keep(name, _mask(code, digest))
         return code
 
-    def forget(self) -> None:
-        """Let go of all."""
+    def close(self) -> None:
+        """Let go of all, and keep nothing more."""
         self._masked.clear()
-        self._kept_bytes = 0
+        self._most_bytes = self._kept_bytes = 0
 
     def _keep(self, name: bytes, masked: bytearray) -> None:
         self._masked[name] = masked
         self._kept_bytes += len(masked)
-        while self._kept_bytes > MAX_KEPT_BYTES or len(self._masked) > MAX_IMAGES:
+        while self._kept_bytes > self._most_bytes or len(self._masked) > MAX_IMAGES:
             _, oldest = self._masked.popitem(last=False)
             self._kept_bytes -= len(oldest)
 

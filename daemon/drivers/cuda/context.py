@@ -328,7 +328,7 @@ class CudaContext(Replays):
 
     def forget_earlier(self) -> None:
         """See the interface."""
-        self.compiled.forget()
+        self.compiled.close()
 
     def _weighed(self, weight: Weight) -> None:
         self._leaves_traces = self._leaves_traces or weight.leaves_traces
