@@ -22,6 +22,7 @@ from gpulease.daemon.journal import Journal, KeptRelay
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import started_ticks
+from gpulease.daemon.relay.arrival import Arrival, is_pid
 from gpulease.daemon.relay.complaints import Complaints
 from gpulease.daemon.relay.identity import IdentityFiles
 from gpulease.daemon.relay.naming import NoTenant, tenant_named
@@ -81,6 +82,8 @@ class RemoteDoor:
         self._by_tenant: Counter[str] = Counter()
         # Those whose peer is not known yet.
         self._unknown: set[int] = set()
+        # Those that are reaped here, not by a gate.
+        self._adopted: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._complaints = Complaints()
 
@@ -166,7 +169,7 @@ class RemoteDoor:
         for kept in left:
             if kept.started_ticks == started_ticks(kept.pid):
                 self._enter(kept.pid, _Relay(kept.tenant, kept.serial, kept.started_ticks))
-                reap_later(kept.pid, self._left)
+                self._adopt(kept.pid)
             else:
                 self._journal.forget_relay(kept.pid)
 
@@ -177,36 +180,44 @@ class RemoteDoor:
 
     def _adopt_relays(self) -> None:
         for pid in (*self._relays, *self._unknown):
+            self._adopt(pid)
+
+    def _adopt(self, pid: int) -> None:
+        # Once, however many gates die while it lives: each time would take a descriptor.
+        if pid not in self._adopted:
+            self._adopted.add(pid)
             reap_later(pid, self._left)
 
     # --- what the gate says ---
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         match message:
-            case {"op": "began", "pid": int(pid)} if len(self._unknown) < self._settings.max_connections:
+            case {"op": "began", "pid": pid} if is_pid(pid) and len(self._unknown) < self._settings.max_connections:
                 self._unknown.add(pid)
-            case {"op": "arrived", "pid": int(pid)} if len(fds) == 1:
-                self._arrived(pid, message, socket.socket(fileno=fds.pop()))
-            case {"op": "left", "pid": int(pid)}:
+            case {"op": "arrived"} if len(fds) == 1:
+                arrival = Arrival.from_message(message)
+                if arrival is not None and arrival.pid not in self._relays:
+                    self._arrived(arrival, socket.socket(fileno=fds.pop()))
+            case {"op": "left", "pid": pid} if is_pid(pid):
                 self._left(pid)
 
-    def _arrived(self, pid: int, message: dict[str, Any], sock: socket.socket) -> None:
-        peer, refusal = self._look_at(message)
-        relay = _Relay(peer.tenant, message["serial"], started_ticks(pid))
-        self._enter(pid, relay)
+    def _arrived(self, one: Arrival, sock: socket.socket) -> None:
+        peer, refusal = self._look_at(one.names)
+        relay = _Relay(peer.tenant, one.serial, started_ticks(one.pid))
+        self._enter(one.pid, relay)
         if refusal is None:
-            self._journal.remember_relay(KeptRelay(pid, relay.started_ticks, relay.tenant, relay.serial))
-        tell(LogEvent.RELAY_ARRIVED, relay_pid=pid, tenant=peer.tenant, peer=message["peer"], serial=message["serial"])
+            self._journal.remember_relay(KeptRelay(one.pid, relay.started_ticks, relay.tenant, relay.serial))
+        tell(LogEvent.RELAY_ARRIVED, relay_pid=one.pid, tenant=peer.tenant, peer=one.peer, serial=one.serial)
         if refusal is not None:
-            self._complaints.add(f"{peer.tenant or 'nobody'} from {message['peer']}", refusal.message)
+            self._complaints.add(f"{peer.tenant or 'nobody'} from {one.peer}", refusal.message)
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._connect(sock, peer, refusal))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _look_at(self, message: dict[str, Any]) -> tuple[Peer, Failure | None]:
+    def _look_at(self, names: Sequence[str]) -> tuple[Peer, Failure | None]:
         try:
-            tenant = tenant_named(message["names"], self._tenants)
+            tenant = tenant_named(names, self._tenants)
         except NoTenant as error:
             hint = "Ask the operator of the node for a certificate in your name."
             return _UNKNOWN, Failure(Status.DENIED, str(error), hint=hint)
@@ -228,6 +239,7 @@ class RemoteDoor:
 
     def _left(self, pid: int) -> None:
         self._unknown.discard(pid)
+        self._adopted.discard(pid)
         relay = self._relays.pop(pid, None)
         if relay is None:
             return

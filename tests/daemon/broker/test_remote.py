@@ -1,0 +1,144 @@
+"""What the gate says of its relays, be it the gate that says it or who took it over."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.broker.remote import RemoteDoor
+from gpulease.daemon.channel import close_all
+from gpulease.daemon.event_loop import loop_factory
+from gpulease.daemon.journal import Journal, KeptRelay
+from gpulease.daemon.tls_settings import TlsSettings
+from helpers.waiting import PATIENCE_S, wait_until
+
+NOWHERE = Path("/nowhere")
+ANN = "URI:gpulease:tenant:ann"
+
+
+class Noted(Journal):
+    """Which relays are known, in words."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.has_forgotten = asyncio.Event()
+
+    def remember_relay(self, relay: KeptRelay) -> None:
+        self.told.append(f"+{relay.tenant} {relay.serial}")
+
+    def forget_relay(self, pid: int) -> None:
+        self.told.append("-")
+        self.has_forgotten.set()
+
+
+class Door:
+    """A door that hears things as it does from a gate."""
+
+    def __init__(self) -> None:
+        self.journal = Noted()
+        settings = TlsSettings(NOWHERE, NOWHERE, NOWHERE)
+        self.door = RemoteDoor(settings, {}, lambda *_: asyncio.Protocol(), self.journal)
+        self.peers: list[socket.socket] = []
+
+    def hear(self, message: dict[str, Any], *, is_with_socket: bool = False) -> None:
+        fds: list[int] = []
+        if is_with_socket:
+            ours, theirs = socket.socketpair()
+            self.peers.append(theirs)
+            fds = [ours.detach()]
+        self.door._take(message, fds)
+        close_all(fds)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+def arrived(pid: int, **other: Any) -> dict[str, Any]:
+    return {"op": "arrived", "pid": pid, "peer": "10.0.0.1", "names": [ANN], "serial": "1F"} | other
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "began", "pid": 0},
+        {"op": "began", "pid": 1 << 40},
+        {"op": "left", "pid": 1 << 63},
+        {"op": "left", "pid": -1},
+        arrived(1 << 40),
+        arrived(-1),
+        arrived(1, serial=b"1F"),
+        arrived(1, serial="no number"),
+        arrived(1, serial="F" * 41),
+        arrived(1, serial=""),
+        arrived(1, peer=7),
+        arrived(1, peer="p" * 1000),
+        arrived(1, names=[7]),
+        arrived(1, names=ANN),
+        arrived(1, names=[ANN] * 65),
+        arrived(1, names=["n" * 513]),
+    ],
+    ids=str,
+)
+def test_what_no_gate_says_is_passed_over(message: dict[str, Any]) -> None:
+    """A row of the journal that can't be written would stand in the way of all behind it."""
+
+    async def run() -> None:
+        door = Door()
+        door.hear(message, is_with_socket=True)
+        door.door._adopt_relays()
+        await asyncio.sleep(0)
+        assert not door.door._tasks
+        assert not door.journal.told
+        door.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
+
+
+def test_one_process_is_one_relay(relay: subprocess.Popen[bytes]) -> None:
+    async def run() -> None:
+        door = Door()
+        for _ in range(3):
+            door.hear(arrived(relay.pid), is_with_socket=True)
+        door.hear({"op": "left", "pid": relay.pid})
+        assert door.journal.told == ["+ann 1F", "-"]
+        assert not door.door._by_tenant
+        await asyncio.gather(*door.door._tasks)
+        door.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
+
+
+def test_however_many_gates_die_a_relay_is_watched_once(relay: subprocess.Popen[bytes]) -> None:
+    async def run() -> None:
+        door = Door()
+        door.hear(arrived(relay.pid), is_with_socket=True)
+        await asyncio.gather(*door.door._tasks)
+        door.door._adopt_relays()
+        files = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            door.door._adopt_relays()
+        assert len(os.listdir("/proc/self/fd")) == files
+        relay.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            await door.journal.has_forgotten.wait()
+        assert door.journal.told == ["+ann 1F", "-"]
+        door.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
+    wait_until(lambda: relay.poll() is not None, "it is reaped")
