@@ -84,6 +84,8 @@ class RevokingDesk:
         def on_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, DrainSet):
                 self._caller.answer(request, status_of(outcome))
+            else:
+                self._caller.answer_denied(request, outcome)
 
         number = self._caller.expect(on_outcome)
         self._runtime.post(event_for(number))

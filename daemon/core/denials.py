@@ -211,7 +211,7 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
         DenialReason.NOT_RECORDED,
         f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
         " forgotten.",
-        "Look at the lease to see how it stands; an operator must look after the disk.",
+        "Look how it stands; an operator must look after the disk.",
     )
 
 

@@ -27,7 +27,7 @@ from gpulease.daemon.journal.store import Store
 from gpulease.daemon.worker.page import PAGE_BYTES
 from gpulease.protocol import Failure
 from gpulease.protocol.capabilities import AttachOption
-from gpulease.protocol.messages import Attach, LeaseRenew
+from gpulease.protocol.messages import Attach, Drain, Empty, FenceClear, LeaseRenew, LeaseRevoke
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome, Status
 from gpulease.protocol.primitives import Tlv
 from helpers.audit_log import check_whole, stop
@@ -119,6 +119,24 @@ def test_a_full_disk_stops_grants_and_not_leases(
     stop(daemon)
     again = start_daemon(config=f'state = "{folder}"')
     assert again.query(other.lease_id)["state"] == "torndown"
+
+
+def test_operators_are_told_of_a_full_disk(daemon: Daemon) -> None:
+    """What they ask for is done all the same, and answered at once."""
+    daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
+    disk = Disk(daemon)
+    with daemon.builder().acquire() as lease:
+        disk.fill()
+        for op, body in (
+            (Opcode.DRAIN, Drain(60_000)),
+            (Opcode.DRAIN_CANCEL, Empty()),
+            (Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "")),
+            (Opcode.FENCE_CLEAR, FenceClear(None)),
+        ):
+            with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
+                ask(op, body, daemon.address)
+    disk.empty()
+    wait_until(lambda: can_acquire(daemon), "leases are granted again")
 
 
 def test_a_full_disk_under_journal_and_audit_log(
