@@ -94,6 +94,7 @@ class FoundZygote:
         sandbox: How its workers were to be shut in, as on its command line.
         findings: Which measures they are under.
         wipes_heap: Whether they overwrite what they free of their own memory.
+        build: Which code it runs, as `gpulease.daemon.build` names it; "" if it does not say.
     """
 
     path: Path
@@ -105,6 +106,7 @@ class FoundZygote:
     findings: list[dict[str, Any]]
     workers: list[FoundWorker] = field(default_factory=list)
     wipes_heap: bool = False
+    build: str = ""
 
     def close(self) -> None:
         """Let it go again: it keeps its workers."""
@@ -183,6 +185,8 @@ def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
     zygote = FoundZygote(path, channel, fds[0], version, driver, sandbox, list(message["findings"]))
     # Zygotes of before there was recycling do not say it.
     zygote.wipes_heap = message.get("wipes_heap") is True
+    # Nor their build those of before a version could have several.
+    zygote.build = str(message.get("build", ""))
     try:
         while (message := _take(channel, zygote))["op"] != "told":
             pass

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.broker.finding import FoundZygote
+from gpulease.daemon.build import BUILD
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
@@ -91,8 +92,9 @@ class Zygote:
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel, self._read)
         self.findings = found.findings
-        own = (VERSION, self._driver, self._sandbox.to_text(), self._wipes_heap)
-        return (found.version, found.driver, found.sandbox, found.wipes_heap) == own
+        # By its code, not its version alone: else what an upgrade mends would not be mended while this one lives.
+        own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
+        return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
 
     def retire(self) -> None:
         """Have it end with the last of the workers it has."""

@@ -5,6 +5,7 @@ import socket
 import struct
 from typing import Any, Final
 
+from gpulease.daemon.build import BUILD
 from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.version import VERSION
 from gpulease.daemon.zygote.keeper import Keeper
@@ -45,7 +46,7 @@ def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
     """Tell everything, `about` this zygote first. Raises ChannelClosed if the broker does not take it."""
     own_pidfd = os.pidfd_open(os.getpid())
     try:
-        known = {"op": "zygote", "version": VERSION, "handover": HANDOVER, "pid": os.getpid()}
+        known = {"op": "zygote", "version": VERSION, "build": BUILD, "handover": HANDOVER, "pid": os.getpid()}
         send_message(channel, known | about, (own_pidfd,))
     finally:
         os.close(own_pidfd)

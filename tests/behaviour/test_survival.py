@@ -299,9 +299,10 @@ def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemo
         work.check_goes_on()
 
 
-def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon) -> None:
+@pytest.mark.parametrize("name", ["VERSION", "BUILD"])
+def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon, name: str) -> None:
     with lasting.now.builder().acquire() as old, working(old) as work:
-        lasting.restart(Faults(constants={"gpulease.daemon.broker.zygote:VERSION": "0.0.2"}))
+        lasting.restart(Faults(constants={f"gpulease.daemon.broker.zygote:{name}": "0.0.2"}))
         assert len(lasting.zygotes()) == 2
         with lasting.now.builder().acquire() as new, GpuSession(new) as session:
             check_main_job(session)
