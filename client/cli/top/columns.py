@@ -73,7 +73,7 @@ COLUMNS: Final = (
     Column("LAUNCH/S", "L", 9, lambda line: line.launches_per_s, lambda line: rate_text(line.launches_per_s)),
     Column("COPY/S", "C", 7, lambda line: line.copies_per_s, lambda line: rate_text(line.copies_per_s)),
     Column("OP/S", "O", 6, lambda line: line.operations_per_s, lambda line: rate_text(line.operations_per_s)),
-    Column("LEFT", "T", 10, lambda line: line.left_s, _left),
+    Column("LEFT", "T", 11, lambda line: line.left_s, _left),
 )
 
 BY_TITLE: Final = {column.title: column for column in COLUMNS}

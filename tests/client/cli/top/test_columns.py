@@ -2,7 +2,17 @@
 
 import pytest
 
-from gpulease.client.cli.top.columns import COLUMNS, arranged, bar_text, fitting, offered, rate_text, time_share
+from gpulease.client.cli.top.columns import (
+    BY_TITLE,
+    COLUMNS,
+    arranged,
+    bar_text,
+    cell,
+    fitting,
+    offered,
+    rate_text,
+    time_share,
+)
 from gpulease.client.cli.top.sample import lease_lines
 from helpers.node_reports import lease, sample
 
@@ -36,7 +46,7 @@ def test_bars(share: float | None, width: int, bar: str) -> None:
     [
         (5, "LEASE", False),
         (20, "LEASE LEFT", False),
-        (32, "LEASE TENANT LEFT", False),
+        (33, "LEASE TENANT LEFT", False),
         (80, "LEASE TENANT STATE SLICE USED LAUNCH/S LEFT", False),
         (100, "LEASE TENANT GPU STATE SLICE USED LAUNCH/S OP/S LEFT", True),
         (160, "LEASE TENANT GPU STATE SLICE USED LAUNCH/S OP/S LEFT", True),
@@ -49,6 +59,13 @@ def test_what_fits(width: int, titles: str, bar: bool) -> None:
     used = sum(widths.values()) + len(columns) - 1 + (bar_cells + 1 if bar_cells else 0)
     assert used <= width
     assert widths["LEASE"] == (32 if width == 160 else min(8, width))
+
+
+@pytest.mark.parametrize("left_ms", [59_999, 3_599_999, 86_399_999])
+def test_time_left_is_not_cut(left_ms: int) -> None:
+    (line,) = lease_lines(sample(lease(1, remaining_ms=left_ms)), None)
+    column = BY_TITLE["LEFT"]
+    assert column.text(line) == cell(column, line, column.width).strip()
 
 
 def test_copies_have_a_column_if_they_are_counted() -> None:

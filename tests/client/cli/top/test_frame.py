@@ -24,9 +24,9 @@ def test_a_screen() -> None:
     assert screen() == [
         "gpulease top  unix:/a  every 2 s",
         "0 [||||||                ] 2 GiB of 8 GiB held, 6 GiB free, 2 leases  a card, cpu",
-        "LEASE    TENANT        GPU STATE              SLICE      USED  LAUNCH/S   OP/S      LEFTv",
-        "00000001 tenant-1        0 active             1 GiB     1 MiB         -      -      1.0 s [|       ]",
-        "00000002 tenant-2        0 active             2 GiB     2 MiB         -      -      2.0 s [||      ]",
+        "LEASE    TENANT        GPU STATE              SLICE      USED  LAUNCH/S   OP/S       LEFTv",
+        "00000001 tenant-1        0 active             1 GiB     1 MiB         -      -       1.0 s [|      ]",
+        "00000002 tenant-2        0 active             2 GiB     2 MiB         -      -       2.0 s [|      ]",
         "",
         "",
         HINTS,
@@ -36,9 +36,9 @@ def test_a_screen() -> None:
 def test_a_narrow_screen() -> None:
     assert screen(width=20, height=5) == [
         "gpulease top  unix:+",
-        "LEASE         LEFTv",
-        "00000001      1.0 s",
-        "00000002      2.0 s",
+        "LEASE          LEFTv",
+        "00000001       1.0 s",
+        "00000002       2.0 s",
         "q quit  ? help  < >+",
     ]
     assert [len(screen(width=20, height=height)) for height in range(5)] == list(range(5))
