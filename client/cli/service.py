@@ -106,13 +106,21 @@ def quoted(word: str, *, is_option: bool = False) -> str:
     return f'"{escaped}"' if re.search(r"[\s'\"\\;]", word) else escaped
 
 
+def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
+    if not value:
+        # What a script makes of a variable that is not set; as a path it would be the folder one happens to be in.
+        raise click.BadParameter("it is empty: name a folder, or leave the option out for /.", ctx, param)
+    return Path(value)
+
+
 @click.command("install-service")
 @click.option("--install", "installs", is_flag=True, help="Write the files below --root, as root; else print them.")
 @click.option("--print", "prints", is_flag=True, help="Print the files; the default.")
 @click.option(
     "--root",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("/"),
+    type=click.Path(file_okay=False),
+    callback=_named,
+    default="/",
     help="The top of the file system to install into; / if it is not said.",
 )
 def install_service(installs: bool, prints: bool, root: Path) -> None:

@@ -84,6 +84,15 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     assert "gpuleased.service can't be written: Not a directory" in complaint
 
 
+def test_an_empty_root_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, said, complaint = run("--install", "--root", "")
+    assert status == 2
+    assert "it is empty" in complaint
+    assert not said
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_place_that_the_service_would_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hidden = Environment(("/tmp/mine/bin/gpuleased",), (), (Path("/tmp/mine"),))
     monkeypatch.setattr(service, "this_environment", lambda: hidden)
