@@ -1,8 +1,9 @@
-"""What settings say of each other: tables that nobody's leases come under, and cards that are not there.
+"""What settings say of each other, and of the host: tables for nobody's leases, cards and users that are not there.
 
 Whoever writes limits for a tenant or a card that nothing is called believes that they hold: the daemon does not start.
 """
 
+import pwd
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -63,3 +64,16 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
             if not any(card.answers_to(selector) for card in there):
                 known = ", ".join(f"{card.index} ({card.uuid})" for card in there[:MAX_CARDS_NAMED])
                 raise ValueError(f"tenants: devices of {name!r} has {selector!r}; the cards of this host are {known}")
+
+
+def check_worker_user(name: str) -> None:
+    """That workers can be this user, and that it is not the one they are kept from being. Raises ValueError."""
+    try:
+        user = pwd.getpwnam(name)
+    except KeyError:
+        raise ValueError(
+            f"worker_user: there is no user {name!r}; make it, as systemd-sysusers makes that of install-service, or"
+            " name another"
+        ) from None
+    if user.pw_uid == 0:
+        raise ValueError(f"worker_user: {name!r} is root; name a user who may do nothing")

@@ -41,6 +41,9 @@ MIN_AUDIT_FILE_BYTES: Final = 64 << 10
 MAX_AUDIT_FILE_BYTES: Final = 1 << 30
 """Of which the last one is looked through when the daemon starts."""
 
+MIN_VRAM_BYTES: Final = 1 << 20
+"""Of a card: less is a number whose unit was forgotten, and a daemon that starts, and refuses every lease."""
+
 MAX_EMBEDDED_CARDS: Final = 64
 """More pretended cards than any host has real ones is a typing mistake."""
 
@@ -243,6 +246,9 @@ def _check(config: Config) -> None:
         raise ConfigError("http and listen have the same address")
     if len(config.vram_bytes) > MAX_EMBEDDED_CARDS:
         raise ConfigError(f"{len(config.vram_bytes)} cards; at most {MAX_EMBEDDED_CARDS} can be pretended")
+    for size in config.vram_bytes:
+        if size < MIN_VRAM_BYTES:
+            raise ConfigError(f"vram is {size} bytes, which is too little to lease any of: write it as 48GiB or 512MiB")
     if config.max_connections < 1:
         raise ConfigError(f"max_connections is {config.max_connections}; it must be at least 1")
     if not 1 <= config.max_connections_per_tenant <= config.max_connections:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.agreement import check_devices
+from gpulease.daemon.agreement import check_devices, check_worker_user
 from gpulease.daemon.audit.recorder import Recorder
 from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
@@ -34,6 +34,7 @@ from gpulease.daemon.journal import Journal
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
+from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
 from gpulease.daemon.tenant_names import changed_hands
 from gpulease.daemon.threads import thread_pool
@@ -252,6 +253,7 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
         if not facts:
             raise CardsUnavailable("there is no card on this host", hint="Start with --driver cpu to do without.")
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
+        _check_worker_user(config)
         await _start_workers(workers, state, source)
         _tell_what_is_off(workers)
         cards = await _measured(source, facts, workers, state.journal)
@@ -266,6 +268,15 @@ async def running_service(config: Config, given: Sequence[GivenSocket] = ()) -> 
 def _check_devices(config: Config, cards: Sequence[Card]) -> None:
     try:
         check_devices(config.limits.tenants, cards)
+    except ValueError as error:
+        raise ConfigError(f"setting {error}") from None
+
+
+def _check_worker_user(config: Config) -> None:
+    if config.worker_user is None or Measure.USER in config.sandbox_without:
+        return
+    try:
+        check_worker_user(config.worker_user)
     except ValueError as error:
         raise ConfigError(f"setting {error}") from None
 

@@ -18,12 +18,17 @@ DEFAULT_GRACE_MS: Final = MappingProxyType(
 )
 
 
+MAX_GRACE_MS: Final = 10_000
+"""Of an ended lease, whose kernels run and whose memory nobody else gets meanwhile: more is a number in another unit. A
+daemon that ends waits for no longer, either."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
     """The bounds of one node; going over one is a denial that names it.
 
     Raises:
-        ValueError: A bound is negative, or zero where nothing could ever be granted.
+        ValueError: A bound is negative, or zero where nothing could ever be granted, or a grace is too long.
     """
 
     # A tenant that asks for a year, or mixes up seconds and milliseconds, would hold the card until a restart.
@@ -65,6 +70,11 @@ class CoreLimits:
                 raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
         if self.max_tombstones < 0 or any(grace < 0 for grace in self.grace_ms.values()):
             raise ValueError("max_tombstones and every grace must be at least 0.")
+        for cause, grace in self.grace_ms.items():
+            if grace > MAX_GRACE_MS:
+                raise ValueError(
+                    f"grace_ms.{cause.value} is {grace}; it must be at most {MAX_GRACE_MS}, in milliseconds."
+                )
 
     def max_leases_of(self, tenant: str) -> int:
         """How many leases a tenant may have or await."""

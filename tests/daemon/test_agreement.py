@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.agreement import check_devices
+from gpulease.daemon.agreement import check_devices, check_worker_user
 from gpulease.daemon.config import ConfigError, load_config
 from gpulease.daemon.core import Card
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
@@ -56,3 +56,10 @@ def test_cards_are_named_as_tenants_name_them() -> None:
         ValueError, match=r"devices of 'ann' has 'GPU-zz'; the cards of this host are 0 \(GPU-ab12\), 1"
     ):
         check_devices(TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-zz"))}), cards)
+
+
+def test_workers_are_a_user_who_is_there_and_not_root() -> None:
+    check_worker_user("nobody")
+    for name, said in (("gpulease-nobody", "there is no user 'gpulease-nobody'; make it"), ("root", "'root' is root")):
+        with pytest.raises(ValueError, match=f"worker_user: {said}"):
+            check_worker_user(name)

@@ -60,6 +60,8 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
     [
         ({"driver": "metal"}, "unknown driver 'metal'; there are auto, cuda, cpu"),
         ({"vram": ["1GiB"] * (MAX_EMBEDDED_CARDS + 1)}, "65 cards; at most 64"),
+        ({"vram": "48"}, "vram is 48 bytes, which is too little .*: write it as 48GiB"),
+        ({"vram": ["1GiB", "1023KiB"]}, "vram is 1047552 bytes"),
         ({"max_connections": 3, "max_connections_per_tenant": 4}, "max_connections_per_tenant must be between"),
         ({"socket_mode": 660}, "is not a file mode"),
         ({"socket_mode": -1}, "is not a file mode"),
@@ -67,6 +69,10 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
         ({"max_connections_per_tenant": -1}, "max_connections_per_tenant must be between"),
         ({"limits": {"max_leases": 0}}, "setting limits: max_leases is 0"),
         ({"limits": {"grace_ms": ["expired"]}}, "setting limits: grace_ms must be a table"),
+        (
+            {"limits": {"grace_ms": {"revoked": 10_001}}},
+            "grace_ms.revoked is 10001; it must be at most 10000, in milli",
+        ),
         ({"warm_contexts": 65}, "warm_contexts is 65; it must be between 0 and 64"),
         ({"warm_contexts": -1}, "warm_contexts is -1"),
         ({"recycle": "always"}, "recycle is 'always'; it must be off or same-tenant"),

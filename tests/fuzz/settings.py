@@ -20,10 +20,12 @@ from gpulease.daemon.config import (
     MAX_EMBEDDED_CARDS,
     MAX_WARM_CONTEXTS,
     MIN_AUDIT_FILE_BYTES,
+    MIN_VRAM_BYTES,
     Config,
     ConfigError,
     load_config,
 )
+from gpulease.daemon.core.limits import MAX_GRACE_MS
 from gpulease.daemon.setting_values import parse_size
 from gpulease.daemon.tenant_names import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
@@ -87,7 +89,7 @@ def check_bounds(config: Config) -> None:
     assert config.listen
     assert config.driver in DRIVERS
     assert len(config.vram_bytes) <= MAX_EMBEDDED_CARDS
-    assert all(size >= 1 for size in config.vram_bytes)
+    assert all(size >= MIN_VRAM_BYTES for size in config.vram_bytes)
     assert 0 <= config.socket_mode <= 0o777
     assert 0 <= config.warm_contexts <= MAX_WARM_CONTEXTS
     assert config.recycling is None or config.warm_contexts
@@ -98,7 +100,7 @@ def check_bounds(config: Config) -> None:
     assert config.http is None or ip_address(config.http.host).is_loopback
     assert config.http is not None or not (config.http_hosts or config.http_token_file)
     assert not set(config.tenant_of_uid.values()) & set(RESERVED_TENANTS)
-    assert all(grace >= 0 for grace in limits.grace_ms.values())
+    assert all(0 <= grace <= MAX_GRACE_MS for grace in limits.grace_ms.values())
     assert limits.max_leases >= 1
     for tenant in ("default", "ann", "uid:1000"):
         own = limits.tenants.of(tenant)
