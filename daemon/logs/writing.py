@@ -39,6 +39,8 @@ class QueueingHandler(logging.Handler):
         self._lines: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._dropped = 0
+        self._told_dropped = 0
+        self._is_torn = False
         self._is_writing = False
         self._is_closed = False
         self._is_given_up = False
@@ -87,13 +89,29 @@ class QueueingHandler(logging.Handler):
 
     def _run(self) -> None:
         while (lines := self._take()) is not None:
-            try:
-                written = 0
-                while written < len(lines):
-                    written += os.write(self._fd, lines[written:])
-            except OSError:
-                # Nobody reads any more, or the disk is full: there is nobody to tell.
-                self._dropped += lines.count(b"\n")
+            # Behind a piece of a line the next one begins a line of its own.
+            end_of_torn = b"\n" if self._is_torn else b""
+            data = end_of_torn + lines
+            written = self._write(data)
+            if written:
+                self._is_torn = data[written - 1 : written] != b"\n"
+            if written < len(data):
+                self._lose(lines, max(0, written - len(end_of_torn)))
+
+    def _write(self, data: bytes) -> int:
+        """How much was written: not all, if nobody reads any more or the disk is full. There is nobody to tell then."""
+        written = 0
+        with contextlib.suppress(OSError):
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        return written
+
+    def _lose(self, lines: bytes, written: int) -> None:
+        with self._changed:
+            self._dropped += lines.count(b"\n", written)
+            if self._told_dropped and lines.find(b"\n") >= written:
+                # The line that is lost first is the one that would have told of others.
+                self._dropped += self._told_dropped - 1
 
     def _take(self) -> bytes | None:
         """The lines for the next write; waits for there to be any. None: it is closed."""
@@ -106,9 +124,9 @@ class QueueingHandler(logging.Handler):
                 return None
             self._is_writing = True
             chunk = bytearray()
-            if self._dropped:
-                chunk += self._shape.line(_dropped_record(self._dropped))
-                self._dropped = 0
+            self._told_dropped, self._dropped = self._dropped, 0
+            if self._told_dropped:
+                chunk += self._shape.line(_dropped_record(self._told_dropped))
             while self._lines and (not chunk or len(chunk) + len(self._lines[0]) <= WRITE_BYTES):
                 line = self._lines.popleft()
                 self._waiting_bytes -= len(line)

@@ -6,11 +6,13 @@ import json
 import logging
 import os
 import pty
+import resource
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +135,36 @@ def test_a_socket_that_is_full_goes_on_where_it_was() -> None:
         handler.close()
     told = [json.loads(line) for line in text.splitlines()]
     assert {record["event"] for record in told} == {"log.other", "log.dropped"}
+
+
+FAR_OUT = 64 << 20
+"""Where a file is bounded here: not one that something else writes meanwhile is as long."""
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["queue", "heedless", "shut in"])
+def test_a_disk_that_is_full_and_then_is_not(make: MakeHandler, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "log").open("wb") as file:
+        handler = make(JsonShape("test"), file.fileno())
+        file.seek(FAR_OUT - 500)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FAR_OUT, before[1]))
+        try:
+            for number in range(5):
+                log(handler, number)
+                handler.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for number in range(5, 7):
+            log(handler, number)
+            handler.flush()
+        handler.close()
+    lines = (tmp_path / "log").read_bytes()[FAR_OUT - 500 :].decode().splitlines()
+    whole = [line for line in lines if line.endswith("}")]
+    numbers = numbers_in(whole)
+    (dropped,) = [record["count"] for line in whole if (record := json.loads(line))["event"] == "log.dropped"]
+    assert len(lines) - len(whole) <= 1, "the piece that the disk took"
+    assert {0, 5, 6} <= {*numbers}
+    assert len(numbers) + dropped == 7
 
 
 def test_a_record_that_can_not_be_shown_is_lost_alone(pipe: tuple[int, int]) -> None:
