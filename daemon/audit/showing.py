@@ -29,6 +29,22 @@ def _text(value: Any) -> str:
     return repr(text) if " " in text else text
 
 
+def found_text(found: Mapping[str, Any]) -> str:
+    """What opening a log showed, as `gpulease.daemon.audit.files` has it, in words."""
+    parts = []
+    if torn := found.get("torn"):
+        parts.append(f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are no line")
+    if "head" in found:
+        parts.append(f"its head: {found['head']}")
+    if behind := found.get("unanchored"):
+        parts.append(f"{behind} records are behind its head")
+    if lost := found.get("lost"):
+        parts.append(f"records {lost['first']} to {lost['last']} are missing")
+    if "edited" in found:
+        parts.append(f"record {found['edited']} is another than was written")
+    return "; ".join(parts)
+
+
 def usage_table(tenants: Mapping[str, Used]) -> str:
     """A table of sums."""
     head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gpulease.daemon.audit.files import AuditLog, FolderInUse
 from gpulease.daemon.audit.inbox import Inbox
 from gpulease.daemon.audit.records import FORMAT, Draft, Kind, Link
+from gpulease.daemon.audit.showing import found_text
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.threads import start_thread
@@ -160,7 +161,7 @@ class Writer:
         if self._opening is not None:
             tell(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
             if log.found:
-                tell(LogEvent.AUDIT_NOT_AS_LEFT, reason=str(log.found))
+                tell(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.found))
         if self._failure:
             tell(LogEvent.AUDIT_BACK)
             self._failure = ""
