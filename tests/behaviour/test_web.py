@@ -94,6 +94,7 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
         left = browser.texts("td .seconds")[0]
         assert re.fullmatch(r"[12]:\d\d", left)
         wait_until(lambda: browser.texts("td .seconds")[0] != left, "the time runs down")
+        check_time_is_seen_on_a_phone(browser)
         wait_until(lambda: len(slices(browser)) == 1, "the short one is over", seen=lambda: browser.text("body"))
         browser.wait_for("#events", "expired")
         assert not short.is_alive
@@ -120,6 +121,14 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
     assert start_daemon(config=settings(tmp_path, port)).address != daemon.address
     browser.wait_for("#status", "Live", RECONNECT_S)
     assert browser.run("return document.getElementById('drain').hidden"), "this one is not drained"
+
+
+def check_time_is_seen_on_a_phone(browser: Browser) -> None:
+    sides = "e => [e.getBoundingClientRect().left, e.getBoundingClientRect().right]"
+    browser.devtools("Emulation.setDeviceMetricsOverride", width=360, height=780, deviceScaleFactor=1, mobile=True)
+    (left, right), *_ = browser.run(f"return [...document.querySelectorAll('td .seconds')].map({sides})")
+    assert 0 < left < right < 360
+    browser.devtools("Emulation.clearDeviceMetricsOverride")
 
 
 def show_names(browser: Browser) -> None:
