@@ -35,7 +35,9 @@ def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with t
     if why:
         return NeverListens(f"can't {doing}: {why}")
     # socket.create_server() says the address, too, which `doing` has named already.
-    return CannotListen(f"can't {doing}: {(error.strerror or str(error)).partition(' (while attempting')[0]}")
+    what = (error.strerror or str(error)).partition(" (while attempting")[0]
+    then = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
+    return CannotListen(f"can't {doing}: {what}{then}")
 
 
 def _never(error: OSError, unit: str) -> str:

@@ -30,7 +30,7 @@ except OSError as error:
 @pytest.mark.parametrize(
     ("number", "path", "never", "says"),
     [
-        (errno.EADDRINUSE, None, False, "can't listen on it: Address already in use"),
+        (errno.EADDRINUSE, None, False, "can't listen on it: Address already in use; end who has it"),
         (errno.EADDRNOTAVAIL, None, False, "can't listen on it: Cannot assign requested address"),
         (errno.EMFILE, None, False, "can't listen on it: Too many open files"),
         (errno.ENOSPC, "/run/d.sock.lock", False, "can't listen on it: No space left on device"),
