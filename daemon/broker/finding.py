@@ -95,6 +95,7 @@ class FoundZygote:
         findings: Which measures they are under.
         wipes_heap: Whether they overwrite what they free of their own memory.
         build: Which code it runs, as `gpulease.daemon.build` names it; "" if it does not say.
+        answers_pings: Whether it is to be asked if it lives.
     """
 
     path: Path
@@ -107,6 +108,8 @@ class FoundZygote:
     workers: list[FoundWorker] = field(default_factory=list)
     wipes_heap: bool = False
     build: str = ""
+    answers_pings: bool = False
+    pid: int = 0
 
     def close(self) -> None:
         """Let it go again: it keeps its workers."""
@@ -187,6 +190,8 @@ def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
     zygote.wipes_heap = message.get("wipes_heap") is True
     # Nor their build those of before a version could have several.
     zygote.build = str(message.get("build", ""))
+    zygote.pid = int(message.get("pid", 0))
+    zygote.answers_pings = message.get("answers_pings") is True
     try:
         while (message := _take(channel, zygote))["op"] != "told":
             pass

@@ -1,6 +1,7 @@
 """A process that the broker keeps beside it: started, listened to, asked for signs of life, ended, and started anew.
 
-So live the gate and the web process. Not the zygote, which may be an earlier broker's, and is left to the next one.
+So live the gate and the web process. The zygote, which may be an earlier broker's and is left to the next one, is asked
+for signs of life as they are.
 """
 
 import asyncio
@@ -12,9 +13,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from gpulease.daemon.broker.cannot_listen import CannotListen
+from gpulease.daemon.broker.pulse import Pulse
 from gpulease.daemon.broker.reaping import Child
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -127,8 +130,8 @@ class SideProcess:
         self._restarting: asyncio.Task[None] | None = None
         self._delay_s = self._patience.restart_s
         self._began_s = 0.0
-        self._unanswered = 0
-        self._next_beat: asyncio.TimerHandle | None = None
+        ask = partial(self.send, {"op": "ping"})
+        self._pulse = Pulse(self._patience.beat_s, self._patience.most_unanswered, ask, self.give_up)
 
     @property
     def pid(self) -> int:
@@ -161,8 +164,8 @@ class SideProcess:
         except BaseException:
             await self._end()
             raise
-        self._is_up, self._unanswered, self._began_s = True, 0, time.monotonic()
-        self._beat()
+        self._is_up, self._began_s = True, time.monotonic()
+        self._pulse.begin()
 
     async def stop(self) -> None:
         """End it, and start no other."""
@@ -238,9 +241,7 @@ class SideProcess:
             self._awaited.set_exception(ChannelClosed("it is gone"))
 
     def _hang_up(self) -> None:
-        if self._next_beat is not None:
-            self._next_beat.cancel()
-            self._next_beat = None
+        self._pulse.end()
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
@@ -273,23 +274,6 @@ class SideProcess:
             tell(self._kind.back)
             return
 
-    # --- whether it lives ---
-
-    def _beat(self) -> None:
-        """Ask it, or give it up.
-
-        Questions are counted, not seconds: while this process was stopped, stuck, or suspended with its host, none was
-        asked; and what was answered meanwhile is read before the next one.
-        """
-        if self._unanswered >= self._patience.most_unanswered:
-            self.give_up(f"it gave no sign of life for {self._unanswered * self._patience.beat_s:g} s")
-            return
-        self._unanswered += 1
-        self._next_beat = asyncio.get_running_loop().call_later(self._patience.beat_s, self._beat)
-        # One that has no room for the question has not answered the earlier ones either.
-        with contextlib.suppress(BlockingIOError, ChannelClosed):
-            self.send({"op": "ping"})
-
     # --- what it says ---
 
     def _read(self) -> None:
@@ -312,7 +296,7 @@ class SideProcess:
         awaited = None if self._awaited is None or self._awaited.done() else self._awaited
         match message:
             case {"op": "pong"}:
-                self._unanswered = 0
+                self._pulse.answered()
             case {"op": "broken", "reason": reason} if awaited is not None:
                 awaited.set_exception(CannotListen(f"{self._kind.broken}: {reason}"))
             case {"op": word} if awaited is not None and word == self._awaited_word:

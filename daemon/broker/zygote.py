@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.broker.finding import FoundZygote
+from gpulease.daemon.broker.pulse import Pulse
+from gpulease.daemon.broker.side_process import ordinary_patience
 from gpulease.daemon.build import BUILD
 from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.version import VERSION
@@ -27,6 +31,10 @@ START_TIMEOUT_S: Final = 60.0
 
 END_TIMEOUT_S: Final = 5.0
 """How long one that was killed and is not this process's child is waited for."""
+
+HUNG_AFTER_S: Final = 20.0
+"""Of questions without an answer, until one is killed: before what ends meanwhile, and nobody reaps, is fenced
+(reclaim_timeout_s of [limits], 30)."""
 
 
 class ZygoteBroken(Exception):
@@ -72,9 +80,12 @@ class Zygote:
         self._wipes_heap = wipes_heap
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
         self._pidfd = -1
         self._path: Path | None = None
         self._preloaded: asyncio.Future[None] | None = None
+        beat_s = ordinary_patience().beat_s
+        self._pulse = Pulse(beat_s, max(1, round(HUNG_AFTER_S / beat_s)), self._ping, self._give_up)
 
     @property
     def outlives_its_broker(self) -> bool:
@@ -91,7 +102,9 @@ class Zygote:
         self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel, self._read)
-        self.findings = found.findings
+        self._pid, self.findings = found.pid, found.findings
+        if found.answers_pings:
+            self._pulse.begin()
         # By its code, not its version alone: else what an upgrade mends would not be mended while this one lives.
         own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
         return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
@@ -117,6 +130,7 @@ class Zygote:
         except BaseException:
             self.stop()
             raise
+        self._pulse.begin()
 
     def _launch(self) -> socket.socket:
         """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
@@ -146,6 +160,7 @@ class Zygote:
                 start_new_session=True,
                 env=environment,
             )
+            self._pid = self._process.pid
             undo.pop_all()
         return ours
 
@@ -206,6 +221,22 @@ class Zygote:
             os.close(self._pidfd)
             self._pidfd = -1
 
+    def _ping(self) -> None:
+        if self._channel is not None:
+            send_message(self._channel, {"op": "ping"})
+
+    def _give_up(self, _: str) -> None:
+        """Kill it. That its channel closes then is seen as of any that dies.
+
+        One that lives on would make no worker and reap none, so every lease that ends would leave a fence.
+        """
+        tell(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
+        if self._process is not None:
+            self._process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def _say(self, message: dict[str, Any]) -> None:
         # One that is gone needs to know nothing; one that does not read for so long keeps a little more than it must.
         if self._channel is not None:
@@ -233,6 +264,10 @@ class Zygote:
             else:
                 self._preloaded.set_exception(ZygoteBroken(str(message.get("reason")), hint=str(message.get("hint"))))
             return
+        if message.get("op") == "pong":
+            close_all(fds)
+            self._pulse.answered()
+            return
         self._on_message(self, message, fds)
 
     def _gone(self) -> None:
@@ -245,6 +280,7 @@ class Zygote:
         self._on_exit(self)
 
     def _close_channel(self) -> None:
+        self._pulse.end()
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()

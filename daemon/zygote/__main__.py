@@ -137,6 +137,8 @@ class Zygote:
                     continue
                 case "forget":
                     self._keeper.forget(message["serial"])
+                case "ping":
+                    self._say({"op": "pong"})
                 case "retire":
                     self._is_retired = True
             close_all(fds)
@@ -326,7 +328,13 @@ def _serve(driver_name: str, channel: socket.socket, sandbox: str, listener: soc
     gc.collect()
     gc.freeze()
     told = [finding.to_message() for finding in findings]
-    about = {"driver": driver.name, "sandbox": sandbox, "findings": told, "wipes_heap": is_told_to_wipe()}
+    about = {
+        "driver": driver.name,
+        "sandbox": sandbox,
+        "findings": told,
+        "wipes_heap": is_told_to_wipe(),
+        "answers_pings": True,
+    }
     zygote = Zygote(driver, channel, plan, about, listener)
     try:
         send_message(channel, {"op": "preloaded", "sandbox": told})

@@ -323,6 +323,27 @@ def test_a_version_that_can_not_take_them_over_does_not_start(lasting: LastingDa
         work.check_goes_on()
 
 
+def check_another_takes_its_place(lasting: LastingDaemon) -> None:
+    (zygote,) = lasting.zygotes()
+    with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
+        check_main_job(session)
+        os.kill(zygote, signal.SIGSTOP)
+        with pytest.raises(GpuSessionFailed, match=r"worker died|with the zygote"):
+            wait_until(lambda: session.mem_alloc(256) is None, "the session ends with it")
+    wait_until(lambda: lasting.zygotes() not in ([], [zygote]), "there is another")
+    lasting.check_idle()
+
+
+def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDaemon) -> None:
+    beats = {"gpulease.daemon.broker.side_process:BEAT_S": 0.1, "gpulease.daemon.broker.zygote:HUNG_AFTER_S": 2.0}
+    soon = {"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1}
+    daemon = lasting.restart(Faults(constants=beats | soon))
+    daemon.allowed_trouble += ["does not answer; it is killed", "the zygote died"]
+    check_another_takes_its_place(lasting)
+    # That was one that it had taken over, this is one of its own.
+    check_another_takes_its_place(lasting)
+
+
 def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     (zygote,) = lasting.zygotes()
