@@ -95,9 +95,9 @@ class Listeners:
             path.unlink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            refuse_descriptors(sock)
             sock.bind(address.path)
             os.chmod(address.path, self._socket_mode)
-            refuse_descriptors(sock)
             # At once: who sees the file may connect.
             sock.listen(BACKLOG)
         except OSError:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -371,6 +372,11 @@ def test_a_worker_whose_zygote_can_not_be_found_is_ended(lasting: LastingDaemon)
     lasting.check_idle()
 
 
+def can_be_connected(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as peer:
+        return peer.connect_ex(str(path)) == 0
+
+
 def test_sessions_outlive_whoever_read_what_the_daemon_says(start_lasting: StartLasting) -> None:
     """A daemon in a terminal, or behind a pipe, that is closed."""
     lasting = start_lasting()
@@ -380,7 +386,7 @@ def test_sessions_outlive_whoever_read_what_the_daemon_says(start_lasting: Start
     process = lasting.begin(stderr=writer).process
     os.close(writer)
     os.close(reader)
-    wait_until(lambda: lasting.now.socket_path.exists(), "it listens")
+    wait_until(lambda: can_be_connected(lasting.now.socket_path), "it listens")
     with GpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease, working(lease) as work:
         process.kill()
         process.wait()
