@@ -188,6 +188,8 @@ def _booted(folder: Path, shown: list[str]) -> Iterator[BootedHost | None]:
                 # Its journal is its own, and some machines have no id to link it by.
                 "--link-journal=no",
                 *(*interpreter, *shown),
+                # To its init: none of the services that this machine may have.
+                *("--", "--unit=basic.target"),
             ],
             env=os.environ | {"SYSTEMD_SECCOMP": "0"},
             stdin=subprocess.DEVNULL,
