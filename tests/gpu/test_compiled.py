@@ -11,6 +11,7 @@ from gpulease.client.verify.kernels import with_variable
 from gpulease.daemon.drivers.cuda.compiled import name_of
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
+from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, check_main_job
 from helpers.memory_of import count_in_heap
@@ -26,16 +27,8 @@ GIB = 1 << 30
 
 @pytest.fixture
 def recycling(cards: Cards) -> Iterator[Daemon]:
-    used = cards.used_bytes()
-    daemon = Daemon(driver="cuda", vram=("8GiB",), tcp=True, config='warm_contexts = 1\nrecycle = "same-tenant"\n')
-    try:
-        daemon.wait_until_it_answers()
+    with daemon_on(cards, config='warm_contexts = 1\nrecycle = "same-tenant"\n', tcp=True) as daemon:
         yield daemon
-    except BaseException:
-        daemon.discard()
-        raise
-    daemon.stop()
-    cards.check_back_to(used)
 
 
 @contextmanager
