@@ -15,16 +15,16 @@ class Pulse:
 
     Args:
         beat_s: Between two questions.
-        most_unanswered: Questions in a row without an answer, after which it is not asked again but given up.
+        hung_after_s: Of questions in a row without an answer: then it is not asked again but given up.
         ask: Sends a question; may raise ChannelClosed or BlockingIOError.
         on_silence: Gives it up; gets a clause for the log.
     """
 
     def __init__(
-        self, beat_s: float, most_unanswered: int, ask: Callable[[], None], on_silence: Callable[[str], None]
+        self, beat_s: float, hung_after_s: float, ask: Callable[[], None], on_silence: Callable[[str], None]
     ) -> None:
         self._beat_s = beat_s
-        self._most_unanswered = most_unanswered
+        self._most_unanswered = max(1, round(hung_after_s / beat_s))
         self._ask = ask
         self._on_silence = on_silence
         self._unanswered = 0

@@ -46,7 +46,7 @@ BEAT_S: Final = 5.0
 """Between two questions whether one lives."""
 
 HUNG_AFTER_S: Final = 30.0
-"""Of questions without an answer, until one is killed. Workers and zygotes get as long: for hosts under heavy load."""
+"""Of questions without an answer, until one is killed: long, for hosts under heavy load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,6 @@ class Patience:
     steady_s: float
     beat_s: float
     hung_after_s: float
-
-    @property
-    def most_unanswered(self) -> int:
-        """Questions, after which one is not asked again but killed."""
-        return max(1, round(self.hung_after_s / self.beat_s))
 
 
 def ordinary_patience() -> Patience:
@@ -131,7 +126,7 @@ class SideProcess:
         self._delay_s = self._patience.restart_s
         self._began_s = 0.0
         ask = partial(self.send, {"op": "ping"})
-        self._pulse = Pulse(self._patience.beat_s, self._patience.most_unanswered, ask, self.give_up)
+        self._pulse = Pulse(self._patience.beat_s, self._patience.hung_after_s, ask, self.give_up)
 
     @property
     def pid(self) -> int:

@@ -84,8 +84,7 @@ class Zygote:
         self._pidfd = -1
         self._path: Path | None = None
         self._preloaded: asyncio.Future[None] | None = None
-        beat_s = ordinary_patience().beat_s
-        self._pulse = Pulse(beat_s, max(1, round(HUNG_AFTER_S / beat_s)), self._ping, self._give_up)
+        self._pulse = Pulse(ordinary_patience().beat_s, HUNG_AFTER_S, self._ping, self._give_up)
 
     @property
     def outlives_its_broker(self) -> bool:
