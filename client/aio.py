@@ -1,4 +1,11 @@
-"""The asyncio face: the same with coroutines, on asyncio's or uvloop's event loop.
+"""The asyncio face: the names of `gpulease.client`, with coroutines, on asyncio's or uvloop's event loop.
+
+    from gpulease.client.aio import GpuBuilder, GpuSession
+
+    async with GpuBuilder().min_vram(64 << 20).acquire() as lease, GpuSession(lease) as session:
+        buffer = await session.mem_alloc(4096)
+
+`acquire`, `GpuSession(lease)`, `GpuSession.attach` and `stream` open something: by `async with`, or by `await`.
 
 Cancelling an operation that has begun stops the waiting, not the operation: it goes on in the background to its reply,
 so the connection stays in step, and the next operation waits its turn. A cancelled mem_read may still write to `into`,
@@ -9,16 +16,17 @@ A host name in a TCP address is looked up by the system's resolver, which blocks
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from gpulease.client.aio_events import AsyncLeaseEvents, AsyncWarningWatch
-from gpulease.client.aio_graphs import AsyncGraph, AsyncRecorder
-from gpulease.client.aio_submission import AsyncSubmission, submit_by
-from gpulease.client.awaiting import drive, task_of, undisturbed
+from gpulease.client.aio_events import LeaseEvents, WarningWatch
+from gpulease.client.aio_graphs import Graph, Recorder
+from gpulease.client.aio_submission import Submission, submit_by
+from gpulease.client.awaiting import Opening, drive, task_of, undisturbed
 from gpulease.client.blocking import TOKEN_S
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
 from gpulease.client.core.patience import patience_of
@@ -26,24 +34,91 @@ from gpulease.client.core.renewal import RenewalSchedule, keep
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
-from gpulease.client.core.tokens import Grant, issue_request, token_of
+from gpulease.client.core.tokens import issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
-from gpulease.client.errors import GpuLeaseError
 from gpulease.client.events import OnWarning
-from gpulease.client.handles import Buffer, Module, StreamHandle
+from gpulease.client.handles import StreamHandle
+from gpulease.client.public import (
+    AllocFailed,
+    Buffer,
+    Busy,
+    CapacityExceeded,
+    Denied,
+    Disconnected,
+    Drained,
+    Fenced,
+    GpuExclusivityClass,
+    GpuLeaseError,
+    GpuSessionFailed,
+    GpuWaiting,
+    Grant,
+    HeldToken,
+    InvalidHandle,
+    InvalidRequest,
+    KernelArgs,
+    LaunchFailed,
+    LeaseEvent,
+    LeaseExpired,
+    LeaseFreed,
+    LoadFailed,
+    Module,
+    NotFound,
+    Permission,
+    Phase,
+    Revoked,
+    SyncFailed,
+    TimedOut,
+    Unsupported,
+    Untrusted,
+)
 from gpulease.client.submission import Image
-from gpulease.protocol.capabilities import Permission
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import Body, CapabilityPresent, Empty
 from gpulease.protocol.sharing import Wanted
 
 __all__ = [
-    "AsyncGpuBuilder",
-    "AsyncGpuLease",
-    "AsyncGpuSession",
-    "AsyncGraph",
-    "AsyncKeepAlive",
-    "AsyncStream",
-    "AsyncSubmission",
+    "AllocFailed",
+    "Buffer",
+    "Busy",
+    "CapacityExceeded",
+    "Denied",
+    "Disconnected",
+    "Drained",
+    "Fenced",
+    "GpuBuilder",
+    "GpuExclusivityClass",
+    "GpuLease",
+    "GpuLeaseError",
+    "GpuSession",
+    "GpuSessionFailed",
+    "GpuWaiting",
+    "Grant",
+    "Graph",
+    "HeldToken",
+    "InvalidHandle",
+    "InvalidRequest",
+    "KeepAlive",
+    "KernelArgs",
+    "LaunchFailed",
+    "LeaseEvent",
+    "LeaseExpired",
+    "LeaseFreed",
+    "LoadFailed",
+    "Module",
+    "NotFound",
+    "Permission",
+    "Phase",
+    "Revoked",
+    "Stream",
+    "Submission",
+    "SyncFailed",
+    "TimedOut",
+    "Unsupported",
+    "Untrusted",
+    "inspect_token",
+    "keep_alive",
+    "my_audience",
     "submit_by",
 ]
 
@@ -53,58 +128,61 @@ SPIN_NS: Final = 20_000
 """How long an answer is looked for before the event loop gets a turn: no longer than a callback may take."""
 
 
-class AsyncGpuBuilder(Wish):
-    """Asks for a lease: `await AsyncGpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
+class GpuBuilder(Wish):
+    """Asks for a lease: `async with GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire() as lease:`."""
 
-    async def acquire(self) -> "AsyncGpuLease":
-        """The lease, as GpuBuilder.acquire gives it."""
-        return AsyncGpuLease(await drive(acquire(self._where(), self._request(), asyncio.Lock())))
+    def acquire(self) -> "Opening[GpuLease]":
+        """The lease, by `await` or by `async with`; see gpulease.client.GpuBuilder.acquire."""
+        return Opening(self._acquired())
+
+    async def _acquired(self) -> "GpuLease":
+        return GpuLease(await drive(acquire(self._where(), self._request(), asyncio.Lock())))
 
 
-class AsyncGpuLease(LeaseView):
-    """So many bytes of a card for so many seconds; see GpuLease."""
+class GpuLease(LeaseView):
+    """So many bytes of a card for so many seconds; see gpulease.client.GpuLease."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
         self._free_when_dropped()
 
     async def renew(self, seconds: float) -> None:
-        """Make it last at least `seconds` from now; see GpuLease.renew."""
+        """Make it last at least `seconds` from now; see gpulease.client.GpuLease.renew."""
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Give it back; see GpuLease.free."""
+        """Give it back; see gpulease.client.GpuLease.free."""
         await self._run(self._state.free())
 
     async def query(self) -> dict[str, Any]:
-        """What the daemon knows of it; see GpuLease.query."""
+        """What the daemon knows of it; see gpulease.client.GpuLease.query."""
         return await self._run(self._state.query())
 
     async def issue(
         self, permissions: Permission, audience: bytes | None = None, ttl_secs: float = TOKEN_S, nonce: int = 0
     ) -> Grant:
-        """A token by which somebody else can use this lease; see GpuLease.issue."""
+        """A token by which somebody else can use this lease; see gpulease.client.GpuLease.issue."""
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
     async def revoke_token(self, token: bytes | str | Grant) -> None:
-        """End one token that was issued for this lease; see GpuLease.revoke_token."""
+        """End one token that was issued for this lease; see gpulease.client.GpuLease.revoke_token."""
         await self._run(self._state.revoke_token(token_of(token)))
 
-    def submit(self, kernel: str, image: Image) -> AsyncSubmission:
-        """One kernel of an image, to be run beside the session in a context of its own; see GpuLease.submit."""
-        return AsyncSubmission(kernel, image, lambda submission: submission._run_on(self._state))
+    def submit(self, kernel: str, image: Image) -> Submission:
+        """One kernel of an image, to be run in a context of its own; see gpulease.client.GpuLease.submit."""
+        return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 
-    def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "AsyncKeepAlive":
+    def keep_alive(self, on_loss: Callable[[GpuLeaseError], None] | None = None) -> "KeepAlive":
         """Renew it in a task until the returned object is stopped or its `async with` block is left."""
-        return AsyncKeepAlive(self, on_loss, RenewalSchedule())
+        return keep_alive(self, on_loss)
 
-    def events(self) -> AsyncLeaseEvents:
-        """What it goes through, from where it stands now to its end; see GpuLease.events."""
-        return AsyncLeaseEvents(self._state.event_stream())
+    def events(self) -> LeaseEvents:
+        """What it goes through, from where it stands now to its end; see gpulease.client.GpuLease.events."""
+        return LeaseEvents(self._state.event_stream())
 
-    def on_warning(self, callback: OnWarning) -> AsyncWarningWatch:
-        """Call back, from a task, whenever its end is near or its node is drained; see GpuLease.on_warning."""
-        return AsyncWarningWatch(self._state.event_stream(), callback)
+    def on_warning(self, callback: OnWarning) -> WarningWatch:
+        """Call back, from a task, whenever its end is near; see gpulease.client.GpuLease.on_warning."""
+        return WarningWatch(self._state.event_stream(), callback)
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,29 +201,30 @@ class AsyncGpuLease(LeaseView):
         return await drive(procedure)
 
 
-class AsyncGpuSharedLease(LeaseView):
-    """Somebody else's lease, as a token shows it; see GpuSharedLease."""
+class GpuSharedLease(LeaseView):
+    """Somebody else's lease, as a token shows it; see gpulease.client.GpuSharedLease."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
         weakref.finalize(self, state.channel.close)
 
     async def query(self) -> dict[str, Any]:
-        """What the daemon knows of it; see GpuLease.query."""
+        """What the daemon knows of it; see gpulease.client.GpuLease.query."""
         return await drive(self._state.query())
 
-    def events(self) -> AsyncLeaseEvents:
-        """What it goes through, for as long as the token is good; see GpuLease.events."""
-        return AsyncLeaseEvents(self._state.event_stream())
+    def events(self) -> LeaseEvents:
+        """What it goes through, for as long as the token is good; see gpulease.client.GpuLease.events."""
+        return LeaseEvents(self._state.event_stream())
 
 
-class AsyncGpuSession(SessionView):
-    """A lease's isolated context on its card; see GpuSession. `async with AsyncGpuSession(lease) as session` opens it.
+class GpuSession(SessionView):
+    """A lease's isolated context on its card; see gpulease.client.GpuSession.
 
-    Tasks may share it; they take turns.
+    `async with GpuSession(lease) as session:` or `session = await GpuSession(lease)` opens it. Tasks may share it; they
+    take turns.
     """
 
-    def __init__(self, lease: AsyncGpuLease | AsyncGpuSharedLease, *, shared_memory: bool = True) -> None:
+    def __init__(self, lease: GpuLease | GpuSharedLease, *, shared_memory: bool = True) -> None:
         """Without `shared_memory` all goes through the socket, as it does over TCP anyway."""
         self.lease = lease
         self._lock = asyncio.Lock()
@@ -155,56 +234,57 @@ class AsyncGpuSession(SessionView):
         self._closing: Callable[[], object] | None = None
 
     @classmethod
-    async def attach(
+    def attach(
         cls, token: bytes | str | Grant, address: str | None = None, *, shared_memory: bool = True
-    ) -> Self:
-        """Another tenant's session, by a token of theirs, opened; see GpuSession.attach."""
+    ) -> Opening[Self]:
+        """Another tenant's session, by a token of theirs; see gpulease.client.GpuSession.attach."""
+        return Opening(cls._attached(token, address, shared_memory))
+
+    @classmethod
+    async def _attached(cls, token: bytes | str | Grant, address: str | None, shared_memory: bool) -> Self:
         state = await drive(by_token(address_of(address), token_of(token), asyncio.Lock()))
         try:
-            return await cls(AsyncGpuSharedLease(state), shared_memory=shared_memory).open()
+            return await cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
             state.channel.close()
             raise
 
-    async def open(self) -> Self:
-        """Open it and return it; `async with` does this."""
-        await drive(self._state.attach())
-        self._closing = weakref.finalize(self, self._state.close)
-        return self
+    def __await__(self) -> Generator[Any, Any, Self]:
+        return self.__aenter__().__await__()
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
-        """Device memory, zeroed; see GpuSession.mem_alloc."""
+        """Device memory, zeroed; see gpulease.client.GpuSession.mem_alloc."""
         return await self._run(self._state.mem_alloc(size_bytes))
 
     async def mem_free(self, buffer: Buffer) -> None:
-        """Give a buffer back now; see GpuSession.mem_free."""
+        """Give a buffer back now; see gpulease.client.GpuSession.mem_free."""
         await self._begin(lambda: self._state.mem_free(buffer))
 
-    async def stream(self) -> "AsyncStream":
-        """A stream of its own for launches and copies; see GpuSession.stream."""
-        return await self._run(self._state.stream_create(AsyncStream))
+    def stream(self) -> "Opening[Stream]":
+        """A stream of its own for launches and copies; see gpulease.client.GpuSession.stream."""
+        return Opening(self._run(self._state.stream_create(Stream)))
 
     @property
-    def default_stream(self) -> "AsyncStream":
-        """What goes where no stream is named; see GpuSession.default_stream."""
-        return self._state.default_stream(AsyncStream)
+    def default_stream(self) -> "Stream":
+        """What goes where no stream is named; see gpulease.client.GpuSession.default_stream."""
+        return self._state.default_stream(Stream)
 
-    async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: "AsyncStream | None" = None) -> None:
-        """Copy any buffer's bytes to byte `offset`; see GpuSession.mem_write."""
+    async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: "Stream | None" = None) -> None:
+        """Copy any buffer's bytes to byte `offset`; see gpulease.client.GpuSession.mem_write."""
         await self._begin(lambda: self._state.mem_write(buffer, offset, data, stream))
 
     async def mem_read(
-        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: "AsyncStream | None" = None
+        self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: "Stream | None" = None
     ) -> Any:
-        """`nbytes` from byte `offset`, as bytes or in `into`; see GpuSession.mem_read."""
+        """`nbytes` from byte `offset`, as bytes or in `into`; see gpulease.client.GpuSession.mem_read."""
         return await self._run(self._state.mem_read(buffer, offset, nbytes, into, stream))
 
     async def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
-        """Load PTX text or a cubin; see GpuSession.module_load."""
+        """Load PTX text or a cubin; see gpulease.client.GpuSession.module_load."""
         return await self._run(self._state.module_load(image))
 
     async def module_unload(self, module: Module) -> None:
-        """Unload a module now; see GpuSession.module_unload."""
+        """Unload a module now; see gpulease.client.GpuSession.module_unload."""
         await self._run(self._state.module_unload(module))
 
     async def launch(
@@ -216,9 +296,9 @@ class AsyncGpuSession(SessionView):
         args: KernelArguments,
         arg_sizes: Iterable[int] | None = None,
         shared_bytes: int = 0,
-        stream: "AsyncStream | None" = None,
+        stream: "Stream | None" = None,
     ) -> int:
-        """Start a kernel; do not wait for it. See GpuSession.launch."""
+        """Start a kernel; do not wait for it. See gpulease.client.GpuSession.launch."""
         await self._lock.acquire()
         number: int | Procedure[int] = 0
         try:
@@ -228,15 +308,15 @@ class AsyncGpuSession(SessionView):
                 self._lock.release()
         return number if isinstance(number, int) else await undisturbed(self._finish(number))
 
-    def record(self) -> AsyncRecorder:
+    def record(self) -> Recorder:
         """Record a launch graph: `async with session.record() as graph:`, then `await graph.launch()`.
 
-        See GpuSession.record. While a session records, other tasks can't use it.
+        See gpulease.client.GpuSession.record. While a session records, other tasks can't use it.
         """
-        return AsyncRecorder(self)
+        return Recorder(self)
 
     async def sync(self) -> None:
-        """Wait until all streams have ended what they hold; see GpuSession.sync."""
+        """Wait until all streams have ended what they hold; see gpulease.client.GpuSession.sync."""
         await self._run(self._state.sync())
 
     async def close(self) -> None:
@@ -248,7 +328,10 @@ class AsyncGpuSession(SessionView):
             self._closing()
 
     async def __aenter__(self) -> Self:
-        return self if self._closing is not None else await self.open()
+        if self._closing is None:
+            await drive(self._state.attach())
+            self._closing = weakref.finalize(self, self._state.close)
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -281,21 +364,21 @@ class AsyncGpuSession(SessionView):
             self._lock.release()
 
 
-class AsyncStream(StreamHandle):
-    """An order of launches and copies; see Stream. Made by `await session.stream()`."""
+class Stream(StreamHandle):
+    """An order of launches and copies; see gpulease.client.Stream. Made by `session.stream()`."""
 
     __slots__ = ()
 
     async def sync(self) -> None:
-        """Wait until all that it holds has ended; see Stream.sync."""
+        """Wait until all that it holds has ended; see gpulease.client.Stream.sync."""
         await undisturbed(drive(self.session("sync").stream_sync(self)))
 
     async def wait_for(self, other: StreamHandle | None) -> None:
-        """Put what comes next behind all that `other` holds now; see Stream.wait_for."""
+        """Put what comes next behind all that `other` holds now; see gpulease.client.Stream.wait_for."""
         await undisturbed(drive(self.session("wait_for").stream_wait(self, other)))
 
     async def close(self) -> None:
-        """Let go of it now; see Stream.close."""
+        """Let go of it now; see gpulease.client.Stream.close."""
         if self.owner is not None:
             await undisturbed(drive(self.session("close").stream_destroy(self)))
 
@@ -308,15 +391,15 @@ class AsyncStream(StreamHandle):
         self.drop()
 
 
-class AsyncKeepAlive:
-    """Renews a lease from a task; see KeepAlive.
+class KeepAlive:
+    """Renews a lease from a task; see gpulease.client.KeepAlive.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
     """
 
     def __init__(
-        self, lease: AsyncGpuLease, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
+        self, lease: GpuLease, on_loss: Callable[[GpuLeaseError], None] | None, schedule: RenewalSchedule
     ) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
@@ -337,7 +420,28 @@ class AsyncKeepAlive:
     ) -> None:
         await self.stop()
 
-    async def _keep(self, lease: "weakref.ref[AsyncGpuLease]", schedule: RenewalSchedule) -> None:
+    async def _keep(self, lease: "weakref.ref[GpuLease]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep(lease, schedule))
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
+
+
+def keep_alive(
+    lease: GpuLease, on_loss: Callable[[GpuLeaseError], None] | None = None, schedule: RenewalSchedule | None = None
+) -> KeepAlive:
+    """Start renewing a lease, from a task; see gpulease.client.keep_alive."""
+    return KeepAlive(lease, on_loss, schedule or RenewalSchedule())
+
+
+async def my_audience(address: str | None = None) -> bytes:
+    """Tell who this program's user is to a node; see gpulease.client.my_audience."""
+    return bytes((await _ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address)).audience)
+
+
+async def inspect_token(token: bytes | str | Grant, address: str | None = None) -> HeldToken:
+    """Ask the node what a token lets this program do; see gpulease.client.inspect_token."""
+    return HeldToken.of(await _ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))
+
+
+async def _ask(op: Opcode, body: Body, address: str | None) -> Any:
+    return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))

@@ -12,8 +12,8 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.events import OnWarning
 
 
-class AsyncLeaseEvents(AsyncIterator[LeaseEvent]):
-    """What a lease goes through: `async for event in lease.events():`. See LeaseEvents."""
+class LeaseEvents(AsyncIterator[LeaseEvent]):
+    """What a lease goes through: `async for event in lease.events():`. See gpulease.client.LeaseEvents."""
 
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
@@ -29,7 +29,7 @@ class AsyncLeaseEvents(AsyncIterator[LeaseEvent]):
             raise StopAsyncIteration
         return event
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Hear no more; a task that waits for an event stops."""
         self._stream.wake()
 
@@ -43,8 +43,8 @@ class AsyncLeaseEvents(AsyncIterator[LeaseEvent]):
         self._stream.close()
 
 
-class AsyncWarningWatch:
-    """Calls back from a task whenever a lease is warned of its end; see WarningWatch."""
+class WarningWatch:
+    """Calls back from a task whenever a lease is warned of its end; see gpulease.client.WarningWatch."""
 
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None

@@ -11,16 +11,19 @@ from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
 
 if TYPE_CHECKING:
-    from gpulease.client.aio import AsyncGpuSession, AsyncStream
+    from gpulease.client.aio import GpuSession, Stream
 
 
-class AsyncGraph(GraphHandle):
-    """A sequence of launches and copies, recorded once, that one request does again; see Graph."""
+class Graph(GraphHandle):
+    """A sequence of launches and copies, recorded once, that one request does again; see gpulease.client.Graph."""
 
     __slots__ = ()
 
-    async def launch(self, /, *, stream: "AsyncStream | None" = None, **values: Any) -> int:
-        """Start all of it, in its order, behind what was started before; do not wait. See Graph.launch."""
+    async def launch(self, /, *, stream: "Stream | None" = None, **values: Any) -> int:
+        """Start all of it, in its order, behind what was started before; do not wait.
+
+        See gpulease.client.Graph.launch.
+        """
         state = self.session("launch of a graph")
         await state.lock.acquire()
         number: int | Procedure[int] = 0
@@ -32,23 +35,23 @@ class AsyncGraph(GraphHandle):
         return number if isinstance(number, int) else await undisturbed(_finish(state, number))
 
     async def close(self) -> None:
-        """Free it now rather than when its last reference goes; see Graph.close."""
+        """Free it now rather than when its last reference goes; see gpulease.client.Graph.close."""
         await undisturbed(drive(self.session("close").close_graph(self)))
 
 
-class AsyncRecorder:
-    """The block in which a session records; see AsyncGpuSession.record."""
+class Recorder:
+    """The block in which a session records; see GpuSession.record."""
 
-    def __init__(self, session: "AsyncGpuSession") -> None:
+    def __init__(self, session: "GpuSession") -> None:
         self._session = session
-        self._graph: AsyncGraph
+        self._graph: Graph
         self._recording: Recording
 
-    async def __aenter__(self) -> AsyncGraph:
+    async def __aenter__(self) -> Graph:
         session = self._session
         async with session._lock:
             session._state = self._recording = Recording(session._state, asyncio.current_task)
-        self._graph = AsyncGraph()
+        self._graph = Graph()
         return self._graph
 
     async def __aexit__(

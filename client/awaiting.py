@@ -1,12 +1,15 @@
 """How the asyncio face waits: the event loop for sockets and pauses, asyncio's lock for turns. No threads."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from gpulease.client.core.steps import Locked, Procedure, Sleep, Step, Wait
 
 T = TypeVar("T")
+C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
 
 MAX_WAIT_S: Final = 3600.0
 """Longest single wait; a longer one waits again. A selector takes no more than 24 days."""
@@ -48,6 +51,38 @@ def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     # A task that is cancelled before its first step never gets as far as `work`, which would be warned of then.
     task.add_done_callback(lambda _: work.close())
     return task
+
+
+class Opening(Coroutine[Any, Any, C]):
+    """Something that opens: `await` returns it, and `async with` leaves it with the block."""
+
+    def __init__(self, work: Coroutine[Any, Any, C]) -> None:
+        self._work = work
+        self._opened: C
+
+    def __await__(self) -> Generator[Any, Any, C]:
+        return self._work.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Advance, for a task that was made of it."""
+        return self._work.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error where it waits, for a task that was made of it."""
+        return self._work.throw(*error)
+
+    def close(self) -> None:
+        """Give up before it has opened."""
+        self._work.close()
+
+    async def __aenter__(self) -> C:
+        self._opened = await self._work
+        return await self._opened.__aenter__()  # type: ignore[no-any-return]  # each returns itself
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._opened.__aexit__(kind, error, trace)
 
 
 async def _forgetting(work: Coroutine[Any, Any, T]) -> T:

@@ -306,5 +306,4 @@ def inspect_token(token: bytes | str | Grant, address: str | None = None) -> Hel
 
     Raises Denied with the check it failed.
     """
-    held = ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address)
-    return HeldToken(held.lease_id, Permission(held.permissions), held.ttl_ms / 1000, held.expires_at_unix_s)
+    return HeldToken.of(ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

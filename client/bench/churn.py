@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
+from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.asking import ask
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.errors import GpuLeaseError, LeaseExpired, Revoked
@@ -118,12 +118,12 @@ class Churn:
     async def _live(self, ending: str) -> str:
         """One lease, from its acquire to its end; how it ended."""
         ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
-        builder = AsyncGpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
+        builder = GpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
         async with self._acquiring:
             lease = await self._timed("acquire", builder.acquire())
         if ending == "expire":
             return await self._let_expire(lease)
-        async with await self._timed("attach", AsyncGpuSession(lease).open()) as session:
+        async with await self._timed("attach", GpuSession(lease)) as session:
             await self._work(session)
             for _ in range(2):
                 await self._hold(lease, self._random.uniform(0.25, 0.75) * self._life_s)
@@ -133,10 +133,10 @@ class Churn:
             await self._end(ending, lease, session)
             return ending
 
-    async def _let_expire(self, lease: AsyncGpuLease) -> str:
+    async def _let_expire(self, lease: GpuLease) -> str:
         """It is not renewed. On a busy host it may be over before it is used."""
         with contextlib.suppress(LeaseExpired):
-            async with AsyncGpuSession(lease) as session:
+            async with GpuSession(lease) as session:
                 await self._work(session)
                 await _until_refused(session, self._rest)
             # All are to rest, and this one would end meanwhile.
@@ -144,7 +144,7 @@ class Churn:
             return "free"
         return "expire"
 
-    async def _end(self, ending: str, lease: AsyncGpuLease, session: AsyncGpuSession) -> None:
+    async def _end(self, ending: str, lease: GpuLease, session: GpuSession) -> None:
         match ending:
             case "free":
                 await session.close()
@@ -161,7 +161,7 @@ class Churn:
             case "drop":
                 pass  # Its last reference goes: the lease is given back without an answer.
 
-    async def _work(self, session: AsyncGpuSession) -> None:
+    async def _work(self, session: GpuSession) -> None:
         module = await session.module_load(self._image)
         buffer = await session.mem_alloc(_X.nbytes)
         await session.mem_write(buffer, 0, _X)
@@ -174,7 +174,7 @@ class Churn:
         await session.mem_free(buffer)
         await session.module_unload(module)
 
-    async def _hold(self, lease: AsyncGpuLease, seconds: float) -> None:
+    async def _hold(self, lease: GpuLease, seconds: float) -> None:
         """Let time go by, and rest when all do."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
@@ -215,7 +215,7 @@ class Churn:
         return result
 
 
-async def _until_refused(session: AsyncGpuSession, unless: asyncio.Event | None = None) -> None:
+async def _until_refused(session: GpuSession, unless: asyncio.Event | None = None) -> None:
     """Ask on until the session's end is told, or `unless` is set. Raises what it is told by, or TimeoutError."""
     async with asyncio.timeout(PATIENCE_S):
         while unless is None or not unless.is_set():

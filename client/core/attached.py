@@ -54,7 +54,7 @@ FREES_PER_FLUSH: Final = 256
 """Dropped handles freed by one operation at most, so that it is not held up by a list that was thrown away."""
 
 _NOT_OPEN: Final = Failure(
-    Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with AsyncGpuSession(lease) as session`"
+    Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
 )
 _CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open another one on the lease")
 

@@ -2,14 +2,14 @@
 
 import base64
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from gpulease.client.core.texts import quoted
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
-from gpulease.protocol.messages import CapabilityIssue
+from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
 
 MAX_NONCE: Final = 2**128 - 1
 """Largest nonce; 0 leaves the choice to the daemon."""
@@ -59,6 +59,11 @@ class HeldToken:
     permissions: Permission
     ttl_s: float
     expires_at_unix_secs: int
+
+    @classmethod
+    def of(cls, told: CapabilityHeld) -> Self:
+        """The node's reply, with the permissions by name and the time in seconds."""
+        return cls(told.lease_id, Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
 
 
 def token_of(token: "bytes | str | Grant") -> bytes:

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from gpulease.client import Buffer, KernelArgs, Module
-from gpulease.client.aio import AsyncGpuSession
+from gpulease.client.aio import GpuSession
 from gpulease.client.models.settings import ModelSettings
 
 
@@ -17,9 +17,7 @@ class Engine:
     where the card takes it from.
     """
 
-    def __init__(
-        self, session: AsyncGpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]
-    ) -> None:
+    def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
         self._session, self._settings, self._module = session, settings, module
         self._weights, self._input, self._output = buffers
         self._into = session.empty(settings.max_batch * settings.input_bytes, np.uint8)
@@ -28,7 +26,7 @@ class Engine:
         self._args: dict[int, KernelArgs] = {}
 
     @classmethod
-    async def open(cls, session: AsyncGpuSession, settings: ModelSettings) -> Self:
+    async def open(cls, session: GpuSession, settings: ModelSettings) -> Self:
         """Load the model. Raises LoadFailed, AllocFailed and their like."""
         module = await session.module_load(settings.module)
         sizes = (

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
+from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.errors import (
     CapacityExceeded,
     Disconnected,
@@ -60,7 +60,7 @@ class Instance:
         self._address, self._metrics, self._pass_on = address, metrics, pass_on
         self._loop = asyncio.get_running_loop()
         self._intake = Intake(settings, metrics)
-        self._lease: AsyncGpuLease | None = None
+        self._lease: GpuLease | None = None
         self._held_from: float | None = None
         self._pause = RestartPause()
         self._no_room_until = 0.0
@@ -128,15 +128,15 @@ class Instance:
         self._intake.stirred.set()
 
     @asynccontextmanager
-    async def _leased(self) -> AsyncIterator[tuple[AsyncGpuLease, Engine, Ended]]:
+    async def _leased(self) -> AsyncIterator[tuple[GpuLease, Engine, Ended]]:
         """A lease with the model on it, kept alive. Raises what can't be done."""
         settings, began = self.settings, self._loop.time()
-        wish = AsyncGpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
+        wish = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
         wish.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
         lease = await wish.acquire()
         self._held_from = self._loop.time()
         try:
-            async with AsyncGpuSession(lease) as session:
+            async with GpuSession(lease) as session:
                 engine = await Engine.open(session, settings)
                 ended: Ended = self._loop.create_future()
                 async with self._watched(lease, ended), lease.keep_alive(lambda error: self._lost(error, ended)):
@@ -155,7 +155,7 @@ class Instance:
             self._held_from = None
 
     @asynccontextmanager
-    async def _watched(self, lease: AsyncGpuLease, ended: Ended) -> AsyncIterator[None]:
+    async def _watched(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch(lease, ended))
         try:
             yield
@@ -163,7 +163,7 @@ class Instance:
             watch.cancel()
             await asyncio.wait((watch,))
 
-    async def _watch(self, lease: AsyncGpuLease, ended: Ended) -> None:
+    async def _watch(self, lease: GpuLease, ended: Ended) -> None:
         """Hear of the lease's end at once, rather than by the next batch or renewal.
 
         That nobody tells of it says nothing: a lease and its session may outlast the daemon's restart. `_serve` looks
@@ -195,7 +195,7 @@ class Instance:
             ended.set_result(error)
         self._intake.stirred.set()
 
-    async def _serve(self, lease: AsyncGpuLease, engine: Engine, ended: Ended) -> None:
+    async def _serve(self, lease: GpuLease, engine: Engine, ended: Ended) -> None:
         """Batch after batch; returns when it is stopped, or was idle for long enough. Raises how the lease ended."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:

@@ -15,8 +15,8 @@ from gpulease.client import (
     KernelArgs,
     LaunchFailed,
     Revoked,
+    aio,
 )
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import ArenaCopy, Empty, Handle, MemAlloc
 from gpulease.protocol.sharing import Wanted
@@ -118,8 +118,8 @@ def test_a_lease_that_was_revoked(daemon: Daemon) -> None:
 
 def test_asyncio(daemon: Daemon) -> None:
     async def main() -> None:
-        wish = AsyncGpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
-        async with await wish.acquire() as lease, AsyncGpuSession(lease) as session:
+        wish = aio.GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
+        async with wish.acquire() as lease, aio.GpuSession(lease) as session:
             data, back = session.empty(5000, np.uint8), session.empty(5000, np.uint8)
             data[:] = np.arange(5000) % 251
             buffer = await session.mem_alloc(5000)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from gpulease.client import AllocFailed, CapacityExceeded, KernelArgs, LeaseExpired, Revoked, SyncFailed
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
+from gpulease.client import AllocFailed, CapacityExceeded, KernelArgs, LeaseExpired, Revoked, SyncFailed, aio
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers, scale_args
 from helpers.waiting import wait_until
@@ -28,11 +27,11 @@ def run(daemon: Daemon, request: pytest.FixtureRequest) -> Callable[[Main], None
     return run_it
 
 
-def builder(daemon: Daemon, seconds: float = 60, size_bytes: int = 1 << 20) -> AsyncGpuBuilder:
-    return AsyncGpuBuilder(daemon.address).min_vram(size_bytes).lease_secs(seconds)
+def builder(daemon: Daemon, seconds: float = 60, size_bytes: int = 1 << 20) -> aio.GpuBuilder:
+    return aio.GpuBuilder(daemon.address).min_vram(size_bytes).lease_secs(seconds)
 
 
-async def check_main_job(session: AsyncGpuSession, n: int = 1000) -> None:
+async def check_main_job(session: aio.GpuSession, n: int = 1000) -> None:
     buffer = await session.mem_alloc(4 * n)
     await session.mem_write(buffer, 0, numbers(n))
     module = await session.module_load(TRANSFORM)
@@ -45,7 +44,7 @@ async def check_main_job(session: AsyncGpuSession, n: int = 1000) -> None:
     await session.mem_free(buffer)
 
 
-async def start_endless(session: AsyncGpuSession) -> tuple[Any, Any]:
+async def start_endless(session: aio.GpuSession) -> tuple[Any, Any]:
     module = await session.module_load(FAULTS)
     flag = await session.mem_alloc(4)
     await session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
@@ -54,7 +53,7 @@ async def start_endless(session: AsyncGpuSession) -> tuple[Any, Any]:
 
 def test_main_job(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
-        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(daemon).acquire() as lease, aio.GpuSession(lease) as session:
             assert session.session_id == lease.lease_id
             await check_main_job(session)
             assert (await lease.query())["launches"] == 2
@@ -64,7 +63,7 @@ def test_main_job(run: Callable[[Main], None]) -> None:
 
 def test_several_sessions_at_once(run: Callable[[Main], None]) -> None:
     async def job(daemon: Daemon) -> None:
-        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(daemon).acquire() as lease, aio.GpuSession(lease) as session:
             for _ in range(3):
                 await check_main_job(session)
 
@@ -76,11 +75,11 @@ def test_several_sessions_at_once(run: Callable[[Main], None]) -> None:
 
 def test_the_loop_runs_while_a_kernel_does(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
-        async with await builder(daemon).acquire() as other, AsyncGpuSession(other) as neighbour:
+        async with builder(daemon).acquire() as other, aio.GpuSession(other) as neighbour:
             # Its kernels are compiled then.
             await check_main_job(neighbour)
             lease = await builder(daemon, seconds=1.5).acquire()
-            async with AsyncGpuSession(lease) as session:
+            async with aio.GpuSession(lease) as session:
                 kept = await start_endless(session)
                 waiting = asyncio.create_task(session.sync())
                 rounds = 0
@@ -97,7 +96,7 @@ def test_the_loop_runs_while_a_kernel_does(run: Callable[[Main], None]) -> None:
 
 def test_failures_are_typed(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
-        async with await builder(daemon).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(daemon).acquire() as lease, aio.GpuSession(lease) as session:
             with pytest.raises(AllocFailed):
                 await session.mem_alloc(2 << 20)
             module = await session.module_load(FAULTS)
@@ -115,7 +114,7 @@ def test_failures_are_typed(run: Callable[[Main], None]) -> None:
 
 def test_renew_and_keep_alive(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
-        async with await builder(daemon, seconds=0.4).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with await builder(daemon, seconds=0.4).acquire() as lease, aio.GpuSession(lease) as session:
             async with lease.keep_alive() as keeper:
                 await asyncio.sleep(1.0)
                 await check_main_job(session)
@@ -129,7 +128,7 @@ def test_renew_and_keep_alive(run: Callable[[Main], None]) -> None:
 def test_revoked_while_it_waits(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
         lease = await builder(daemon).acquire()
-        async with AsyncGpuSession(lease) as session:
+        async with aio.GpuSession(lease) as session:
             kept = await start_endless(session)
             waiting = asyncio.create_task(session.sync())
             await asyncio.to_thread(

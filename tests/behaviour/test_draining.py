@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 from click.testing import CliRunner, Result
 
-from gpulease.client import CapacityExceeded, Drained, GpuLeaseError, GpuSession, LeaseEvent, NotFound, Phase
-from gpulease.client.aio import AsyncGpuBuilder
+from gpulease.client import CapacityExceeded, Drained, GpuLeaseError, GpuSession, LeaseEvent, NotFound, Phase, aio
 from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
 from gpulease.protocol import Opcode, Status
@@ -148,7 +147,7 @@ def test_a_callback_on_warnings(daemon: Daemon, drained: Callable[[float], Drain
 
 def test_the_same_with_coroutines(daemon: Daemon, drained: Callable[[float], DrainStatus]) -> None:
     async def tenant() -> None:
-        wish = AsyncGpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
+        wish = aio.GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
         lease = await wish.acquire()
         warned: list[LeaseEvent] = []
         async with lease.events() as events, lease.on_warning(warned.append):

@@ -18,8 +18,8 @@ from gpulease.client import (
     Module,
     Revoked,
     SyncFailed,
+    aio,
 )
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
 from gpulease.protocol import Opcode
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, floats, numbers, scale_args, start_stray_store
@@ -211,8 +211,8 @@ def test_without_shared_memory_graphs_have_launches_and_constants(daemon: Daemon
 
 def test_asyncio(daemon: Daemon) -> None:
     async def main() -> None:
-        wish = AsyncGpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
-        async with await wish.acquire() as lease, AsyncGpuSession(lease) as session:
+        wish = aio.GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
+        async with wish.acquire() as lease, aio.GpuSession(lease) as session:
             module, buffer = await session.module_load(TRANSFORM), await session.mem_alloc(4 * N)
             data, back = session.empty(N, np.float32), session.empty(N, np.float32)
             async with session.record() as graph:

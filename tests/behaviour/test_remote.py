@@ -79,8 +79,8 @@ def test_the_main_job_with_coroutines(daemon: Daemon, pki: Pki, monkeypatch: pyt
 
     async def job() -> None:
         async with (
-            await aio.AsyncGpuBuilder(daemon.tls_address).min_vram(32 << 20).acquire() as lease,
-            aio.AsyncGpuSession(lease) as session,
+            aio.GpuBuilder(daemon.tls_address).min_vram(32 << 20).acquire() as lease,
+            aio.GpuSession(lease) as session,
         ):
             data = np.arange(4 << 20, dtype=np.uint32)
             buffer = await session.mem_alloc(data.nbytes)

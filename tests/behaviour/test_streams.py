@@ -18,8 +18,8 @@ from gpulease.client import (
     LeaseExpired,
     Module,
     SyncFailed,
+    aio,
 )
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
 from gpulease.protocol.limits import MAX_STREAMS
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, grid_for, numbers, scale_args, start_endless, start_stray_store
@@ -229,13 +229,13 @@ def test_in_a_lease_that_ends(daemon: Daemon) -> None:
 
 def test_asyncio(daemon: Daemon) -> None:
     async def main() -> None:
-        wish = AsyncGpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
-        async with await wish.acquire() as lease, AsyncGpuSession(lease) as session:
+        wish = aio.GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60)
+        async with wish.acquire() as lease, aio.GpuSession(lease) as session:
             module, buffer = await session.module_load(TRANSFORM), await session.mem_alloc(BYTES)
             data, back = session.empty(N, np.float32), session.empty(N, np.float32)
             data[:] = numbers(N)
             other = await session.stream()
-            async with await session.stream() as stream:
+            async with session.stream() as stream:
                 await session.mem_write(buffer, 0, data, stream=stream)
                 await session.launch(module, "scale", grid_for(N), BLOCK, scale_args(buffer, N, 2.0), stream=stream)
                 await other.wait_for(stream)

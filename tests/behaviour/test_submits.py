@@ -31,8 +31,8 @@ from gpulease.client import (
     Revoked,
     SyncFailed,
     TimedOut,
+    aio,
 )
-from gpulease.client.aio import AsyncGpuBuilder
 from gpulease.client.asking import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
@@ -77,7 +77,7 @@ def test_outputs_are_zero_before_and_come_in_their_order(gpu: GpuLease) -> None:
 
 def test_coroutines_submit_too(daemon: Daemon) -> None:
     async def both() -> None:
-        async with await AsyncGpuBuilder(daemon.address).min_vram(1 << 20).submits(ROOM).acquire() as lease:
+        async with await aio.GpuBuilder(daemon.address).min_vram(1 << 20).submits(ROOM).acquire() as lease:
             check_scaled(await scaling(lease).launch())
             with pytest.raises(SyncFailed, match="stray_store"):
                 await stray(lease).launch()

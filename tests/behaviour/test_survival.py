@@ -21,9 +21,9 @@ from gpulease.client import (
     GpuSessionFailed,
     LeaseExpired,
     Revoked,
+    aio,
     keep_alive,
 )
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
 from gpulease.client.core import renewal
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
@@ -101,8 +101,8 @@ def test_what_may_be_asked_again_waits_for_the_daemon(lasting: LastingDaemon) ->
 
 def test_so_do_coroutines(lasting: LastingDaemon) -> None:
     async def scenario() -> None:
-        async with await AsyncGpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease:
-            async with AsyncGpuSession(lease) as session:
+        async with await aio.GpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease:
+            async with aio.GpuSession(lease) as session:
                 with back_in(lasting, 0.3):
                     buffer = await session.mem_alloc(64)
                     await lease.renew(50)

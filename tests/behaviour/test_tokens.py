@@ -18,9 +18,9 @@ from gpulease.client import (
     LeaseFreed,
     Permission,
     Revoked,
+    aio,
     my_audience,
 )
-from gpulease.client.aio import AsyncGpuSession
 from gpulease.client.narrowing import attenuate
 from gpulease.daemon.worker.serving import MAX_CONNECTIONS
 from gpulease.protocol import Failure, Opcode, Status
@@ -96,7 +96,7 @@ def test_the_clients_faces(shared: Shared, is_async: bool) -> None:
         return
 
     async def main() -> None:
-        async with await AsyncGpuSession.attach(grant.to_text(), shared.daemon.address) as session:
+        async with aio.GpuSession.attach(grant.to_text(), shared.daemon.address) as session:
             buffer = await session.mem_alloc(4)
             await session.mem_write(buffer, 0, b"abcd")
             assert await session.mem_read(buffer, 0, 4) == b"abcd"

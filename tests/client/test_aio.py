@@ -2,22 +2,24 @@
 
 import asyncio
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import pytest
 
-from gpulease.client import Disconnected, GpuLeaseError, InvalidRequest, KernelArgs, Revoked
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuLease, AsyncGpuSession
+from gpulease import client
+from gpulease.client import Disconnected, GpuLeaseError, InvalidRequest, KernelArgs, Revoked, aio
 from gpulease.protocol import Opcode, Status
 from helpers.scripted_peer import ScriptedPeer, Silence
 
 
-def builder(peer: ScriptedPeer, seconds: float = 60) -> AsyncGpuBuilder:
-    return AsyncGpuBuilder(peer.address).min_vram(1 << 20).lease_secs(seconds)
+def builder(peer: ScriptedPeer, seconds: float = 60) -> aio.GpuBuilder:
+    return aio.GpuBuilder(peer.address).min_vram(1 << 20).lease_secs(seconds)
 
 
 async def heard(peer: ScriptedPeer, op: str, count: int = 1) -> None:
@@ -41,7 +43,7 @@ def slow(peer: ScriptedPeer, op: Opcode) -> threading.Event:
 
 def test_a_cancelled_operation_leaves_the_session_in_step(peer: ScriptedPeer) -> None:
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:
             buffer = await session.mem_alloc(8 << 20)
             data = bytes(range(256)) * (8 << 12)
             release = slow(peer, Opcode.MEM_WRITE)
@@ -61,7 +63,7 @@ def test_a_cancelled_operation_leaves_the_session_in_step(peer: ScriptedPeer) ->
 
 def test_a_cancelled_launch_is_whole_or_not_sent(peer: ScriptedPeer) -> None:
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:
             module = await session.module_load(b"ptx")
             release = slow(peer, Opcode.LAUNCH)
 
@@ -82,14 +84,14 @@ def test_a_cancelled_launch_is_whole_or_not_sent(peer: ScriptedPeer) -> None:
 
 
 def test_tasks_take_turns(peer: ScriptedPeer) -> None:
-    async def work(session: AsyncGpuSession, mark: int) -> None:
+    async def work(session: aio.GpuSession, mark: int) -> None:
         buffer = await session.mem_alloc(2 << 20)
         for _ in range(5):
             await session.mem_write(buffer, 0, bytes([mark]) * (2 << 20))
             assert await session.mem_read(buffer, 0, 2 << 20) == bytes([mark]) * (2 << 20)
 
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease, AsyncGpuSession(lease) as session:
+        async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:
             await asyncio.gather(*(work(session, mark) for mark in range(4)))
 
     asyncio.run(scenario())
@@ -110,8 +112,8 @@ def test_close_wakes_a_waiting_task(peer: ScriptedPeer) -> None:
     peer.on(Opcode.SYNC, Silence())
 
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease:
-            session = await AsyncGpuSession(lease).open()
+        async with builder(peer).acquire() as lease:
+            session = await aio.GpuSession(lease)
             task = asyncio.create_task(session.sync())
             await heard(peer, "SYNC")
             await session.close()
@@ -123,8 +125,8 @@ def test_close_wakes_a_waiting_task(peer: ScriptedPeer) -> None:
 
 def test_a_session_that_was_never_opened(peer: ScriptedPeer) -> None:
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease:
-            session = AsyncGpuSession(lease)
+        async with builder(peer).acquire() as lease:
+            session = aio.GpuSession(lease)
             await session.close()
             with pytest.raises(InvalidRequest, match="is not open"):
                 await session.sync()
@@ -133,7 +135,7 @@ def test_a_session_that_was_never_opened(peer: ScriptedPeer) -> None:
 
 
 def test_a_dropped_lease_is_freed(peer: ScriptedPeer) -> None:
-    async def scenario() -> AsyncGpuLease:
+    async def scenario() -> aio.GpuLease:
         lease = await builder(peer).acquire()
         del lease
         await heard(peer, "LEASE_FREE")
@@ -159,7 +161,7 @@ def test_a_loop_that_ends_in_the_middle_of_everything(peer: ScriptedPeer) -> Non
 
     async def scenario() -> None:
         lease = await builder(peer).acquire()
-        session = await AsyncGpuSession(lease).open()
+        session = await aio.GpuSession(lease)
         task = asyncio.create_task(session.sync())
         await heard(peer, "SYNC")
         task.cancel()
@@ -172,7 +174,7 @@ def test_a_loop_that_ends_in_the_middle_of_everything(peer: ScriptedPeer) -> Non
 def test_a_loop_that_ends_in_the_middle_of_a_renewal(peer: ScriptedPeer) -> None:
     peer.on(Opcode.LEASE_RENEW, Silence())
 
-    async def scenario() -> "weakref.ref[AsyncGpuLease]":
+    async def scenario() -> "weakref.ref[aio.GpuLease]":
         lease = await builder(peer, 0.1).acquire()
         lease.keep_alive()
         await heard(peer, "LEASE_RENEW")
@@ -187,7 +189,7 @@ def test_an_error_does_not_keep_the_lease(peer: ScriptedPeer) -> None:
 
     async def scenario() -> None:
         lease = await builder(peer).acquire()
-        session = await AsyncGpuSession(lease).open()
+        session = await aio.GpuSession(lease)
         with suppress(GpuLeaseError):
             await session.sync()
         del session, lease
@@ -228,11 +230,11 @@ def test_keep_alive(peer: ScriptedPeer) -> None:
 
 
 @pytest.mark.parametrize("start", [lambda lease: lease.keep_alive(), lambda lease: lease.on_warning(print)])
-def test_stopped_before_its_first_step(peer: ScriptedPeer, start: Callable[[AsyncGpuLease], Any]) -> None:
+def test_stopped_before_its_first_step(peer: ScriptedPeer, start: Callable[[aio.GpuLease], Any]) -> None:
     """Nothing is warned of: a coroutine that was never awaited would be."""
 
     async def scenario() -> None:
-        async with await builder(peer).acquire() as lease:
+        async with builder(peer).acquire() as lease:
             await start(lease).stop()
 
     asyncio.run(scenario())
@@ -240,7 +242,7 @@ def test_stopped_before_its_first_step(peer: ScriptedPeer, start: Callable[[Asyn
 
 def test_leaving_never_hides_what_went_wrong_inside(peer: ScriptedPeer) -> None:
     async def scenario() -> None:
-        async with await builder(peer).acquire():
+        async with builder(peer).acquire():
             peer.close()
             raise ZeroDivisionError
 
@@ -252,3 +254,98 @@ def test_leaving_never_hides_what_went_wrong_inside(peer: ScriptedPeer) -> None:
             await builder(peer).acquire()
 
     asyncio.run(quietly())
+
+
+MODULES = {
+    "gpulease.client": ("blocking", "events", "graphs", "keeping", "streams", "submission"),
+    "gpulease.client.aio": ("aio", "aio_events", "aio_graphs", "aio_submission"),
+}
+"""Where each face defines what the other defines too, below gpulease.client."""
+
+
+def surface(face: str) -> dict[str, Any]:
+    """What a face's modules define, by name, without what is private: classes and functions."""
+    found = {}
+    for module in (import_module(f"gpulease.client.{name}") for name in MODULES[face]):
+        for name, value in vars(module).items():
+            is_defined = inspect.isclass(value) or inspect.isfunction(value)
+            if is_defined and value.__module__ == module.__name__ and not name.startswith("_"):
+                found[name] = value
+    return found
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(item.name, item.kind, item.default) for item in inspect.signature(function).parameters.values()]
+
+
+def members(kind: type) -> dict[str, Any]:
+    """A class's methods with their parameters, and its other public names; how it is made is one of them."""
+    public = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
+    shown = {name: parameters(getattr(kind, name)) for name, value in public.items() if not is_data(value)}
+    return shown | dict.fromkeys(public.keys() - shown.keys()) | {"()": parameters(kind)}
+
+
+def is_data(value: Any) -> bool:
+    return not callable(value) and not isinstance(value, classmethod | staticmethod)
+
+
+def test_both_faces_export_the_same_names() -> None:
+    assert aio.__all__ == client.__all__
+    theirs = surface("gpulease.client").keys() | surface("gpulease.client.aio").keys()
+    for name in client.__all__:
+        shared = getattr(aio, name) is getattr(client, name)
+        assert shared is (name not in theirs), f"{name}: a face's own, or the same object in both"
+
+
+def test_both_faces_have_the_same_methods_and_parameters() -> None:
+    blocking, coroutines = surface("gpulease.client"), surface("gpulease.client.aio")
+    assert blocking.keys() == coroutines.keys()
+    assert len(blocking) > 12
+    for name, value in blocking.items():
+        describe = members if isinstance(value, type) else parameters
+        assert describe(coroutines[name]) == describe(value), name
+
+
+def test_what_opens_is_for_await_async_with_and_tasks(peer: ScriptedPeer) -> None:
+    async def scenario() -> None:
+        async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:
+            assert lease.is_alive
+            assert session.is_alive
+            async with session.stream() as stream:
+                assert stream.is_alive
+            assert not stream.is_alive
+            assert (await session.stream()).is_alive
+        assert not lease.is_alive
+        assert not session.is_alive
+        lease = await builder(peer).acquire()
+        session = await aio.GpuSession(lease)
+        assert await session is session
+        await session.close()
+        await lease.free()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(builder(peer).acquire()) for _ in range(2)]
+        for task in tasks:
+            await task.result().free()
+
+    asyncio.run(scenario())
+
+
+def test_leaving_the_block_of_an_acquire_by_an_error_gives_the_lease_back(peer: ScriptedPeer) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with builder(peer).acquire():
+                raise ZeroDivisionError
+        assert peer.ops()[-1] == "LEASE_FREE"
+
+    asyncio.run(scenario())
+
+
+def test_an_acquire_that_is_closed_asks_for_nothing(peer: ScriptedPeer) -> None:
+    async def scenario() -> None:
+        opening = builder(peer).acquire()
+        opening.close()
+        with pytest.raises(RuntimeError, match="cannot reuse"):
+            await opening
+        assert peer.ops() == []
+
+    asyncio.run(scenario())

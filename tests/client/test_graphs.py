@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpulease.client import AllocFailed, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed
-from gpulease.client.aio import AsyncGpuSession
+from gpulease.client import AllocFailed, GpuSession, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, aio
 from gpulease.client.core import recording
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import parse_body
@@ -242,7 +241,7 @@ def test_scenario(run_over_both: Any, scenario: Scenario) -> None:
 
 def test_every_operation_of_a_session_is_recorded_or_refused() -> None:
     asked = {"record", "close", "open", "empty", "stream"}
-    for kind in (GpuSession, AsyncGpuSession):
+    for kind in (GpuSession, aio.GpuSession):
         operations = {
             name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")
         } - asked

@@ -1,13 +1,11 @@
 """What a submit is told, on either face; what becomes of it is in behaviour/test_submits."""
 
-import inspect
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission
-from gpulease.client.aio_submission import AsyncSubmission
+from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission, aio
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
 from gpulease.client.core.submission import SubmissionBase
@@ -30,7 +28,7 @@ def a_sessions_buffer() -> KernelArgs:
     return KernelArgs().push_buffer(Buffer(cast("SessionState", Owner()), 256, 4))
 
 
-FACES = [Submission, AsyncSubmission]
+FACES = [Submission, aio.Submission]
 VALUE, INPUT, OUTPUT, INOUT = ArgumentKind
 
 
@@ -42,13 +40,6 @@ def never(_: SubmissionBase) -> Procedure[list[bytes]]:
 @pytest.fixture(params=FACES)
 def submission(request: pytest.FixtureRequest) -> Any:
     return request.param("infer", "// ptx", never)
-
-
-def test_both_faces_say_the_same() -> None:
-    def names(face: type[Any]) -> set[str]:
-        return {name for name, _ in inspect.getmembers(face, callable) if not name.startswith("_")}
-
-    assert names(Submission) == names(AsyncSubmission)
 
 
 def test_what_is_asked_for_is_what_was_said(submission: Any) -> None:

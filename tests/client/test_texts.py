@@ -64,7 +64,7 @@ NEVER: dict[str, Callable[[Any], Any]] = {
     "a token to narrow": lambda text: attenuate(text, bytes(32)),
     "a key to narrow by": lambda text: attenuate(b"t", text),
     "a request of a gateway": operation_key,
-    "the asyncio builder's address": lambda text: aio.AsyncGpuBuilder(text)._where(),
+    "the asyncio builder's address": lambda text: aio.GpuBuilder(text)._where(),
 }
 """What needs no daemon."""
 

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gpulease.client import GpuBuilder, GpuSession, KernelArgs
-from gpulease.client.aio import AsyncGpuBuilder, AsyncGpuSession
+from gpulease.client import GpuBuilder, GpuSession, KernelArgs, aio
 from helpers.scripted_peer import ScriptedPeer
 
 
@@ -41,7 +40,7 @@ class Face:
 
     def builder(self) -> Any:
         """A builder for the peer's address, with a size."""
-        kind: Any = GpuBuilder if self.name == "blocking" else AsyncGpuBuilder
+        kind: Any = GpuBuilder if self.name == "blocking" else aio.GpuBuilder
         return kind(self.peer.address).min_vram(1 << 20)
 
     async def acquire(self, builder: Any = None) -> Any:
@@ -51,7 +50,7 @@ class Face:
 
     async def open(self, lease: Any) -> Any:
         """A session on a lease."""
-        return Awaited(GpuSession(lease.target)) if self.name == "blocking" else await AsyncGpuSession(lease).open()
+        return Awaited(GpuSession(lease.target)) if self.name == "blocking" else await aio.GpuSession(lease)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Any]:
