@@ -1,4 +1,4 @@
-"""Narrowing a token before it is passed on, without asking anybody: needs `pip install 'gpulease[tokens]'`.
+"""Narrowing a token before it is passed on, without asking anybody: needs `pip install '.[tokens]'`.
 
 from gpulease.client.narrowing import attenuate
 

@@ -84,7 +84,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.supervisor.handed_over import BadHandover
         from gpulease.daemon.supervisor.life import Supervised
     except ImportError as error:
-        return _fail(f"{error.name} is not installed", "pip install 'gpulease[daemon]'", EXIT_CONFIG)
+        return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
     cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)
     told_wrong = (BadHandover, ConfigError, TokensUnavailable)
     supervised = Supervised.unheard()

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,15 @@ def test_no_function_is_too_long() -> None:
         and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
     ]
     assert long == []
+
+
+def test_nothing_says_to_install_a_published_package() -> None:
+    """No package index has a gpulease of ours: what is to be installed is the repository's folder, `.[extra]`."""
+    told = re.compile(r"\bgpulease\[|pip install '?gpulease")
+    texts = [path for path in committed() if path.suffix in {".py", ".md", ".html", ".js", ".toml", ".service"}]
+    tell = [name_of(path) for path in texts if path != Path(__file__) and told.search(path.read_text("utf-8"))]
+    # The extra for tests names others of the same package, which pip takes from the folder it installs.
+    assert tell == [name for name in ["pyproject.toml"] if (ROOT / name) in texts]
 
 
 def test_every_module_is_named_for_what_it_holds() -> None:

@@ -15,5 +15,5 @@ def hand_on(module: str, words: Sequence[str]) -> NoReturn:
     """Run a module with these words instead of this program. Raises CannotStart if no daemon is installed."""
     # The daemon need not be installed where its client is.
     if find_spec(module.rpartition(".")[0]) is None:
-        raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
+        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
     os.execv(sys.executable, [sys.executable, "-P", "-c", _BEGIN, module, *words])

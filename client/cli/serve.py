@@ -52,7 +52,9 @@ def gateway(
         from gpulease.client.gateway.asgi import Gateway
         from gpulease.client.gateway.server import listening, serve
     except ImportError as error:
-        raise Unsupported(f"no gateway: {error}", "Install it: pip install 'gpulease[serve]'") from None
+        raise Unsupported(
+            f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
+        ) from None
     from gpulease.client.gateway.authority import NodeAuthority
     from gpulease.client.gateway.effects import DaemonEffects
     from gpulease.client.gateway.models import EXAMPLE, load_models

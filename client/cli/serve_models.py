@@ -25,7 +25,9 @@ def models(config: Path | None, listen: str, rpc: str, demo: bool) -> None:
         from gpulease.client.gateway.server import listening, serve
         from gpulease.client.models.asgi import ModelServer
     except ImportError as error:
-        raise Unsupported(f"no model server: {error}", "Install it: pip install 'gpulease[serve]'") from None
+        raise Unsupported(
+            f"no model server: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
+        ) from None
     from gpulease.client.models.host import STOP_LIMIT_S
     from gpulease.client.models.settings import EXAMPLE, load_settings
 

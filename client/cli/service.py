@@ -71,7 +71,7 @@ def this_environment() -> Environment:
     """The one that this command runs in. Raises CannotStart if the daemon is not there."""
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
-        raise CannotStart("no daemon is installed beside this client: pip install 'gpulease[daemon]'")
+        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
     package = Path(daemon.origin)
     python = Path(sys.executable)
     own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))

@@ -25,7 +25,9 @@ def run_module_instead() -> None:
             run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
         except ModuleNotFoundError as error:
             # The daemon's package is there wherever its client is; what it needs may not be.
-            raise CannotStart(f"{error.name} is not installed: pip install 'gpulease[daemon]'") from None
+            raise CannotStart(
+                f"{error.name} is not installed: pip install '.[daemon]' in gpulease's repository"
+            ) from None
 
 
 def interrupt_ends_it() -> None:

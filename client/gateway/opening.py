@@ -20,5 +20,7 @@ def open_store(url: str) -> ReplicatedIdempotencyStore:
     try:
         from gpulease.client.gateway.postgres_store import PostgresStore
     except ImportError as error:
-        raise StoreUnavailable(f"no PostgreSQL: {error}", "Install it: pip install 'gpulease[postgres]'") from None
+        raise StoreUnavailable(
+            f"no PostgreSQL: {error}", "Install it: pip install '.[postgres]' in gpulease's repository"
+        ) from None
     return PostgresStore(url)

@@ -1,4 +1,4 @@
-"""The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install 'gpulease[postgres]'`.
+"""The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install '.[postgres]'`.
 
 Every method is one transaction, at READ COMMITTED, that makes its key's row if there is none and locks it before it
 looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).

@@ -127,7 +127,8 @@ class TokenOffice:
             from gpulease.daemon.capabilities.authority import CapabilityAuthority
         except ImportError as error:
             raise TokensUnavailable(
-                f"there are no tokens, because {error.name} is not installed: pip install 'gpulease[daemon]'"
+                f"there are no tokens, because {error.name} is not installed: "
+                "pip install '.[daemon]' in gpulease's repository"
             ) from None
         now_ns = time.monotonic_ns()
         try:

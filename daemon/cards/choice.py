@@ -35,7 +35,7 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
     except ImportError as error:
         raise CardsUnavailable(
             f"the cuda driver needs {error.name}, which is not installed",
-            hint="pip install 'gpulease[daemon,cuda]'",
+            hint="pip install '.[daemon,cuda]' in gpulease's repository",
             status=EX_CONFIG,
         ) from None
     return NvidiaCards(vram_bytes[0] if vram_bytes else None)

@@ -17,6 +17,6 @@ def driver_named(name: str) -> Driver:
     except ImportError as error:
         raise DriverError(
             f"the {name} driver needs {error.name}, which is not installed",
-            hint=f"pip install 'gpulease[daemon{',cuda' if name == 'cuda' else ''}]'",
+            hint=f"pip install '.[daemon{',cuda' if name == 'cuda' else ''}]' in gpulease's repository",
         ) from None
     raise DriverError(f"there is no driver {name!r}", hint="The drivers are cuda and cpu.")

@@ -70,7 +70,9 @@ def parse_http(value: Any) -> TcpAddress:
             " before it that speaks TLS and says who may come"
         )
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"{' and '.join(missing)} must be installed for it: pip install 'gpulease[serve]'")
+        raise ValueError(
+            f"{' and '.join(missing)} must be installed for it: pip install '.[serve]' in gpulease's repository"
+        )
     return address
 
 

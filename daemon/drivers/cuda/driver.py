@@ -23,7 +23,8 @@ class CudaDriver:
                 importlib.import_module(module)
         except ImportError as error:
             raise DriverError(
-                f"the cuda driver can't be loaded: {error}", hint="pip install 'gpulease[daemon,cuda]' on the GPU host."
+                f"the cuda driver can't be loaded: {error}",
+                hint="On the GPU host: pip install '.[daemon,cuda]' in gpulease's repository",
             ) from None
         launching_code()
 

@@ -32,7 +32,7 @@ def test_without_a_daemon_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("gpulease.client.cli.audit.MODULE", "gpulease.nothing.audit")
     done = CliRunner().invoke(main, ["audit", "verify", "x"])
     assert done.exit_code == 1
-    assert "pip install 'gpulease[daemon]'" in done.output
+    assert "pip install '.[daemon]' in gpulease's repository" in done.output
 
 
 def test_it_ends_as_every_command_does() -> None:

@@ -66,7 +66,7 @@ def test_a_command_of_the_daemon_without_what_it_needs(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "gpulease: cryptography is not installed: pip install 'gpulease[daemon]'\n"
+    assert done.stderr == "gpulease: cryptography is not installed: pip install '.[daemon]' in gpulease's repository\n"
 
 
 def test_listing_leases_imports_no_arrays(daemon: Daemon) -> None:

@@ -31,7 +31,7 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delitem(sys.modules, "gpulease.client.gateway.asgi", raising=False)
     done = CliRunner().invoke(main, ["serve", "gateway", "--demo"])
-    assert (done.exit_code, "pip install 'gpulease[serve]'" in done.output) == (1, True), done.output
+    assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output
 
 
 def test_bench_counts_requests(daemon: Daemon) -> None:

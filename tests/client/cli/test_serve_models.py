@@ -27,4 +27,4 @@ def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delitem(sys.modules, "gpulease.client.models.asgi", raising=False)
     done = CliRunner().invoke(main, ["serve", "models", "--demo"])
-    assert (done.exit_code, "pip install 'gpulease[serve]'" in done.output) == (1, True), done.output
+    assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output
