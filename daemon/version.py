@@ -1,15 +1,6 @@
 """The daemon's version, as it introduces itself."""
 
-from importlib.metadata import PackageNotFoundError, version
+import gpulease
 
-
-def _version() -> str:
-    try:
-        return version("gpulease")
-    except PackageNotFoundError:
-        # Run from a checkout that was not installed.
-        return "0+unknown"
-
-
-VERSION = _version()
+VERSION = gpulease.__version__
 AGENT = f"gpuleased/{VERSION}"

@@ -1,16 +1,21 @@
-"""The folders at the top of the repository install as one namespace package, and under no other name."""
+"""The folders at the top of the repository install as one package, and under no other name."""
 
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import gpulease
+from gpulease import client
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("client", "daemon", "protocol")
+FILES = ("__init__.py", "py.typed")
 LINKS = ROOT / ".dev" / "gpulease"
 
 
@@ -24,19 +29,71 @@ def import_root() -> Path:
 
 @pytest.mark.skipif(not LINKS.exists(), reason="a source distribution has no links")
 def test_the_links_mirror_the_folders() -> None:
-    assert sorted(link.name for link in LINKS.iterdir()) == sorted(FOLDERS)
-    for name in FOLDERS:
+    targets = {name: f"../../{name}" for name in FOLDERS} | {name: f"../{name}" for name in FILES}
+    assert sorted(link.name for link in LINKS.iterdir() if link.name != "__pycache__") == sorted(targets)
+    for name, target in targets.items():
         link = LINKS / name
         assert link.is_symlink(), name
-        assert os.readlink(link) == f"../../{name}", "absolute links do not travel with the checkout"
-        assert link.resolve() == ROOT / name
+        assert os.readlink(link) == target, "absolute links do not travel with the checkout"
+        assert link.exists(), name
 
 
-def test_gpulease_is_a_namespace_package() -> None:
+def test_gpulease_is_a_regular_package() -> None:
     spec = importlib.util.find_spec("gpulease")
     assert spec is not None
-    assert spec.origin is None, "an __init__ would shadow the other parts of the namespace"
-    assert not list((import_root() / "gpulease").glob("__init__.*"))
+    assert spec.origin == str(import_root() / "gpulease" / "__init__.py"), (
+        "as a namespace, any folder could be part of it"
+    )
+    assert (import_root() / "gpulease" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("way", ["a script beside it", "a command in its folder"])
+def test_a_folder_of_that_name_does_not_hide_the_package(way: str, tmp_path: Path) -> None:
+    clone = tmp_path / "gpulease"
+    for part in FOLDERS:
+        (clone / part).mkdir(parents=True)
+        (clone / part / "__init__.py").write_text("raise RuntimeError('the clone was imported')")
+    code = "import gpulease.protocol; print(gpulease.GpuBuilder.__name__, list(gpulease.__path__))"
+    (tmp_path / "program.py").write_text(code)
+    words = ["program.py"] if way == "a script beside it" else ["-c", code]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(import_root())},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"GpuBuilder ['{import_root() / 'gpulease'}']\n"
+
+
+def test_the_package_has_the_clients_names() -> None:
+    assert gpulease.GpuBuilder is client.GpuBuilder
+    for name in client.__all__:
+        assert getattr(gpulease, name) is getattr(client, name)
+    assert {*client.__all__, "__version__"} <= set(dir(gpulease))
+    imported: dict[str, object] = {}
+    exec("from gpulease import *", imported)
+    assert imported.keys() >= set(client.__all__)
+    for name in ("GpuBuidler", "_nothing", "__wrapped__"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(gpulease, name)
+
+
+def test_the_package_tells_its_version() -> None:
+    try:
+        assert gpulease.__version__ == importlib.metadata.version("gpulease")
+    except importlib.metadata.PackageNotFoundError:
+        assert gpulease.__version__ == "0+unknown"
+
+
+def test_the_license_is_shipped() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (name,) = project["license-files"]
+    text = (ROOT / name).read_text()
+    assert text.startswith(f"{project['license']} License\n")
+    assert "The gpulease authors" in text
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -69,7 +126,7 @@ def test_the_installed_distribution_holds_nothing_generic() -> None:
 def test_the_protocol_needs_nothing_of_the_other_parts() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import gpulease.protocol;"
-        "print([n for n in sys.modules if n.startswith(('gpulease.client', 'gpulease.daemon'))])"
+        "print([n for n in sys.modules if n.startswith(('gpulease.client', 'gpulease.daemon', 'importlib.metadata'))])"
     )
     command = [sys.executable, "-c", code, str(import_root())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT / "tests")

@@ -7,6 +7,7 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
+import gpulease
 from gpulease.client.cli.endings import check_words, interrupt_unwinds, told_in_words
 from gpulease.client.cli.start import run
 
@@ -73,13 +74,7 @@ class _Commands(click.Group):
 def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -> None:
     if not is_wanted or ctx.resilient_parsing:
         return
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("gpulease")
-    except PackageNotFoundError:
-        found = "0+unknown"  # run from a checkout that was not installed
-    click.echo(f"{PROGRAM}, version {found}")
+    click.echo(f"{PROGRAM}, version {gpulease.__version__}")
     ctx.exit()
 
 
