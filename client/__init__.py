@@ -11,7 +11,7 @@
         session.sync()
         session.mem_read(buffer, 0, 4 * n, into=array)
 
-`gpulease.client.aio` has the same with coroutines; `gpulease.client.errors` draws the errors as a tree.
+`gpulease.client.aio` has the same names with coroutines; `gpulease.client.errors` draws the errors as a tree.
 """
 
 from importlib import import_module
