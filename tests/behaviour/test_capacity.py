@@ -55,7 +55,7 @@ def test_the_seventh_waits_and_gets_what_is_freed(daemon: Daemon, six: list[GpuL
     waiting.start()
     assert not granted
     six[3].free()
-    waiting.join(10)
+    waiting.join(60)
     (lease,) = granted
     with lease, GpuSession(lease) as session:
         check_main_job(session)

@@ -126,7 +126,7 @@ def test_keep_alive_stops_and_says_why(daemon: Daemon, drained: Callable[[float]
 
     with daemon.builder(seconds=1).acquire() as lease, lease.keep_alive(on_loss):
         drained(1.2)
-        assert lost.wait(5)
+        assert lost.wait(60)
         assert isinstance(losses[0], Drained)
         assert "being drained: it lasts" in losses[0].message
         assert lease.is_alive
@@ -263,13 +263,13 @@ def test_who_waits_for_an_empty_node_outlives_its_daemon(start_lasting: Callable
     lasting.now.builder().acquire()
     with waiting_for_it(lasting.address, "2s") as process:
         lasting.restart()
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, "No lease is left.\n")
     ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
     lease = lasting.now.builder().acquire()
     with waiting_for_it(lasting.address, "1h") as process:
         ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
         assert (process.returncode, "not drained any more" in output) == (1, True), output
     lease.free()
 

@@ -136,7 +136,7 @@ def test_a_duplicate_joins_the_one_in_flight(gateway: Gateway, monkeypatch: pyte
     def stop_at_the_launch(step: str) -> None:
         if step == "guest.launch":
             arrived.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     answers: list[InferenceResponse] = []
 
@@ -145,7 +145,7 @@ def test_a_duplicate_joins_the_one_in_flight(gateway: Gateway, monkeypatch: pyte
 
     threads = [threading.Thread(target=first)]
     threads[0].start()
-    arrived.wait(10)
+    arrived.wait(60)
     with pytest.raises(OperationInProgress) as caught:
         gateway.serve(request("same"))
     assert 0 < caught.value.retry_after_s <= 20 + 15
@@ -174,7 +174,7 @@ def test_a_gateway_that_was_taken_for_dead_and_comes_back(
         steps.append(step)
         if step == paused_at:
             arrived.set()
-            go_on.wait(10)
+            go_on.wait(60)
 
     def first() -> None:
         try:
@@ -188,7 +188,7 @@ def test_a_gateway_that_was_taken_for_dead_and_comes_back(
 
     thread = threading.Thread(target=first)
     thread.start()
-    arrived.wait(10)
+    arrived.wait(60)
     second = Gateway(gateway.daemon, SqliteStore(tmp_path / "store", clock=much_later))
     try:
         ends.append(second.serve(request("paused")))

@@ -170,7 +170,7 @@ def test_a_body_that_is_too_large(client: httpx.Client, is_chunked: bool) -> Non
 
 def test_a_body_that_says_it_is_too_large_is_not_waited_for(gateway: GatewayProcess, client: httpx.Client) -> None:
     host, port = gateway.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as peer:
+    with socket.create_connection((host, int(port)), timeout=60) as peer:
         peer.sendall(
             b"POST /v1/models/affine/infer?output_len=4 HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"
             b"Content-Type: application/octet-stream\r\nContent-Length: 1000000000000\r\n\r\n"
@@ -320,6 +320,6 @@ def test_peers_that_are_no_http_clients(gateway: GatewayProcess, client: httpx.C
         with socket.create_connection((host, int(port))) as peer:
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
-            peer.settimeout(10)
+            peer.settimeout(60)
             assert b" 200 " not in peer.recv(65536).partition(b"\r\n")[0]
     assert client.get("/healthz").status_code == 200

@@ -43,7 +43,7 @@ def page_reason(daemon: Daemon) -> str:
     found = re.search(r"is to be seen at (http[^\s\"]+)", daemon.log())
     assert found, daemon.log()
     where, headers = f"{found[1]}api/v1/state", {"Authorization": f"Bearer {TOKEN}"}
-    events = httpx.get(where, headers=headers, timeout=10, trust_env=False).json()["events"]
+    events = httpx.get(where, headers=headers, timeout=60, trust_env=False).json()["events"]
     return next((str(event["reason"]) for event in events if event["reason"]), "")
 
 

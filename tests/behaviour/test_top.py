@@ -33,7 +33,7 @@ BREAK = (
 DEAF = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
 
 # Each starts a Python of its own, on a host that may be busy.
-START_S = 30.0
+START_S = 120.0
 
 
 def top(address: str, *words: str, size: tuple[int, int] = (100, 12), code: str = RUN, **more: str) -> Terminal:

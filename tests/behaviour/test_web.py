@@ -28,7 +28,7 @@ from helpers.web_rig import GIB, Scene, WebRig, card, lease
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-RECONNECT_S = 30.0
+RECONNECT_S = 120.0
 """For a page that tries every five seconds, on a busy host."""
 
 with_browser = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
@@ -62,7 +62,7 @@ def url_of(daemon: Daemon) -> str:
 
 
 def fetched(daemon: Daemon, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    return httpx.get(url_of(daemon) + path, headers=headers, timeout=10, trust_env=False)
+    return httpx.get(url_of(daemon) + path, headers=headers, timeout=60, trust_env=False)
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_lease_is_revoked_over_http_and_the_audit_log_says_so(
 
         def deleted(headers: dict[str, str]) -> int:
             return httpx.delete(
-                where, headers=headers, params={"reason": "why"}, timeout=30, trust_env=False
+                where, headers=headers, params={"reason": "why"}, timeout=60, trust_env=False
             ).status_code
 
         assert deleted({}) == 401

@@ -34,7 +34,7 @@ def slow(peer: ScriptedPeer, op: Opcode) -> threading.Event:
     usual = {Opcode.SYNC: peer._empty, Opcode.MEM_WRITE: peer._mem_write, Opcode.LAUNCH: peer._empty}[op]
 
     def wait(request: object) -> object:
-        release.wait(5)
+        release.wait(60)
         return usual(request)  # type: ignore[arg-type]
 
     peer.script[op] = wait  # type: ignore[assignment]
@@ -206,7 +206,7 @@ def test_a_loss_does_not_keep_the_lease(peer: ScriptedPeer) -> None:
         lost = asyncio.Event()
         lease = await builder(peer, 0.1).acquire()
         keeper = lease.keep_alive(lambda _: lost.set())
-        await asyncio.wait_for(lost.wait(), 5)
+        await asyncio.wait_for(lost.wait(), 60)
         dropped = weakref.ref(lease)
         del lease
         assert dropped() is None
@@ -222,7 +222,7 @@ def test_keep_alive(peer: ScriptedPeer) -> None:
             async with lease.keep_alive(lost.set_result) as keeper:
                 await heard(peer, "LEASE_RENEW", 3)
                 peer.fail(Opcode.LEASE_RENEW, Status.REVOKED, "mine now")
-                error = await asyncio.wait_for(lost, 5)
+                error = await asyncio.wait_for(lost, 60)
             assert isinstance(error, Revoked)
             assert keeper.loss is error
 

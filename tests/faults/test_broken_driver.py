@@ -38,7 +38,7 @@ def daemon_arguments(folder: Path) -> tuple[str, ...]:
 def ended(process: "subprocess.Popen[str]", folder: Path) -> tuple[int, str]:
     """Its exit status, and what it said last."""
     with process:
-        process.wait(30)
+        process.wait(60)
     said = (folder / "said").read_text()
     assert "Traceback" not in said
     return process.returncode, said.splitlines()[-1]

@@ -70,7 +70,7 @@ def test_it_may_read_on(daemon: Daemon, shared: GpuLease, over: str) -> None:
     with GpuSession(shared) as session, hostile(daemon, shared, over) as peer:
         neighbour = Neighbour(session)
         assert neighbour.check()
-        peer.sock.settimeout(10)
+        peer.sock.settimeout(60)
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         into = memoryview(bytearray(1 << 18))
         numbers: list[int] = []

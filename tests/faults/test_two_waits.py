@@ -30,7 +30,7 @@ def ask_and_do_not_read(peer: RawPeer, last: bytes) -> None:
 
 def wait_until_closed(peer: RawPeer) -> None:
     """Read whatever comes, to the end of the stream."""
-    peer.sock.settimeout(20)
+    peer.sock.settimeout(60)
     with contextlib.suppress(ConnectionResetError):
         while peer.sock.recv(1 << 20):
             pass

@@ -10,12 +10,14 @@ import os
 import selectors
 import socket
 import struct
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker import metrics, reports, requests, runtime, timers, tokens
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.broker.turns import Turns
@@ -33,7 +35,6 @@ START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0
 NS_PER_S = 1_000_000_000
 READY_S = 0.05
-CLOCKED: tuple[Any, ...] = (metrics, reports, requests, runtime, timers, tokens)
 
 
 class Clock:
@@ -49,6 +50,9 @@ class Clock:
 
     def time(self) -> float:
         return START_UNIX_S + (self.now_ns - START_NS) / NS_PER_S
+
+    def time_ns(self) -> int:
+        return int(START_UNIX_S) * NS_PER_S + self.now_ns - START_NS
 
 
 CLOCK = Clock()
@@ -87,23 +91,39 @@ class _Complaints(logging.Handler):
         self._wrong.append(self.format(record))
 
 
+def modules_on_the_host_clock() -> list[ModuleType]:
+    """Every loaded module of the product that reads the host's clock through the module `time`."""
+    return [
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("gpulease.") and vars(module).get("time") is time
+    ]
+
+
 @contextmanager
 def virtual_time(loop: VirtualLoop) -> Iterator[None]:
-    """The broker's modules read the virtual clock, from its start; what goes wrong in them is kept."""
+    """Give every module of the product the virtual clock, from its start, and keep what goes wrong in them.
+
+    The modules are found, not listed: a deadline of the virtual clock must never meet the host's.
+
+    Raises:
+        AssertionError: The block loaded a module that reads the host's clock.
+    """
     CLOCK.now_ns = START_NS
     complaints, log = _Complaints(loop.wrong), logging.getLogger("gpulease")
     propagates, log.propagate = log.propagate, False
-    real = {module: module.time for module in CLOCKED}
-    for module in CLOCKED:
-        module.time = CLOCK
+    replaced = modules_on_the_host_clock()
+    for module in replaced:
+        vars(module)["time"] = CLOCK
     log.addHandler(complaints)
     try:
         yield
+        assert modules_on_the_host_clock() == [], "load these before the time is virtual"
     finally:
         log.removeHandler(complaints)
         log.propagate = propagates
-        for module, time in real.items():
-            module.time = time
+        for module in replaced:
+            vars(module)["time"] = time
 
 
 class SimulatedWorkers(Workers):

@@ -19,9 +19,9 @@ import gpulease
 from helpers.daemon import TESTS
 from helpers.waiting import wait_until
 
-BOOT_LIMIT_S: Final = 60.0
-COMMAND_LIMIT_S: Final = 60
-RESTART_LIMIT_S: Final = 60.0
+BOOT_LIMIT_S: Final = 120.0
+COMMAND_LIMIT_S: Final = 120
+RESTART_LIMIT_S: Final = 120.0
 PYTHON: Final = "/opt/gpulease-tests"
 """Where this Python and what it imports lie there: a unit sees nothing of /tmp."""
 
@@ -203,7 +203,7 @@ def _booted(folder: Path, shown: list[str]) -> Iterator[BootedHost | None]:
         finally:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -15,7 +15,7 @@ import httpx
 from helpers.processes import descendants, is_running
 from helpers.waiting import PATIENCE_S, wait_until
 
-START_LIMIT_S: Final = 30.0
+START_LIMIT_S: Final = 120.0
 
 ARGUMENTS: Final = (
     "--headless",

@@ -25,8 +25,8 @@ from helpers.processes import ProcessInfo, descendants, marked, open_files
 from helpers.waiting import wait_until
 
 TESTS: Final = Path(__file__).parents[1]
-START_LIMIT_S: Final = 30.0
-STOP_LIMIT_S: Final = 15.0
+START_LIMIT_S: Final = 120.0
+STOP_LIMIT_S: Final = 120.0
 MARK: Final = "GPULEASE_TEST_DAEMON"
 FOLDER: Final = "GPULEASE_TEST_FOLDER"
 

@@ -63,7 +63,7 @@ class Hardened:
     def stop(self) -> None:
         """SIGTERM; it must end in good order."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(15) == 0, self.log.read_text()
+        assert self.process.wait(60) == 0, self.log.read_text()
 
     def discard(self) -> None:
         """Take away whatever may still run."""

@@ -21,7 +21,7 @@ STRAY, ENDLESS, SLOW = 1, 2, 3
 SLOW_STEPS: Final = 40_000_000
 """Of SLOW: some hundredths of a second at least, on the embedded driver."""
 
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 120.0
 
 
 def obey(name: str = "obey", **changes: Any) -> ModelSettings:

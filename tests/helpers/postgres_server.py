@@ -15,7 +15,7 @@ import psycopg
 from helpers.waiting import wait_until
 
 USER: Final = "gateway"
-START_LIMIT_S: Final = 30.0
+START_LIMIT_S: Final = 120.0
 
 _PLACES: Final = "/usr/lib/postgresql"
 _SETTINGS: Final = {
@@ -120,7 +120,7 @@ class PostgresServer:
         """At once, as a crash of it would: nothing is written that was not, and the next start recovers."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)  # immediate shutdown, all its processes with it
-            self._process.wait(30)
+            self._process.wait(60)
             self._process = None
 
     def discard(self) -> None:

@@ -16,7 +16,7 @@ from gpulease.protocol.primitives import LeaseParameter
 
 T = TypeVar("T", bound=Body)
 
-REPLY_LIMIT_S = 10.0
+REPLY_LIMIT_S = 120.0
 
 
 def connect(address: str) -> socket.socket:

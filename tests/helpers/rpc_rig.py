@@ -39,7 +39,7 @@ class RpcRig:
 
     def __enter__(self) -> "RpcRig":
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ class RpcRig:
 def raw_caller(path: str) -> Iterator[tuple[socket.socket, SharedCall]]:
     """A connection and its memory, to do with whatever a test likes."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(path)
         data, rights, _, _ = sock.recvmsg(GREETING_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         assert len(data) == GREETING_BYTES

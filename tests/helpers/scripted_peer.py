@@ -159,11 +159,11 @@ class ScriptedPeer:
         """End all threads and close all sockets; raises what went wrong in a thread."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(10)  # no more connections behind this
+        self._threads[0].join(60)  # no more connections behind this
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         if self.problems:
             raise self.problems[0]
 

@@ -11,7 +11,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, python_environment
 from helpers.waiting import wait_until
 
-START_LIMIT_S: Final = 30.0
+START_LIMIT_S: Final = 120.0
 
 
 class ServingProcess:

@@ -19,7 +19,7 @@ ROOM: Final = 1 << 20
 
 WORKER: Final = "gpul-submit"
 
-POOL_S: Final = 60.0
+POOL_S: Final = 120.0
 """For a pool to be full again: on a card a context takes long, and after a loss the next one is made later."""
 
 

@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 120.0
 """How long a test waits for what takes milliseconds on an idle host; past this the host, or the code, hangs."""
 
 LOOK_S: Final = 0.005

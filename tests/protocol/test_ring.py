@@ -177,7 +177,7 @@ def send_all(writer: RingWriter, data: bytes, has_room: threading.Semaphore, lat
     while at < len(data) and not late:
         sent = writer.put(data[at : at + 700])
         at += sent
-        if not sent and writer.doze() and not has_room.acquire(timeout=5):
+        if not sent and writer.doze() and not has_room.acquire(timeout=60):
             late.append("writer")
 
 
@@ -188,7 +188,7 @@ def receive_all(
     while len(received) < size and not late:
         count = reader.take(memoryview(into))
         received += into[:count]
-        if not count and reader.doze() and not has_bytes.acquire(timeout=5):
+        if not count and reader.doze() and not has_bytes.acquire(timeout=60):
             late.append("reader")
 
 

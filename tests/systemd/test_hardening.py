@@ -95,7 +95,7 @@ def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> Non
         try:
             daemon.wait_until_it_listens()
             wait_until(lambda: "is to be seen at" in daemon.log.read_text(), "the page is served")
-            with urllib.request.urlopen(f"http://{place}/healthz", timeout=30) as reply:
+            with urllib.request.urlopen(f"http://{place}/healthz", timeout=60) as reply:
                 assert reply.status == 200
             daemon.stop()
         finally:
@@ -105,7 +105,7 @@ def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> Non
 def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
     daemon = Hardened(folder, "", None, "tcp:127.0.0.1:0")
     try:
-        status = daemon.process.wait(30)
+        status = daemon.process.wait(60)
         if status == MISSING:
             pytest.skip(daemon.log.read_text())
         assert status == EXIT_CONFIG, daemon.log.read_text()

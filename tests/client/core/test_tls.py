@@ -27,7 +27,7 @@ class Rig:
         sock, self.net = socket.socketpair()
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        self.net.settimeout(5)
+        self.net.settimeout(60)
         self.stream = TlsStream(sock, client, ADDRESS)
         self.channel = TlsChannel(self.stream, ADDRESS)
         while not self.stream.shake_hands():

@@ -17,7 +17,7 @@ LIMIT_S = 0.2
 
 @pytest.fixture
 def watch() -> Iterator[CommitWatch[Connection]]:
-    watch = CommitWatch[Connection](LIMIT_S, lambda connection: connection.cancel_safe(timeout=10))
+    watch = CommitWatch[Connection](LIMIT_S, lambda connection: connection.cancel_safe(timeout=60))
     yield watch
     watch.close()
     watch.close()

@@ -16,7 +16,7 @@ from helpers.daemon import python_environment
 from helpers.postgres_server import PostgresServer
 from helpers.store_contender import CLAIM_TTL_S, HASH, KEYS
 
-LIMIT_S = 40.0
+LIMIT_S = 120.0
 
 
 class Contenders:

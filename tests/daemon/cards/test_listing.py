@@ -23,7 +23,7 @@ class Looks:
         assert self._one.acquire(blocking=False), "another is under way"
         self.begun += 1
         number = self.begun
-        assert not self._is_held or self.may_end.acquire(timeout=30)
+        assert not self._is_held or self.may_end.acquire(timeout=60)
         self._one.release()
         if number == 2:
             raise ValueError("the second")

@@ -65,7 +65,7 @@ class Broker:
         self._is_told.clear()
         self.post(event)
         assert self.journal.denial() or not self._is_told.is_set(), "it was told before it could be on the disk"
-        await asyncio.wait_for(self._is_told.wait(), 10)
+        await asyncio.wait_for(self._is_told.wait(), 60)
         return self.told[-1]
 
     def on_outcome(self, outcome: Outcome) -> None:

@@ -45,7 +45,7 @@ def has_landlock() -> bool:
 @pytest.mark.skipif(platform.machine() != "x86_64" or not has_landlock(), reason="this host lacks a measure")
 def test_a_relay_reaches_nothing_but_its_connection() -> None:
     command = [sys.executable, "-P", "-c", TRY]
-    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True, timeout=60)
     said = json.loads(done.stdout)
     assert said.pop("what it is for") == "done"
     assert set(said.values()) == {"EPERM"}, said

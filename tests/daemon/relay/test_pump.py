@@ -16,7 +16,7 @@ from gpulease.daemon.relay import pump
 from gpulease.daemon.relay.pump import BUFFER_BYTES, Pump
 from helpers.tls_pair import shaken
 
-WAIT_S = 10.0
+WAIT_S = 120.0
 SSL_KEY_UPDATE_REQUESTED = 1
 
 

@@ -113,7 +113,7 @@ def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
     def statuses() -> list[int]:
         url = f"http://127.0.0.1:{port}/api/v1/state"
         bearers = [{"Authorization": f"Bearer {letter * 32}"} for letter in "ab"]
-        return [httpx.get(url, headers=bearer, timeout=10, trust_env=False).status_code for bearer in bearers]
+        return [httpx.get(url, headers=bearer, timeout=60, trust_env=False).status_code for bearer in bearers]
 
     assert statuses() == [200, 401]
     for text, told in (("b" * 31, "STATUS=The settings stay as they were: setting http_token_file: "), ("b" * 32, "")):

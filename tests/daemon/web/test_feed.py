@@ -107,7 +107,7 @@ def test_a_watcher_is_told_soon_of_what_happens(monkeypatch: pytest.MonkeyPatch)
         assert not first.happenings
         scene.leases = [lease(1, "ann")]
         feed.heard(event(1))
-        second = await asyncio.wait_for(anext(looks), 5)
+        second = await asyncio.wait_for(anext(looks), 60)
         assert second is not None
         assert [one.tenant for one in second.happenings] == ["ann"]
         await looks.aclose()  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
 
 
 def asked(rig: WebRig, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    return httpx.get(rig.url + path, headers=headers, timeout=10, trust_env=False)
+    return httpx.get(rig.url + path, headers=headers, timeout=60, trust_env=False)
 
 
 def tenants(answer: httpx.Response) -> list[str]:
@@ -99,7 +99,7 @@ def test_a_stream(rig: WebRig, scene: Scene) -> None:
             if line.startswith("data: "):
                 yield json.loads(line.removeprefix("data: "))
 
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=10, trust_env=False) as answer:
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         told = states(answer.iter_lines())
         assert len(next(told)["cards"][0]["slices"]) == 2
@@ -113,7 +113,7 @@ def test_a_stream(rig: WebRig, scene: Scene) -> None:
 def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_STREAMS):
-            stream = httpx.stream("GET", rig.url + "api/v1/events", timeout=10, trust_env=False)
+            stream = httpx.stream("GET", rig.url + "api/v1/events", timeout=60, trust_env=False)
             lines = stack.enter_context(stream).iter_lines()
             stack.callback(lines.close)  # type: ignore[attr-defined]
             assert next(lines).startswith(":")
@@ -126,7 +126,7 @@ def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
 def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
     where = httpx.URL(rig.url)
     with ExitStack() as stack:
-        peers = [socket.create_connection((where.host, where.port or 0), timeout=10) for _ in range(2 * MAX_STREAMS)]
+        peers = [socket.create_connection((where.host, where.port or 0), timeout=60) for _ in range(2 * MAX_STREAMS)]
         for peer in peers:
             stack.enter_context(peer)
         assert asked(rig, "healthz").status_code == 200, "all that came before it are connected"
@@ -140,14 +140,14 @@ def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
 
 
 def asked_stream(rig: WebRig, headers: dict[str, str] | None = None) -> int:
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=10, trust_env=False) as answer:
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=headers, timeout=60, trust_env=False) as answer:
         return answer.status_code
 
 
 def deleted(rig: WebRig, lease_id: str = ONE, headers: dict[str, str] | None = None, **query: str) -> httpx.Response:
     where = f"{rig.url}api/v1/leases/{lease_id}"
     return httpx.delete(
-        where, headers=BEARER if headers is None else headers, params=query, timeout=10, trust_env=False
+        where, headers=BEARER if headers is None else headers, params=query, timeout=60, trust_env=False
     )
 
 
@@ -181,7 +181,7 @@ def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
 
 def test_another_token_counts_from_when_it_is_read(rig: WebRig, scene: Scene) -> None:
     other = {"Authorization": f"Bearer {TOKEN[::-1]}"}
-    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=20, trust_env=False) as answer:
+    with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith(":")
         rig.change_token(TOKEN[::-1])
@@ -228,7 +228,7 @@ def test_what_is_no_request(capfd: pytest.CaptureFixture[str], scene: Scene) -> 
     with WebRig(scene) as rig:  # within what is captured
         where, pid = httpx.URL(rig.url), rig.process_id
         for data in NASTY:
-            with socket.create_connection((where.host, where.port or 0), timeout=10) as sock, suppress(ConnectionError):
+            with socket.create_connection((where.host, where.port or 0), timeout=60) as sock, suppress(ConnectionError):
                 sock.sendall(data)
                 assert sock.recv(1 << 16).startswith(b"HTTP/1.1 ")
         assert asked(rig, "healthz").text == "ok\n"

@@ -32,7 +32,7 @@ from helpers.kernels import FAULTS, TRANSFORM, numbers
 LEASE = 0x1234
 SLICE = 1 << 20
 MINUTE_NS = 60_000_000_000
-LIMIT_S = 10.0
+LIMIT_S = 120.0
 
 
 def value(data: bytes) -> SubmitArgument:

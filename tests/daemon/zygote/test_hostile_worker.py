@@ -75,7 +75,7 @@ def test_a_worker_that_was_taken_over_ends_when_its_broker_said(hostile: Broker,
     with channel, closing(page):
         deadline_ns = time.monotonic_ns() + 1_500_000_000
         page.set_deadline(deadline_ns, 1)
-        channel.settimeout(30)
+        channel.settimeout(60)
         said, _ = receive_message(channel)
         assert said["outcomes"] == refused
         hostile.die()

@@ -56,7 +56,7 @@ class Broker:
     ) -> None:
         self.path = folder / "z.sock"
         self.channel, theirs = channel_pair()
-        self.channel.settimeout(30)
+        self.channel.settimeout(60)
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self.path))
             listener.listen()
@@ -83,7 +83,7 @@ class Broker:
         """A worker that is ready: its process id, and this side's end of its channel and page."""
         page = BrokerPage()
         ours, theirs = channel_pair()
-        ours.settimeout(30)
+        ours.settimeout(60)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
             send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds, ours.fileno()))
@@ -160,7 +160,7 @@ def test_what_a_worker_says_meanwhile_waits_for_the_next_broker(broker: Broker) 
             with ours, theirs:
                 attach = {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": None}
                 send_message(channel, attach, (theirs.fileno(),))
-                ours.settimeout(10)
+                ours.settimeout(60)
                 assert ours.recv(1)
     with found(broker) as (_, workers):
         fds = workers[1].fds
@@ -228,7 +228,7 @@ def test_it_ends_when_nobody_needs_it(tmp_path: Path) -> None:
     try:
         pid = broker.spawn(1, for_s=0.5)
         broker.die()
-        assert broker.process.wait(10) == 0
+        assert broker.process.wait(60) == 0
         assert not is_running(pid)
         assert not broker.path.exists()
         assert find_zygotes(tmp_path) == []
@@ -244,7 +244,7 @@ def test_a_retired_one_ends_with_its_last_worker(broker: Broker) -> None:
     os.kill(pid, signal.SIGKILL)
     message, _ = receive_message(broker.channel)
     send_message(broker.channel, {"op": "forget", "serial": message["serial"]})
-    assert broker.process.wait(10) == 0
+    assert broker.process.wait(60) == 0
 
 
 def test_its_workers_die_with_it(broker: Broker) -> None:

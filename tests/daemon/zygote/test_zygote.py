@@ -53,7 +53,7 @@ class Parent:
 
     def __init__(self, driver: str) -> None:
         self.channel, theirs = channel_pair()
-        self.channel.settimeout(30)
+        self.channel.settimeout(60)
         module = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
         sandbox = SandboxSettings().to_text()
         with theirs:
@@ -72,7 +72,7 @@ class Parent:
     def spawn(self, lease_id: int, size_bytes: int = SIZE) -> Born:
         page = BrokerPage()
         ours, theirs = channel_pair()
-        ours.settimeout(30)
+        ours.settimeout(60)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
             send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds))
@@ -90,7 +90,7 @@ class Parent:
             born.page.close()
             os.close(born.pidfd)
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -195,7 +195,7 @@ def test_it_ends_with_its_parents_channel_and_its_workers_with_it(parent: Parent
     born = parent.spawn(1)
     receive_message(born.channel)
     parent.channel.close()
-    assert parent.process.wait(10) == 0
+    assert parent.process.wait(60) == 0
     wait_until(lambda: not is_running(born.pid), "the worker ends with its zygote")
 
 
@@ -215,6 +215,6 @@ def test_a_driver_that_is_not_there() -> None:
         assert message["hint"]
         with pytest.raises(ChannelClosed):
             parent.hear()
-        assert parent.process.wait(10) == 1
+        assert parent.process.wait(60) == 1
     finally:
         parent.close()

@@ -63,9 +63,9 @@ def test_an_endless_kernel_spins_until_its_process_is_killed() -> None:
         time.sleep(0.2)
         assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
 
 
 def test_a_process_can_leave_an_endless_kernel_behind() -> None:
     with child("leave") as process:
-        assert process.wait(30) == 3
+        assert process.wait(60) == 3
