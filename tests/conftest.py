@@ -3,9 +3,10 @@
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -21,6 +22,67 @@ with suppress(ImportError):
 
     # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
     uvloop.new_event_loop().close()
+
+
+DEFAULT_MINUTES: Final = 5
+EVERYTHING_MINUTES: Final = 12
+BUSY_LOAD_PER_CORE: Final = 0.5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="also run the tests marked `exhaustive`: sweeps, campaigns, kills at random moments, bounds in time",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Tell what runs and how long it takes; a busy host takes longer, and is told so."""
+    if not is_default(config):
+        return []
+    lines = [
+        f"gpulease: every subsystem, with real processes and kernels: about {DEFAULT_MINUTES} minutes on two quiet cores",
+        f"gpulease: --everything adds sweeps, campaigns and random kills: about {EVERYTHING_MINUTES} minutes in all",
+    ]
+    if config.option.everything:
+        lines = [f"gpulease: everything, about {EVERYTHING_MINUTES} minutes on two quiet cores"]
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY_LOAD_PER_CORE * cores:
+        lines.append(f"gpulease: this host is busy (load {load:.1f} on {cores} cores): expect it to take longer.")
+    return lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exhaustive tests out, unless everything, some files or some names are asked for."""
+    if config.option.everything or not is_default(config):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def is_default(config: pytest.Config) -> bool:
+    """Whether the command line names folders at most: no file, no expression."""
+    chosen = config.option
+    names_files = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+    return not (names_files or chosen.markexpr or chosen.keyword or getattr(chosen, "lf", False))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """List what was tried, a line for each subsystem."""
+    count, seconds = Counter[str](), Counter[str]()
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        parts = report.nodeid.partition("::")[0].split("/")[1:-1]
+        subsystem = "/".join(parts[: 2 if parts[:1] in (["daemon"], ["client"]) else 1]) or "the tree"
+        count[subsystem] += 1
+        seconds[subsystem] += report.duration
+    if len(count) > 1:
+        terminalreporter.section("what was tried")
+        for subsystem in sorted(count):
+            terminalreporter.line(f"{subsystem:22} {count[subsystem]:6} tests {seconds[subsystem]:8.1f} s")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from helpers.processes import descendants, open_files, own_threads
 from helpers.waiting import wait_until
 
-SETTLE_S = 3.0
+SETTLE_S = 60.0
 """For threads that were told to end, and for children that were killed, to be gone."""
 
 
