@@ -42,8 +42,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if not is_default(config):
         return []
     lines = [
-        f"gpulease: every subsystem, with real processes and kernels: about {DEFAULT_MINUTES} minutes on two quiet cores",
-        f"gpulease: --everything adds sweeps, campaigns and random kills: about {EVERYTHING_MINUTES} minutes in all",
+        f"gpulease: every subsystem by real processes and kernels: about {DEFAULT_MINUTES} minutes on two quiet cores",
+        f"gpulease: --everything adds sweeps, campaigns, random kills: about {EVERYTHING_MINUTES} minutes in all",
     ]
     if config.option.everything:
         lines = [f"gpulease: everything, about {EVERYTHING_MINUTES} minutes on two quiet cores"]

@@ -173,6 +173,7 @@ class Tenant(threading.Thread):
 KILLS = 4
 
 
+@pytest.mark.exhaustive
 def test_no_grant_that_was_told_is_lost_to_a_kill(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     folder = tmp_path / "log"
     settings = config(folder, required=True, audit_file_size='"64KiB"')

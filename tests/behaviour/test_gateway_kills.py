@@ -103,6 +103,7 @@ def gateways(daemon: Daemon, tmp_path: Path) -> Iterator[Gateways]:
     found.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_gateway_that_is_killed_before_each_step(gateways: Gateways) -> None:
     steps, answer = gateways.serve("whole")
     assert steps == STEPS

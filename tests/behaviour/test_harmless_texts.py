@@ -64,6 +64,7 @@ SURFACES: dict[str, Callable[[Daemon, int, Path], str]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("log_format", ["human", "json"])
 def test_a_reason_is_shown_harmless_everywhere(
     start_daemon: Callable[..., Daemon], folder: Path, log_format: str

@@ -40,6 +40,7 @@ def free(lease: GpuLease) -> None:
         return
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_scrubbed", [False, True], ids=["before the scrub", "once it is scrubbed"])
 def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., LastingDaemon], is_scrubbed: bool) -> None:
     """Its worker is nobody's: the next broker ends it, and lets the slice go."""

@@ -307,6 +307,7 @@ def test_a_remote_tenant_submits_too(start_daemon: StartDaemon, tmp_path: Path) 
         check_scaled(scaling(lease).launch())
 
 
+@pytest.mark.exhaustive
 def test_one_whose_connection_can_not_be_handed_over(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.broker.worker:MAX_HAND_OVERS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:

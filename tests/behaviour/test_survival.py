@@ -71,6 +71,7 @@ def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDae
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_nor_does_a_remote_one(start_lasting: StartLasting, tmp_path: Path) -> None:
     pki = Pki.make(tmp_path)
     lasting = start_lasting(tls=True, config=pki.settings())
@@ -87,6 +88,7 @@ def test_nor_does_a_remote_one(start_lasting: StartLasting, tmp_path: Path) -> N
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_what_may_be_asked_again_waits_for_the_daemon(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     with back_in(lasting, 0.3):
@@ -99,6 +101,7 @@ def test_what_may_be_asked_again_waits_for_the_daemon(lasting: LastingDaemon) ->
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_so_do_coroutines(lasting: LastingDaemon) -> None:
     async def scenario() -> None:
         async with await aio.GpuBuilder(lasting.address).min_vram(1 << 20).acquire() as lease:
@@ -113,6 +116,7 @@ def test_so_do_coroutines(lasting: LastingDaemon) -> None:
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_lease_is_kept_alive_over_it(lasting: LastingDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewal, "RENEW_AT", 0.01)
     lease = lasting.now.builder(seconds=30).acquire()
@@ -163,6 +167,7 @@ def test_an_adopted_lease_can_be_revoked_and_stays_so(lasting: LastingDaemon) ->
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_usage_counts_a_lease_once_over_its_daemons(start_lasting: StartLasting, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "audit"
@@ -203,6 +208,7 @@ def test_a_guest_stays_too_and_its_token_is_good_for_one_connection(lasting: Las
                 guest.sync()
 
 
+@pytest.mark.exhaustive
 def test_workers_that_died_meanwhile_are_told_of_with_the_reason(lasting: LastingDaemon) -> None:
     killed, orphaned = (lasting.now.builder().acquire() for _ in range(2))
     lasting.kill()
@@ -283,6 +289,7 @@ def test_a_second_daemon_on_the_same_state_does_not_start(lasting: LastingDaemon
         work.check_goes_on()
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, working(lease) as work:
         lasting.kill()
@@ -300,6 +307,7 @@ def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemo
         work.check_goes_on()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["VERSION", "BUILD"])
 def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon, name: str) -> None:
     with lasting.now.builder().acquire() as old, working(old) as work:
@@ -335,6 +343,7 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDaemon) -> None:
     beats = {"gpulease.daemon.broker.side_process:BEAT_S": 0.1, "gpulease.daemon.broker.zygote:HUNG_AFTER_S": 2.0}
     soon = {"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1}
@@ -377,6 +386,7 @@ def can_be_connected(path: Path) -> bool:
         return peer.connect_ex(str(path)) == 0
 
 
+@pytest.mark.exhaustive
 def test_sessions_outlive_whoever_read_what_the_daemon_says(start_lasting: StartLasting) -> None:
     """A daemon in a terminal, or behind a pipe, that is closed."""
     lasting = start_lasting()

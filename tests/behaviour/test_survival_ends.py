@@ -36,6 +36,7 @@ def test_a_kernel_may_not_run_for_longer_though_nobody_is_there(start_lasting: S
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_remote_one_ends_once_its_certificate_is_revoked(start_lasting: StartLasting, tmp_path: Path) -> None:
     pki = Pki.make(tmp_path)
     lasting = start_lasting(tls=True, config=pki.settings())

@@ -100,6 +100,7 @@ def test_who_may_end_a_token(shared: Shared) -> None:
         shared.lease.issue(Permission.MEM_READ, shared.audience, 60, nonce)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_kept", [True, False], ids=["restarted", "narrowed"])
 def test_it_stays_revoked(start_lasting: Callable[..., LastingDaemon], is_kept: bool) -> None:
     """Over a restart of the daemon, and for a holder that narrows what it has."""

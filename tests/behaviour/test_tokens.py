@@ -307,6 +307,7 @@ def test_a_daemon_that_demands_tokens(start_daemon: Callable[..., Daemon]) -> No
         tenant.free(lease_id)
 
 
+@pytest.mark.exhaustive
 def test_keys_on_disk_outlive_the_daemon(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     key_file = tmp_path / "token.key"
     audiences = []

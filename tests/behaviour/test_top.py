@@ -112,6 +112,7 @@ def test_a_terminal_without_colours_that_shrinks_and_grows(daemon: Daemon) -> No
         check_restored(terminal)
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_that_is_killed_and_comes_back(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     with lasting.now.builder(seconds=600).acquire() as lease, top(lasting.address) as terminal:
@@ -124,6 +125,7 @@ def test_a_daemon_that_is_killed_and_comes_back(start_lasting: Callable[..., Las
         assert terminal.wait_for_exit() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_drain_shows_and_a_daemon_that_hangs(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     with top(daemon.address) as terminal:

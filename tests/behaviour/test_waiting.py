@@ -36,6 +36,7 @@ def cpu_s(daemon: Daemon) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("waiting", [None, *GpuWaiting])
 def test_idle_sessions_use_no_core(start_daemon: Callable[..., Daemon], waiting: GpuWaiting | None) -> None:
     daemon = start_daemon()

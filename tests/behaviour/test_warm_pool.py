@@ -168,6 +168,7 @@ def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
         check_main_job(session)
 
 
+@pytest.mark.exhaustive
 def test_a_fenced_card_has_no_pool_until_it_is_cleared(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     withheld = tmp_path / "withheld"
     config = "warm_contexts = 1\n[limits]\nreclaim_timeout_s = 1\n"

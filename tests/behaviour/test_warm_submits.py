@@ -127,6 +127,7 @@ ENDS: dict[str, tuple[Callable[[Daemon, GpuLease], None], type[GpuLeaseError]]] 
 }
 
 
+@pytest.mark.exhaustive
 def test_it_ends_with_its_lease_whatever_ends_that(pool: Daemon) -> None:
     for what, (end, kind) in ENDS.items():
         (made,) = wait_until_warm(pool)
@@ -152,6 +153,7 @@ def test_its_worker_is_killed_or_its_kernel_runs_for_too_long(pool: Daemon, gpu:
         assert lease.query()["state"] == "active"
 
 
+@pytest.mark.exhaustive
 def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
     (made,) = wait_until_warm(pool)
     os.kill(made, signal.SIGSTOP)
@@ -169,6 +171,7 @@ def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, g
     assert not is_running(made)
 
 
+@pytest.mark.exhaustive
 def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config="warm_contexts = 1\n[limits]\nadopt_timeout_s = 30\n")
     wait_until_warm(daemon)

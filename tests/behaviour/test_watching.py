@@ -71,6 +71,7 @@ def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
 LOOKED_S = 0.3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grows_by", ["load", "first launch"])
 def test_a_session_that_holds_more_than_was_admitted_ends(
     start_daemon: Callable[..., Daemon], tmp_path: Path, grows_by: str

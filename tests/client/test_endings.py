@@ -100,6 +100,7 @@ def test_attach_refused(run: Run, peer: ScriptedPeer) -> None:
     run(scenario)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length", range(0, 48, 3))
 def test_eof_at_every_point_of_a_reply(run_over_both: Run, peer: ScriptedPeer, length: int) -> None:
     peer.report.update(cause="worker_died")

@@ -41,6 +41,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("status", ERRORS, ids=lambda status: str(status.name))
 def test_every_status_has_its_error(run: Run, peer: ScriptedPeer, status: Status) -> None:
     peer.fail(Opcode.MEM_ALLOC, status, "no such luck", hint="pray")

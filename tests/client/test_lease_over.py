@@ -68,6 +68,7 @@ def test_a_renewal_that_is_refused_for_good_ends_the_lease(
     run(scenario)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("outcome", "error"), ENDS, ids=name_of)
 def test_keep_alive_gives_up_at_the_first_answer_that_says_so(
     run: Run, peer: ScriptedPeer, outcome: BaseException, error: type[GpuLeaseError]

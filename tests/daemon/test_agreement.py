@@ -12,6 +12,7 @@ ANN = "[tenants.ann]\nmax_leases = 1\n"
 NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "said"),
     [

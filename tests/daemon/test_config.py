@@ -55,6 +55,7 @@ def test_the_command_line_wins_and_its_silence_does_not(tmp_path: Path) -> None:
     assert config.listen == (TcpAddress("127.0.0.1", 5),)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -18,6 +18,8 @@ from helpers.daemon import Daemon, Faults
 from helpers.kernels import Neighbour, check_main_job
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 NO_FOLDER = Path("/sys/kernel/gpulease")
 """sysfs(5): nobody can make a folder there, root neither."""
 

@@ -64,6 +64,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     assert last.startswith("gpuleased: the driver has lost a card. Reset it")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
 @pytest.mark.parametrize(
     ("body", "status", "said"),

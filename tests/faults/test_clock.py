@@ -27,6 +27,8 @@ from helpers.lasting import LastingDaemon
 from helpers.remote import Pki
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 SHORT_S = 1.5
 LATE_S = 2.0
 """Far more than an end is ever late; far less than any step here."""

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from gpulease.client import GpuExclusivityClass, GpuSession
 from gpulease.daemon.broker.worker import MAX_HAND_OVERS
 from gpulease.protocol import EndOfStream, Failure, Opcode, RevokeOutcome, Status
@@ -14,6 +16,8 @@ from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import cpu_seconds, open_files
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import wait_until
+
+pytestmark = pytest.mark.exhaustive
 
 LATEST_S = 2.0
 """Far more than an expiry is ever late."""

@@ -158,6 +158,7 @@ def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., D
     assert daemon.wait_for_exit() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_fence_that_was_cleared_is_told_of_by_the_next_daemon_too(
     start_lasting: Callable[..., LastingDaemon], withheld: Path
 ) -> None:

@@ -17,6 +17,8 @@ from helpers.kernels import Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, connect
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 LIMIT = 20
 OPERATORS = 32
 MANY = 3000

@@ -197,6 +197,7 @@ def test_request_ids_that_are_taken(daemon: Daemon, control: RawPeer, request_id
         assert control.goodbye().status is Status.INVALID_REQUEST
 
 
+@pytest.mark.exhaustive
 def test_too_many_requests_in_flight(start_daemon: Callable[..., Daemon]) -> None:
     config = "[limits]\nmax_waiting = 4000\nmax_waiting_per_tenant = 4000\nmax_leases_per_tenant = 4000\n"
     daemon = start_daemon(config=config)

@@ -29,6 +29,8 @@ from helpers.raw_peer import connect
 from helpers.remote import Pki, gate_pid, relays
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 HALF_OPEN = 1000
 SIDE_PROCESS = "gpulease.daemon.broker.side_process"
 

@@ -23,6 +23,7 @@ def lasting() -> Iterator[LastingDaemon]:
         daemon.stop()
 
 
+@pytest.mark.exhaustive
 def test_without_a_daemon_a_hostile_worker_ends_when_its_lease_does(lasting: LastingDaemon) -> None:
     begun_at = time.monotonic()
     # Kept: a lease that nobody has is given back.

@@ -93,6 +93,7 @@ def test_a_journal_that_is_moved_under_its_daemon(daemon: Daemon, folder: Path, 
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_stops_grants_and_not_leases(
     daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]
 ) -> None:
@@ -139,6 +140,7 @@ def test_operators_are_told_of_a_full_disk(daemon: Daemon) -> None:
     wait_until(lambda: can_acquire(daemon), "leases are granted again")
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_under_journal_and_audit_log(
     start_daemon: Callable[..., Daemon], folder: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +245,7 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
     assert (folder / name).read_bytes() == content
 
 
+@pytest.mark.exhaustive
 def test_a_journal_is_spoilt_under_sessions(start_lasting: Callable[..., LastingDaemon], tmp_path: Path) -> None:
     """The daemon that finds it does not start, and sessions go on to their deadlines, or until one forgets."""
     lasting = start_lasting()

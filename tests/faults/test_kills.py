@@ -66,6 +66,7 @@ def test_a_stopped_worker_still_ends(daemon: Daemon, end: str) -> None:
         session.sync()
 
 
+@pytest.mark.exhaustive
 def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     daemon.allowed_trouble.append(ZYGOTE_DIED)
@@ -98,6 +99,7 @@ def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     del kept
 
 
+@pytest.mark.exhaustive
 def test_the_zygote_is_killed_twice(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     daemon.allowed_trouble.append(ZYGOTE_DIED)
@@ -110,6 +112,7 @@ def test_the_zygote_is_killed_twice(start_daemon: Callable[..., Daemon]) -> None
     daemon.check_idle(files)
 
 
+@pytest.mark.exhaustive
 def test_the_zygote_is_killed_while_it_makes_a_worker(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     daemon = lasting.now
@@ -171,6 +174,7 @@ def test_a_daemon_stops_with_leases_alive(start_daemon: Callable[..., Daemon]) -
     del kept
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_worker_does_not_hold_up_a_shutdown(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     lease = daemon.builder().acquire()
@@ -185,6 +189,7 @@ def sync_until(end: float, session: GpuSession) -> None:
         session.sync()
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]) -> None:
     """The worker reads the deadline itself: a broker that hangs can't give a tenant more time."""
     daemon = start_daemon()

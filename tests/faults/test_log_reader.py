@@ -7,6 +7,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from gpulease.client import GpuSession
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
@@ -19,6 +21,7 @@ LEASES = 12
 """Of 2 KiB of log each: more than the pipe and what waits for it hold."""
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

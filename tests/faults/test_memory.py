@@ -20,6 +20,8 @@ from helpers.waiting import wait_until
 
 from .test_exhaustion import LATEST_S, SAME_USER
 
+pytestmark = pytest.mark.exhaustive
+
 OUT_OF_MEMORY = "out of memory"
 LIMITS = {"addresses": (resource.RLIMIT_AS, "VmSize"), "data": (resource.RLIMIT_DATA, "VmData")}
 

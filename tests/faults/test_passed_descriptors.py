@@ -11,6 +11,8 @@ from helpers.daemon import Daemon, Faults
 from helpers.raw_peer import RawPeer, frame_of
 from helpers.slow_to_close import slow_to_close
 
+pytestmark = pytest.mark.exhaustive
+
 BEFORE_LINUX_6_16 = {"gpulease.daemon.uninvited:SO_PASSRIGHTS": 0xFFFF}
 """No kernel has an option of that number."""
 

@@ -17,6 +17,8 @@ from helpers.audit_log import config
 from helpers.daemon import Daemon, Faults
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 
 def failing(daemon: Daemon) -> dict[str, str]:
     """The checks that do not hold, and why. `ready` and the metrics must say the same."""

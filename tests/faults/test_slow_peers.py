@@ -86,6 +86,7 @@ def test_one_byte_at_a_time(daemon: Daemon, neighbour: Neighbour, over: str) -> 
         peer.free(ident)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("over", ["unix", "tcp"])
 def test_connect_and_silence(impatient: Daemon, over: str) -> None:
     started = time.monotonic()
@@ -132,6 +133,7 @@ def test_a_peer_that_asks_and_never_reads(impatient: Daemon) -> None:
         peer.check_closed()
 
 
+@pytest.mark.exhaustive
 def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> None:
     """It loses events and is told how many; the daemon keeps the latest, and waits for nobody."""
     rounds = 600

@@ -18,6 +18,8 @@ from helpers.raw_peer import RawPeer, frame_of
 from helpers.ring_peer import RingPeer
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 HELD_UP_S = 5.0
 """A round of the neighbour's takes milliseconds; before, it waited for the hostile peer for as long as that pleased."""
 

@@ -34,6 +34,7 @@ def check_sentence(said: str, expected: str) -> None:
     assert re.search(expected, sentences[0]), said
 
 
+@pytest.mark.exhaustive
 def test_a_second_daemon_on_the_same_socket(daemon: Daemon) -> None:
     status, said = start_in_vain("--listen", daemon.address, "--driver", "cpu")
     assert status == EXIT_UNAVAILABLE
@@ -42,6 +43,7 @@ def test_a_second_daemon_on_the_same_socket(daemon: Daemon) -> None:
         check_main_job(session)
 
 
+@pytest.mark.exhaustive
 def test_a_socket_left_by_a_crash_is_replaced(start_daemon: Callable[..., Daemon]) -> None:
     crashed = start_daemon()
     crashed.kill()
@@ -70,6 +72,7 @@ def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
     check_sentence(said, "it is a folder; name a socket to be made in it")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("place", "said"),
     [("no/ne", "there is no folder .*/no for the state folder"), ("file/state", "can't be used: Not a directory")],
@@ -83,6 +86,7 @@ def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: s
     check_sentence(output, said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -104,6 +108,7 @@ def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     check_sentence(said, "there is no folder .*/no: name another path if it is mistyped, or make it first")
 
 
+@pytest.mark.exhaustive
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -132,6 +137,7 @@ def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
     assert "zygote died" not in said, "no session ended with it, and it will not be started again"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]"])
 def test_plain_tcp_is_for_loopback(host: str) -> None:
     status, said = start_in_vain("--listen", f"tcp:{host}:0", "--driver", "cpu")
@@ -147,6 +153,7 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
     assert not (tmp_path / "d.sock").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -14,6 +14,8 @@ from helpers.processes import is_running
 from helpers.submits import ROOM, WORKER, Running, check_scaled, endless, running, scaling, wait_until_warm
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 StartLasting = Callable[..., LastingDaemon]
 
 

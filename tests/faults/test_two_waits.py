@@ -15,6 +15,8 @@ from helpers.kernels import FAULTS, TRANSFORM, Neighbour, check_main_job
 from helpers.raw_peer import RawPeer, frame_of
 from helpers.waiting import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 STALL_S = 1.0
 UNREAD = 2000
 IMPATIENT = {"gpulease.daemon.broker.control:STALL_TIMEOUT_S": STALL_S}

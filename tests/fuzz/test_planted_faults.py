@@ -104,6 +104,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "place", "what", "plant"), FAULTS, ids=lambda value: str(getattr(value, "__name__", value))
 )

@@ -44,6 +44,7 @@ def some_seeds(name: str) -> list[bytes]:
     return random.Random(5).sample(found, min(most, len(found)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds(name: str) -> None:
     assert len(some_seeds(name)) >= MOST_SEEDS.get(name, 40)
@@ -64,6 +65,7 @@ def mutations(draw: st.DrawFn, name: str) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutations(name: str) -> None:
     @settings(QUICK, max_examples=EXAMPLES.get(name, OTHERS_EXAMPLES))

@@ -1,10 +1,9 @@
 """Comparing what a process holds before and after: descriptors, threads, children."""
 
 import gc
-import os
 from dataclasses import dataclass, field
 
-from helpers.processes import descendants, open_files, own_threads
+from helpers.processes import open_files, own_descendants, own_threads
 from helpers.waiting import wait_until
 
 SETTLE_S = 60.0
@@ -17,7 +16,7 @@ class Holdings:
 
     files: dict[int, str] = field(default_factory=open_files)
     threads: dict[int, str] = field(default_factory=own_threads)
-    children: frozenset[int] = field(default_factory=lambda: frozenset(info.pid for info in descendants(os.getpid())))
+    children: frozenset[int] = field(default_factory=own_descendants)
 
     def excess_over(self, before: "Holdings") -> str:
         """What is held now and was not held before, in words; "" if nothing is."""

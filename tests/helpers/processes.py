@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,28 @@ def descendants(pid: int) -> list[ProcessInfo]:
     return found
 
 
+def own_descendants() -> frozenset[int]:
+    """This process's children, their children and so on, zombies too, by id.
+
+    /proc/PID/task/TID/children (proc(5)) costs a read a thread; without it, as in some kernels and sandboxes, every
+    process of the host is looked at.
+    """
+    found: set[int] = set()
+    unread = [os.getpid()]
+    try:
+        while unread:
+            pid = unread.pop()
+            with suppress(ProcessLookupError):
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                        children = [int(child) for child in file.read().split()]
+                    found.update(children)
+                    unread += children
+    except FileNotFoundError:
+        return frozenset(info.pid for info in descendants(os.getpid()))
+    return frozenset(found)
+
+
 def marked(mark: str) -> list[ProcessInfo]:
     """The running processes that were started with `mark` in their environment, or come from one that was.
 
@@ -80,10 +103,10 @@ def _environment(pid: int) -> list[bytes]:
 def open_files(pid: int | str = "self") -> dict[int, str]:
     """The file descriptors of a process, each with what it leads to."""
     files = {}
-    folder = _PROC / str(pid) / "fd"
+    folder = f"/proc/{pid}/fd"
     for entry in os.listdir(folder):
         try:
-            files[int(entry)] = os.readlink(folder / entry)
+            files[int(entry)] = os.readlink(f"{folder}/{entry}")
         except FileNotFoundError:
             continue  # the one the folder itself was read by
     return files

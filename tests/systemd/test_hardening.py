@@ -51,6 +51,7 @@ def sandbox(address: str) -> dict[str, bool]:
     return {found["measure"]: found["on"] for found in reply.details[0]["sandbox"]}
 
 
+@pytest.mark.exhaustive
 def test_it_leases_ends_and_shuts_in_as_without(hardened: Hardened, daemon: Daemon) -> None:
     assert sandbox(hardened.address) == sandbox(daemon.address)
     assert sandbox(hardened.address)["user"], "workers are another user"

@@ -11,6 +11,7 @@ from helpers.daemon import Daemon
 from helpers.kernels import FAULTS
 
 
+@pytest.mark.exhaustive
 def test_each_row_is_measured_with_a_pool_or_without(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     cold = submit_figures(daemon.address, transform_ptx(), 2, has_pool=False)

@@ -119,6 +119,7 @@ def test_fence_clear(gpulease: Gpulease) -> None:
     assert gpulease("fence", "clear").stdout == "0 fenced slices were let go.\n"
 
 
+@pytest.mark.exhaustive
 def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     words = ("--rounds", "1", "--launches", "200", "--leases", "1", "--tcp", daemon.tcp_address, "--json")
     done = gpulease("bench", *words)

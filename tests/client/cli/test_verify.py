@@ -27,6 +27,7 @@ def rows_named(*names: str) -> Any:
     return chosen
 
 
+@pytest.mark.exhaustive
 def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["trap", "more than the slice", "variables of 40 GiB", "worker SIGKILL", "client that stops reading"]
     monkeypatch.setattr(command, "faults", rows_named(*names))

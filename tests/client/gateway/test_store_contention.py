@@ -74,6 +74,7 @@ class Contenders:
             store.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_processes_that_are_killed(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path / 'store'}"
@@ -91,6 +92,7 @@ def test_processes_that_are_killed(request: pytest.FixtureRequest, kind: str, tm
         contenders.discard()
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed_and_comes_back(postgres: PostgresServer, tmp_path: Path) -> None:
     server = PostgresServer()
     try:

@@ -59,6 +59,7 @@ def pair(postgres: PostgresServer) -> Iterator[Pair]:
         found.discard()
 
 
+@pytest.mark.exhaustive
 def test_a_primary_that_is_lost_under_load(pair: Pair, tmp_path: Path) -> None:
     contenders = Contenders(pair.conninfo, tmp_path, 3)
     try:
@@ -79,6 +80,7 @@ def test_a_primary_that_is_lost_under_load(pair: Pair, tmp_path: Path) -> None:
         contenders.discard()
 
 
+@pytest.mark.exhaustive
 def test_what_no_standby_has_nobody_is_told(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     store = PostgresStore(pair.conninfo, patience_s=1.0, commit_s=0.2)
     held = store.reserve("key", HASH, 60)
@@ -101,6 +103,7 @@ def test_what_no_standby_has_nobody_is_told(pair: Pair, caplog: pytest.LogCaptur
     store.close()
 
 
+@pytest.mark.exhaustive
 def test_a_commit_whose_wait_an_administrator_ended_is_not_believed(pair: Pair) -> None:
     store = PostgresStore(pair.conninfo)
     pair.standby.stop()

@@ -137,6 +137,7 @@ def test_sqlite(tmp_path: Path, clock: Clock) -> None:
     check(SqliteStore(tmp_path / "store", clock=clock.moment), clock, 40)
 
 
+@pytest.mark.exhaustive
 def test_postgres(postgres: PostgresServer, clock: Clock) -> None:
     check(PostgresStore(postgres.conninfo, now_s=lambda: clock.now_s), clock, 25)
 

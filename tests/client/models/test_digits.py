@@ -23,6 +23,7 @@ def test_the_kept_weights_know_digits(model: str) -> None:
     assert weights.to_bytes() == type(weights).from_bytes(weights.to_bytes(), HIDDEN[model]).to_bytes()
 
 
+@pytest.mark.exhaustive
 def test_they_can_be_made_anew(tmp_path: Path) -> None:
     # In a process of its own: the libraries it needs keep threads.
     command = [sys.executable, "-P", "-m", "gpulease.client.models.example.digits", str(tmp_path)]

@@ -33,6 +33,7 @@ def taken(body: bytes, kind: str = "f32", numbers: int = 2, items: int = 3) -> b
     return pack(parsed_input(body, items, numbers), kind, numbers)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", FORMATS)
 @given(data=st.data())
 def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:

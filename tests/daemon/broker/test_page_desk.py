@@ -125,6 +125,7 @@ def test_a_daemon_without_a_token_ends_none_by_its_page(token: bytes) -> None:
     in_a_broker(play, digest=b"")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [

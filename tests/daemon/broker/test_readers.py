@@ -69,6 +69,7 @@ def in_a_broker(play: Play) -> None:
         loop.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("op", "build"), REQUESTS, ids=[op.name for op, _ in REQUESTS])
 def test_what_it_asks(op: Opcode, build: Build) -> None:
     def play(scene: Scene, desk: Desk, reader: Reader) -> None:

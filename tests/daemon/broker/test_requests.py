@@ -21,6 +21,7 @@ def test_known_classes(member: Exclusivity) -> None:
     assert exclusivity_of((LeaseParameter(7, b"xy"), *classes(bytes([member])))) is member
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(4, 255))
 def test_unknown_classes(number: int) -> None:
     with pytest.raises(Refusal, match=str(number)) as caught:

@@ -129,6 +129,7 @@ def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("way", "event", "reason"),
     [

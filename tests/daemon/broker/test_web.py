@@ -30,6 +30,7 @@ NONSENSE = """{"op": [[]] * 100_000}"""
 GUESS = """{"op": "revoke", "number": 1, "lease_id": "0" * 32, "reason": "x" * 512, "token": b"t" * 4096}"""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("message", "most"), [(NONSENSE, 0), (GUESS, MAX_WRONG_TOKENS)], ids=["nonsense", "guesses"])
 def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop(message: str, most: int) -> None:
     scene = Scene()

@@ -18,6 +18,7 @@ def _searched_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [0, 100, 803, 999])
 def test_it_answers(tmp_path: Path, number: int) -> None:
     make_cuda(tmp_path, f"return {number};")

@@ -18,6 +18,7 @@ SHUT = Host("580.159.04", closed=(("/dev/nvidiactl", "Permission denied"),))
 NO_CARD = Host(missing=("/dev/nvidiactl",), has_cards=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("library", "number", "host", "told", "status", "may_pass"),
     [

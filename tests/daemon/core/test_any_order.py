@@ -6,6 +6,7 @@ comes back with what was on its disk: see `simulated`.
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -367,5 +368,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert not shell.table.warming()
 
 
-AnyOrder.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
+FEW = settings(max_examples=40, stateful_step_count=80, deadline=None)
+AnyOrder.TestCase.settings = FEW
 TestAnyOrder = AnyOrder.TestCase
+
+
+@pytest.mark.exhaustive
+class TestManyOrders(TestAnyOrder):  # type: ignore[valid-type, misc]
+    settings = settings(FEW, max_examples=300)

@@ -6,6 +6,7 @@ when, are kept apart from the table's own books.
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -190,5 +191,11 @@ class Line(RuleBasedStateMachine):
         self.judge_line()
 
 
-Line.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+FEW = settings(max_examples=40, stateful_step_count=60, deadline=None)
+Line.TestCase.settings = FEW
 TestLine = Line.TestCase
+
+
+@pytest.mark.exhaustive
+class TestManyLines(TestLine):  # type: ignore[valid-type, misc]
+    settings = settings(FEW, max_examples=300)

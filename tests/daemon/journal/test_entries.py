@@ -38,6 +38,7 @@ def connection() -> Iterator[sqlite3.Connection]:
     made.close()
 
 
+@pytest.mark.exhaustive
 @given(st.lists(CHANGES, max_size=5))
 def test_the_last_change_of_each_row_counts(commits: list[list[Change]]) -> None:
     connection, expected, total = table(), dict[tuple[int, bytes], bytes](), 0

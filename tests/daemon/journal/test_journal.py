@@ -164,6 +164,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
+@pytest.mark.exhaustive
 def test_a_kill_at_any_moment_loses_nothing_that_was_told(folder: Path) -> None:
     granted: dict[int, tuple[int, str]] = {}
     freed: set[int] = set()

@@ -31,6 +31,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()
 
 
+@pytest.mark.exhaustive
 @given(st.builds(KeptLease, lease_id=st.integers(0, 2**128 - 1), submit_bytes=st.integers(0, 3)))
 def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
     assert encode(lease) == by_names(lease)

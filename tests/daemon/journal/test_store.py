@@ -98,6 +98,7 @@ def outcome_of(folder: Path, whole: Contents) -> JournalBroken | None:
     return None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_no_flipped_byte_misleads(left: tuple[Path, Contents], tmp_path: Path, kind: str, name: str) -> None:
     """Either it is refused, or the byte meant nothing and all is there."""

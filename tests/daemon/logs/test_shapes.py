@@ -32,6 +32,7 @@ def record_of(fields: dict[str, Any], message: str = "lease granted", level: int
     return record
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize(
     "shape",

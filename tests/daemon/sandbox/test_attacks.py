@@ -148,6 +148,7 @@ def needs(found: dict[str, Any], *measures: str) -> None:
         pytest.skip(f"this host has it off: {off}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("attempt", BY_FILES)
 def test_what_landlock_stops(imprisoned: Imprisoned, attempt: str) -> None:
     found = imprisoned()
@@ -155,6 +156,7 @@ def test_what_landlock_stops(imprisoned: Imprisoned, attempt: str) -> None:
     assert found["outcomes"][attempt] == BY_FILES[attempt]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("attempt", BY_SYSCALLS)
 def test_what_the_filter_stops(imprisoned: Imprisoned, attempt: str) -> None:
     found = imprisoned()
@@ -169,6 +171,7 @@ def test_what_limits_stop(imprisoned: Imprisoned, attempt: str) -> None:
     assert found["outcomes"][attempt] == BY_LIMITS[attempt]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("attempt", HARMLESS)
 def test_what_a_worker_may_do(imprisoned: Imprisoned, attempt: str) -> None:
     found = imprisoned()
@@ -176,6 +179,7 @@ def test_what_a_worker_may_do(imprisoned: Imprisoned, attempt: str) -> None:
     assert found["outcomes"][attempt] == "done"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("attempt", BEHIND_THE_FILTER)
 def test_what_is_stopped_without_the_filter_too(imprisoned: Imprisoned, attempt: str) -> None:
     found = imprisoned(("syscalls",), tuple(BEHIND_THE_FILTER))

@@ -57,6 +57,7 @@ def test_a_user_that_the_operator_named_is_had_or_refused() -> None:
     assert told["hint"] == "Start the daemon as root."
 
 
+@pytest.mark.exhaustive
 def test_a_measure_that_the_kernel_refuses_is_off() -> None:
     told = prepared(LANDLOCK_RESTRICT_SELF)
     assert not {"files", "device_calls", "network", "scope"} & set(told["on"])

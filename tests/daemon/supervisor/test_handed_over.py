@@ -191,6 +191,7 @@ def test_what_an_earlier_daemon_left(folder: Path) -> None:
 # --- a daemon, started so ---
 
 
+@pytest.mark.exhaustive
 def test_a_unit_s_socket_is_served_as_it_is(manager: ServiceManager) -> None:
     with unix_listener(manager.path) as sock, tcp_listener() as tcp:
         manager.path.chmod(0o640)
@@ -204,6 +205,7 @@ def test_a_unit_s_socket_is_served_as_it_is(manager: ServiceManager) -> None:
     assert manager.path.exists(), "the socket is not the daemon's to remove"
 
 
+@pytest.mark.exhaustive
 def test_a_socket_that_listen_does_not_name(manager: ServiceManager) -> None:
     with unix_listener(manager.folder / "other") as sock:
         manager.start(units=[(sock, "gpuleased.socket")])
@@ -211,6 +213,7 @@ def test_a_socket_that_listen_does_not_name(manager: ServiceManager) -> None:
     assert f"gpuleased: the service manager handed over a socket at unix:{manager.folder}/other" in manager.log()
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_socket_is_told_before_anything_is_begun(manager: ServiceManager) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         manager.start(units=[(sock, "gpuleased.socket")])
@@ -221,6 +224,7 @@ def test_what_is_no_socket_is_told_before_anything_is_begun(manager: ServiceMana
     )
 
 
+@pytest.mark.exhaustive
 def test_who_connects_while_the_daemon_restarts_waits(manager: ServiceManager) -> None:
     config = f'state = "{manager.folder}/state"\non_stop = "keep"\nsocket_mode = "0600"\n'
     manager.start_ready("--listen", "tcp:127.0.0.1:0", config=config)
@@ -242,6 +246,7 @@ def test_who_connects_while_the_daemon_restarts_waits(manager: ServiceManager) -
     assert (len(ports), len(set(ports))) == (3, 1), "the port stays, too"
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_listened_on_any_more_is_let_go(manager: ServiceManager) -> None:
     manager.start_ready("--listen", f"unix:{manager.folder}/other")
     manager.end(signal.SIGKILL)
@@ -251,6 +256,7 @@ def test_what_is_not_listened_on_any_more_is_let_go(manager: ServiceManager) -> 
     assert manager.end() == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed")
 def test_systemd_starts_it_at_the_first_connection(folder: Path) -> None:
     path, log = folder / "d.sock", folder / "log"

@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from helpers.service_manager import ServiceManager
 
 TOLD_TO_ONE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
@@ -18,6 +20,7 @@ def test_a_life_is_told(manager: ServiceManager) -> None:
     assert [word for word in manager.said if word in ("READY=1", "STOPPING=1")] == ["READY=1", "STOPPING=1"]
 
 
+@pytest.mark.exhaustive
 def test_a_start_in_vain_is_never_ready(manager: ServiceManager) -> None:
     manager.start(config="max_load_s = 0\n")
     assert manager.wait_for_exit() == 78
@@ -25,6 +28,7 @@ def test_a_start_in_vain_is_never_ready(manager: ServiceManager) -> None:
     assert manager.said[-1] == "STATUS=max_load_s is 0; it must be at least 1"
 
 
+@pytest.mark.exhaustive
 def test_what_to_do_is_told_too(manager: ServiceManager) -> None:
     state = manager.folder / "state"
     state.mkdir(0o700)

@@ -71,6 +71,7 @@ def test_settings_are_read_again(manager: ServiceManager) -> None:
     assert manager.end() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
     manager.start_ready(config="[tenants.default]\nmax_leases = 1\n")
     for broken in ("no_such = 1\n", "[tenants.default\n", *(f"[tenants.default]\n{line}\n" for line in BAD_RULES)):
@@ -85,6 +86,7 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
     assert manager.end() == 0
 
 
+@pytest.mark.exhaustive
 def test_the_audit_log_has_the_digest_of_what_holds(manager: ServiceManager) -> None:
     log = manager.folder / "audit"
     first = audit_log.config(log)
@@ -102,6 +104,7 @@ def test_the_audit_log_has_the_digest_of_what_holds(manager: ServiceManager) -> 
     audit_log.check_whole(log)
 
 
+@pytest.mark.exhaustive
 def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
     path = manager.folder / "token"
     port = free_port()
@@ -134,6 +137,7 @@ def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
     assert manager.end() == 0
 
 
+@pytest.mark.exhaustive
 def test_without_a_file_there_is_nothing_to_read_again(manager: ServiceManager) -> None:
     manager.start_ready()
     assert manager.end(signal.SIGHUP) == -signal.SIGHUP

@@ -13,6 +13,7 @@ from helpers.service_manager import ServiceManager
 from helpers.waiting import wait_until
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -52,6 +53,7 @@ def test_it_is_the_loop_that_feeds_it(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_a_loop_that_goes_round_shows_it_and_one_that_is_stuck_does_not(manager: ServiceManager) -> None:
     manager.start_ready(watchdog_s=0.2)
     assert manager.process is not None

@@ -278,6 +278,7 @@ def node_of(rig: Rig, what: str, at: int, number: int) -> GraphNode:
     return rig.copy(Opcode.ARENA_WRITE if what == "in" else Opcode.ARENA_READ, number, 16, 4 * at)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_bytes_are_answered(data: st.DataObject) -> None:

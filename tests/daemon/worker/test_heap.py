@@ -26,6 +26,7 @@ def test_a_process_that_was_started_so() -> None:
     assert not is_heap_wiped() or WIPING_HEAP.items() <= os.environ.items()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "environment",
     [
@@ -63,5 +64,6 @@ print(stacks())
 """
 
 
+@pytest.mark.exhaustive
 def test_no_stack_of_a_thread_that_ran_kernels_is_kept() -> None:
     assert said(THREADS, WIPING_HEAP) == "1 0"

@@ -123,6 +123,7 @@ def test_a_plan_is_made_once_for_all_argument_bytes() -> None:
     assert other is not first
 
 
+@pytest.mark.exhaustive
 def test_the_number_of_plans_is_bounded() -> None:
     planner, _, launch = planner_for(kernel_of((0, 8)))
     for number in range(1, MAX_PLANS + 50):
@@ -180,6 +181,7 @@ def test_the_kernels_own_limit_of_threads() -> None:
         plan_of(planner, replace(launch, block_x=65))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", range(1, 60))
 def test_payloads_cut_short(cut: int) -> None:
     planner, _, launch = planner_for(kernel_of((0, 8)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +169,7 @@ PIECES = st.lists(
 WORD = st.tuples(st.booleans(), st.sampled_from([0, 8, 16, 24]), st.one_of(st.integers(0, 2**64 - 1), st.just(0)))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=150, deadline=None)
 @given(rounds=st.lists(st.tuples(PIECES, st.lists(WORD, max_size=2), st.integers(0, 2**64 - 1)), max_size=5))
 def test_nothing_is_touched_but_what_was_given(

@@ -32,6 +32,7 @@ def _thaw() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.exhaustive
 def test_it_leaves_a_context_as_it_was() -> None:
     context = CpuContext(SLICE_BYTES)
     try:

@@ -37,6 +37,7 @@ def outcome(made: Rig, stream: bytes, cuts: list[int], *, expect_launches: bool)
     return end, made.reader.end - made.reader.start, made.replies, told(made)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(KINDS, max_size=40),
@@ -95,6 +96,7 @@ def test_an_expected_launch_of_a_lease_that_is_over_is_not_done(made: Rig) -> No
     assert [entry[4] for entry in made.context.launches] == [1]
 
 
+@pytest.mark.exhaustive
 def test_a_refused_expected_launch_is_kept_and_what_is_behind_it_skipped(made: Rig) -> None:
     made.context.refuse_tag = 4
     made.feed(b"".join(quiet(launch_of(made), number) for number in range(1, 9)) + sync(9), expect_launches=True)
@@ -106,6 +108,7 @@ def test_a_refused_expected_launch_is_kept_and_what_is_behind_it_skipped(made: R
     assert [entry[4] for entry in made.context.launches] == [1, 2, 3, 10]
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[int] = []
     monkeypatch.setattr(made.session._ledger, "keep", charged.append)
@@ -118,6 +121,7 @@ def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkey
     assert [entry[4] for entry in made.context.launches] == [1, 1, 1, 4, 4]
 
 
+@pytest.mark.exhaustive
 def test_launches_stop_at_the_look_that_sees_the_word(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The word flips while a launch is being queued: not one more begins, though they are all there."""
     launch = made.context.launch

@@ -57,6 +57,7 @@ def follow(made: Pair, steps: list[tuple[str, object, int]]) -> tuple[object, ..
     return bytes(made.heard), made.is_served, told(made.made)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, max_size=10))
 def test_whatever_comes_native_code_and_python_say_the_same(steps: list[tuple[str, object, int]]) -> None:

@@ -297,6 +297,7 @@ def stream_outcome(bench: Bench, stream: bytes, *, expecting: bool) -> list[obje
     return outcome
 
 
+@pytest.mark.exhaustive
 def test_no_byte_of_an_expected_launch_goes_unchecked(bench: Bench) -> None:
     """Each single changed byte has the outcome it has when nothing is expected: launches alike, failures alike."""
     handle, module = bench.alloc(16), bench.load(TRANSFORM)

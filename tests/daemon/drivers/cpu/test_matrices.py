@@ -10,6 +10,8 @@ import pytest
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.image import CpuKernel, CpuModule
 
+pytestmark = pytest.mark.exhaustive
+
 Array = np.ndarray[Any, np.dtype[Any]]
 RNG = np.random.default_rng(5)
 VECTORS = Path(__file__).parents[4] / "vectors" / "gpu"

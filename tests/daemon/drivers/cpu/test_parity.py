@@ -12,6 +12,8 @@ from gpulease.daemon.drivers.cpu.context import CpuContext
 from helpers.parity import Spelled, results_of, spelled_instructions
 from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes, rows_ptx
 
+pytestmark = pytest.mark.exhaustive
+
 PARITY: Final = Path(__file__).parents[4] / "vectors" / "gpu" / "parity"
 RECORDED: Final = PARITY / "instructions.json"
 OPEN: Final = PARITY / "open_differences.txt"

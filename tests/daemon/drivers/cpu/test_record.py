@@ -16,6 +16,8 @@ from helpers.record.ends import ENDS, End, outcome
 from helpers.record.everything import all_cases, ptx_of
 from helpers.record.triton import triton_cases, unrecorded_cases
 
+pytestmark = pytest.mark.exhaustive
+
 APPROXIMATE: Final = "approximations"
 
 

@@ -64,6 +64,7 @@ def zeros(size: int, kind: str = "i4") -> Array:
     return np.zeros(size, kind)
 
 
+@pytest.mark.exhaustive
 def test_warp_scan(team: Team) -> None:
     x = integers(4 * 96)
     _, sums, totals, greatest = team.run("warp_scan", 4, 96, x, *(zeros(x.size) for _ in range(3)))

@@ -108,6 +108,7 @@ def test_system_calls_are_found(name: str, found: bool) -> None:
     assert weigh(cubin(CODE, symbols=(undefined, defined))).has_system_calls is found
 
 
+@pytest.mark.exhaustive
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
@@ -119,6 +120,7 @@ def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
         assert weigh(bytes(image[: data.draw(st.integers(0, len(image)))])).device_bytes >= 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("image", "leaves"),
     [

@@ -7,6 +7,7 @@ MIB = 1 << 20
 H100 = LocalMemory(stack_bytes=1024, threads=132 * 2048, buffers_bytes=9 * MIB)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size_bytes", "count", "taken_mib"),
     # What an H100 showed for 64 allocations of each size.
@@ -42,6 +43,7 @@ def test_a_page_goes_back_with_its_last_allocation() -> None:
     assert pages.taken_bytes == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("local_bytes", "measured_mib"), [(600, 0), (1024, 0), (2048, 264), (16384, 3960), (65536, 16632), (200000, 51298)]
 )

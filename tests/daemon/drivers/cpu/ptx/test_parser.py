@@ -137,6 +137,7 @@ def test_a_refusal_names_the_kernel() -> None:
     assert "of kernel k:" in str(rejection(kernel("nonsense.x;")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "text",
     [
@@ -210,6 +211,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(TEXTS), st.integers(0, 2**32), st.sampled_from(["drop", "double", "swap", "insert"]))
 def test_mangled_kernels_are_only_ever_rejected(text: str, seed: int, way: str) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
 
+pytestmark = pytest.mark.exhaustive
+
 SETTINGS = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DATA_BYTES: Final = 32
 DATA: Final = st.binary(min_size=DATA_BYTES, max_size=DATA_BYTES)

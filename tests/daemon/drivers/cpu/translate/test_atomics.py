@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from helpers.atomics import outcome
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from helpers.comparisons import comparisons, numbers
 
+pytestmark = pytest.mark.exhaustive
+
 Rows = Sequence[tuple[int, ...]]
 Compute = Callable[[str, Sequence[str], str, Rows], list[int]]
 ComputeAll = Callable[..., dict[str, list[int]]]

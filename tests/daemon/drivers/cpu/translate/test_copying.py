@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 FEW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

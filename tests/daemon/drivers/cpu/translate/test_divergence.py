@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 Values = dict[int, int]
 Model = Callable[[Values, set[int]], None]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 
 SPACES = (".shared", ".shared::cta", ".shared::cluster", "")

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from helpers.exact import KINDS, Kind, Number, clamped, decode, encode, flushed
 
+pytestmark = pytest.mark.exhaustive
+
 Compute = Callable[[str, Sequence[str], str, Sequence[tuple[int, ...]]], list[int]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 

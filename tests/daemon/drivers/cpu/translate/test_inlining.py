@@ -7,6 +7,8 @@ from gpulease.daemon.drivers.cpu.limits import MAX_WATCHING_INSTRUCTIONS
 from gpulease.daemon.drivers.interface import ImageRejected
 from helpers.calling import DOUBLE, INT, PROTOTYPE, call, function, image, run
 
+pytestmark = pytest.mark.exhaustive
+
 ROTATE = """
     .shared .align 4 .b8 sh[32];
     shl.b32 %r2, %r0, 2; mov.u32 %r3, sh; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r0;

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from helpers.rows import Case, alike
 
+pytestmark = pytest.mark.exhaustive
+
 ComputeAll = Callable[..., dict[str, list[int]]]
 Reference = Callable[..., int]
 

@@ -11,6 +11,8 @@ from gpulease.daemon.drivers.cpu.ptx.parser import parse
 from gpulease.daemon.drivers.cpu.translate import module
 from gpulease.daemon.drivers.interface import KernelFault
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 
 # %v, %w and %f differ between threads from the start, %u and %t do not; any may later.

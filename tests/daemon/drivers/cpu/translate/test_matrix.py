@@ -13,6 +13,8 @@ from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from helpers.exact import KINDS, Kind
 from helpers.matrices import FORMATS, SHAPES, Place, Shape, dot, of_bytes
 
+pytestmark = pytest.mark.exhaustive
+
 RunBlock = Callable[..., list[list[int]]]
 Matrix = list[list[int]]
 FEW = settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

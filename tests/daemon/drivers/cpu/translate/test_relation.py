@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from helpers.comparisons import Comparison, comparisons, numbers
 
+pytestmark = pytest.mark.exhaustive
+
 Rows = Sequence[tuple[int, ...]]
 ComputeAll = Callable[..., dict[str, list[int]]]
 

@@ -10,6 +10,8 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 
+pytestmark = pytest.mark.exhaustive
+
 Array = np.ndarray[Any, np.dtype[Any]]
 RunBlock = Callable[..., list[list[int]]]
 WORDS = [(7 * n + 1) % 65521 for n in range(1024)]
