@@ -21,7 +21,7 @@ from helpers.waiting import wait_until
 
 MODELS = Path(__file__).parents[1] / "client" / "gateway" / "models.toml"
 SIZE = INPUT.nbytes
-SOON_S = 3.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

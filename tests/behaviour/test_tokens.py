@@ -48,7 +48,7 @@ from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.shared_lease import TEXT, Shared, sharing
 from helpers.waiting import wait_until
 
-SOON_S = 2.0
+SOON_S = 60.0
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from .vector_seeds import said_by, streams
 
 MAX_BYTES = 1024
 MAX_STEPS = 60
-GONE_S = 5.0
+GONE_S = 60.0
 """A thread that was joined is listed for some microseconds more."""
 
 LEASE = 0x77

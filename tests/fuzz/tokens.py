@@ -31,7 +31,7 @@ from .draws import Draws
 from .vector_seeds import conversations
 
 MAX_BYTES = 2048
-SOON_S = 0.5
+SOON_S = 5.0
 """Of this thread's own time: a signature check takes 0.2 ms."""
 
 LEASE_PERMISSIONS = ALL_PERMISSIONS & ~OPERATOR_PERMISSIONS

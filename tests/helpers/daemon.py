@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import gpulease
-from gpulease.client import GpuBuilder
+from gpulease.client import GpuBuilder, GpuLease, LeaseExpired
 from gpulease.client.asking import ask
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol import Opcode
@@ -24,8 +24,11 @@ from gpulease.protocol.messages import Empty, Inventory, LeaseRef, LeaseRevoke, 
 from helpers.processes import ProcessInfo, descendants, marked, open_files
 from helpers.waiting import wait_until
 
+T = TypeVar("T")
+
 TESTS: Final = Path(__file__).parents[1]
 START_LIMIT_S: Final = 120.0
+SHORT_LEASES_S: Final = (0.8, 4.0, 20.0, 100.0)
 STOP_LIMIT_S: Final = 120.0
 MARK: Final = "GPULEASE_TEST_DAEMON"
 FOLDER: Final = "GPULEASE_TEST_FOLDER"
@@ -222,6 +225,19 @@ class Daemon:
     def builder(self, size_bytes: int = 1 << 20, seconds: float = 60) -> GpuBuilder:
         """Ask it for a small lease; the test says what is special."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds)
+
+    def short_lease(self, set_up: Callable[[GpuLease], T], size_bytes: int = 1 << 20) -> tuple[GpuLease, T, int]:
+        """A lease that ends by itself within moments, what `set_up` made in it, and its worker's process id.
+
+        A busy host may take longer for that than the lease has: then it is tried again with a longer one.
+        """
+        for seconds in SHORT_LEASES_S:
+            lease = self.builder(size_bytes, seconds).acquire()
+            try:
+                return lease, set_up(lease), self.worker_pid(lease.lease_id)
+            except (LeaseExpired, KeyError):
+                self.wait_for_end(lease.lease_id)
+        raise AssertionError(f"{set_up} takes longer than {SHORT_LEASES_S[-1]:g} s")
 
     # --- its processes ---
 

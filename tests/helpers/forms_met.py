@@ -25,7 +25,8 @@ def is_whole(config: pytest.Config) -> bool:
     """Whether a run is of all the driver's tests, and not of some by name."""
     chosen = config.option
     some = chosen.keyword or chosen.deselect or chosen.collectonly or chosen.ignore or getattr(chosen, "lf", False)
-    return chosen.everything and not some and any(Path(argument).resolve() in (TESTS, *TESTS.parents) for argument in config.args)
+    whole = (TESTS, *TESTS.parents)
+    return chosen.everything and not some and any(Path(argument).resolve() in whole for argument in config.args)
 
 
 def choices(number: int, form: Form) -> Iterator[Choice]:

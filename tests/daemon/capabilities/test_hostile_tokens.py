@@ -17,7 +17,7 @@ from helpers.token_scene import Scene
 SCENE = Scene()
 TOKEN = SCENE.token(ALL_PERMISSIONS, 300)
 MUTATIONS = 1500
-SOON_S = 0.25
+SOON_S = 5.0
 BOMB = "".join(f"f({number});" for number in range(200)) + "check if f($a), f($b), f($c), $a > $b, $b > $c, $c > $a"
 LATE = 10**9
 

@@ -14,7 +14,7 @@ from gpulease.daemon.web.serving import MAX_HEAD_BYTES, server_of
 ASK = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LARGE = 8 << 20
 SHORT_S = 0.2
-GONE_S = 5.0
+GONE_S = 60.0
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -49,7 +49,7 @@ def test_a_deadline_that_passes_refuses_without_the_broker(broker: BrokerPage, w
     deadline = time.monotonic_ns() + 20_000_000
     broker.set_deadline(deadline, 1)
     while worker.refusal() is None:
-        assert time.monotonic_ns() < deadline + 5_000_000_000
+        assert time.monotonic_ns() < deadline + 60_000_000_000
     assert time.monotonic_ns() >= deadline
     assert worker.refusal() is Status.LEASE_EXPIRED
 
