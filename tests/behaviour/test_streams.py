@@ -17,6 +17,7 @@ from gpulease.client import (
     LaunchFailed,
     LeaseExpired,
     Module,
+    Stream,
     SyncFailed,
     aio,
 )
@@ -216,7 +217,7 @@ def has_a_stream(session: GpuSession) -> bool:
 
 
 def test_in_a_lease_that_ends(daemon: Daemon) -> None:
-    def set_up(lease: GpuLease) -> tuple[GpuStream, object]:
+    def set_up(lease: GpuLease) -> tuple[Stream, object]:
         session = GpuSession(lease)
         stream = session.stream()
         return stream, (start_endless(session, stream), session)
