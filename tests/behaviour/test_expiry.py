@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpulease.client import Disconnected, GpuBuffer, GpuLease, GpuLeaseError, GpuSession, LeaseExpired
+from gpulease.client import Buffer, Disconnected, GpuLease, GpuLeaseError, GpuSession, LeaseExpired
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, start_endless
 from helpers.waiting import wait_until
@@ -75,7 +75,7 @@ def tenant_process(daemon: Daemon, seconds: float, what: str) -> Iterator[tuple[
 
 
 def test_client_asleep(daemon: Daemon, ends_on_time: Callable[[int, int], None]) -> None:
-    def set_up(lease: GpuLease) -> tuple[GpuSession, GpuBuffer]:
+    def set_up(lease: GpuLease) -> tuple[GpuSession, Buffer]:
         session = GpuSession(lease)
         return session, session.mem_alloc(1 << 20)
 
@@ -125,7 +125,7 @@ def test_endless_kernel(daemon: Daemon, ends_on_time: Callable[[int, int], None]
 def test_client_that_waits_for_an_endless_kernel(
     daemon: Daemon, ends_on_time: Callable[[int, int], None], waits_in: str
 ) -> None:
-    def set_up(lease: GpuLease) -> tuple[GpuSession, GpuBuffer]:
+    def set_up(lease: GpuLease) -> tuple[GpuSession, Buffer]:
         session = GpuSession(lease)
         return session, start_endless(session)[1]
 
