@@ -94,19 +94,21 @@ def test_client_that_never_opened_its_session(daemon: Daemon, ends_on_time: Call
         GpuSession(lease)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("doing", ["nothing", "endless"])
 def test_client_killed(daemon: Daemon, ends_on_time: Callable[[int, int], None], doing: str) -> None:
-    with tenant_process(daemon, 1.5, doing) as (lease_id, process):
+    with tenant_process(daemon, 4, doing) as (lease_id, process):
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert daemon.query(lease_id)["state"] == "active"
-        ends_on_time(lease_id)
+        ends_on_time(lease_id, daemon.worker_pid(lease_id))
 
 
+@pytest.mark.exhaustive
 def test_client_stopped(daemon: Daemon, ends_on_time: Callable[[int, int], None]) -> None:
-    with tenant_process(daemon, 1.5, "endless") as (lease_id, process):
+    with tenant_process(daemon, 4, "endless") as (lease_id, process):
         process.send_signal(signal.SIGSTOP)
-        ends_on_time(lease_id)
+        ends_on_time(lease_id, daemon.worker_pid(lease_id))
 
 
 def test_endless_kernel(daemon: Daemon, ends_on_time: Callable[[int, int], None]) -> None:
