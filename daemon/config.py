@@ -30,8 +30,9 @@ from gpulease.daemon.setting_values import (
 )
 from gpulease.daemon.tenant_settings import parse_rules
 from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, parse_tls
-from gpulease.daemon.web.settings import HttpSettings, parse_hosts, parse_http
+from gpulease.daemon.web.settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
+from gpulease.protocol.origin import parse_host_names
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 
@@ -227,7 +228,7 @@ _READ_BY: Final[Mapping[str, Callable[[Any], Any]]] = {
     "tls": parse_tls,
     "tenant_of_certificate": parse_certificate_names,
     "http": parse_http,
-    "http_hosts": lambda value: parse_hosts(texts(value)),
+    "http_hosts": lambda value: parse_host_names(texts(value)),
     "http_token_file": absolute_path,
     "limits": core_limits,
     "tenants": parse_rules,

@@ -24,6 +24,9 @@ def serve() -> None:
 @serve.command()
 @click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
 @click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
+@click.option(
+    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+)
 @click.option("--store", "store_url", default="sqlite:gateway.sqlite", show_default=True, help="Or postgresql://...")
 @click.option("--max-in-flight", type=_POSITIVE, default=4, show_default=True, help="Requests served at a time.")
 @click.option("--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="That wait beside them.")
@@ -36,6 +39,7 @@ def serve() -> None:
 def gateway(
     models: Path | None,
     listen: str,
+    host_names: tuple[str, ...],
     store_url: str,
     max_in_flight: int,
     max_queue: int,
@@ -50,7 +54,7 @@ def gateway(
     try:
         from gpulease.client.gateway.admission import Bounds
         from gpulease.client.gateway.asgi import Gateway
-        from gpulease.client.gateway.server import listening, serve
+        from gpulease.client.gateway.server import known_hosts, listening, serve
     except ImportError as error:
         raise Unsupported(
             f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
@@ -72,6 +76,7 @@ def gateway(
                 address = stack.enter_context(private_daemon("cpu"))
             store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
         sock, url = stack.enter_context(listening(listen))
+        known = known_hosts(sock, host_names)
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
         app = Gateway(
             served,
@@ -84,5 +89,5 @@ def gateway(
         ).app()
         click.echo(f"gateway listens on {url}, serves {', '.join(served)}")
         longest_s = max(model.lease_s for model in served.values())
-        serve(app, sock, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
+        serve(app, sock, known=known, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
     click.echo("gateway has stopped")

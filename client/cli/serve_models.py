@@ -14,15 +14,18 @@ from gpulease.client.errors import InvalidRequest, Unsupported
 @click.option(
     "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
 )
+@click.option(
+    "--host-name", "host_names", multiple=True, help="A further name in Host and Origin: a proxy's. Repeatable."
+)
 @click.option("--rpc", default="", help="Also calls through shared memory: unix:PATH.")
 @click.option("--demo", is_flag=True, help="The example's models, and a daemon if none runs.")
-def models(config: Path | None, listen: str, rpc: str, demo: bool) -> None:
+def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
     """Serve the models of a TOML file, each on a lease that is kept.
 
     See the README and client/models/settings.py for what the file says.
     """
     try:
-        from gpulease.client.gateway.server import listening, serve
+        from gpulease.client.gateway.server import known_hosts, listening, serve
         from gpulease.client.models.asgi import ModelServer
     except ImportError as error:
         raise Unsupported(
@@ -42,8 +45,9 @@ def models(config: Path | None, listen: str, rpc: str, demo: bool) -> None:
             click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
             address = stack.enter_context(private_daemon("cpu"))
         sock, url = stack.enter_context(listening(listen))
+        known = known_hosts(sock, host_names)
         callers = stack.enter_context(listening(rpc))[0] if rpc else None
         app = ModelServer(served, address, callers).app()
         click.echo(f"models listen on {url}{f' and {rpc}' if rpc else ''}, serve {', '.join(served)}")
-        serve(app, sock, stop_s=STOP_LIMIT_S)
+        serve(app, sock, known=known, stop_s=STOP_LIMIT_S)
     click.echo("models have stopped")

@@ -3,11 +3,13 @@
 | status | code | what it means | Retry-After |
 |---|---|---|---|
 | 400 | invalid_request | the request makes no sense | |
+| 403 | foreign_page | another site's page asks, in a browser: see `protocol.origin` | |
 | 404 | no_such_model | this gateway serves no such model | |
 | 408 | body_too_slow | the body did not arrive in time | |
 | 409 | in_progress | another attempt at the same request has not ended | yes |
 | 413 | too_large | the body is larger than any input | |
 | 415 | unsupported_media_type | neither application/json nor application/octet-stream | |
+| 421 | unknown_host | the Host header is no name of this gateway: see `--host-name` | |
 | 422 | key_conflict | the Idempotency-Key was used for another request | |
 | 429 | queue_full | so many requests wait already | yes |
 | 500 | operation_failed | it was attempted and failed (`kind`), and is not done again | |

@@ -1,19 +1,30 @@
-"""A gateway on uvicorn: its socket, its signals, its end."""
+"""An HTTP face on uvicorn: its socket, its guard, its signals, its end."""
 
 import ipaddress
+import json
 import logging
 import os
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import uvicorn
 
 from gpulease.client.errors import InvalidRequest
+from gpulease.client.gateway.problems import MEDIA_TYPE, Problem
 from gpulease.protocol.address import TcpAddress, TlsAddress, UnixAddress, parse_address
+from gpulease.protocol.origin import (
+    MISDIRECTED,
+    READING,
+    KnownHosts,
+    headers_of,
+    loopback_hosts,
+    parse_host_names,
+    refusal,
+)
 
 MAX_CONNECTIONS: Final = 512
 """Most connections; one more is answered 503. Stops a peer from taking all of the process's descriptors."""
@@ -106,12 +117,52 @@ def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: Any, sock: socket.socket, *, stop_s: float) -> None:
+class GuardedApp:
+    """An ASGI application behind the check of `protocol.origin`: a foreign page in a browser of this host gets nothing.
+
+    Args:
+        app: What answers the requests that pass.
+        known: The names that it answers to.
+    """
+
+    def __init__(self, app: Any, known: KnownHosts) -> None:
+        self._app, self._known = app, known
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            is_act = scope["method"] not in READING
+            refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
+            if refused is not None:
+                await _refuse(send, *refused)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(send: Any, status: int, text: str) -> None:
+    code = {400: "invalid_request", MISDIRECTED: "unknown_host"}.get(status, "foreign_page")
+    body = json.dumps(Problem(status, code, text).body("")).encode()
+    head = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+def known_hosts(sock: socket.socket, host_names: Iterable[str]) -> KnownHosts:
+    """The names that a server at `sock` answers to. Raises InvalidRequest."""
+    try:
+        named = parse_host_names(host_names)
+    except ValueError as error:
+        raise InvalidRequest(f"--host-name: {error}") from None
+    own = None if sock.family == socket.AF_UNIX else loopback_hosts(sock.getsockname()[0])
+    return KnownHosts(own, named, "--host-name")
+
+
+def serve(app: Any, sock: socket.socket, *, known: KnownHosts, stop_s: float) -> None:
     """Serve until SIGINT or SIGTERM: then take no more, end what was taken, for up to `stop_s`, and return."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
-        app,
+        GuardedApp(app, known),
         http="h11",
         loop="asyncio",
         ws="none",

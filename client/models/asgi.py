@@ -12,7 +12,8 @@ answered by `{"model": "...", "output": [...]}` in the same shape (see `json_num
 The header `Gpulease-Deadline-Ms` says how long the request may take; `Gpulease-Model` of the answer, which model gave
 it: a smaller variant, perhaps. What is not served is answered by a problem (RFC 9457) with a code of
 `protocol.rpc.CallErrorCode`, or one of these: too_large (413), body_too_slow (408), unsupported_media_type (415),
-not_finite (500: the output is no number that JSON can say).
+not_finite (500: the output is no number that JSON can say), foreign_page (403) and unknown_host (421), see
+`protocol.origin`.
 
 There is no authentication here: whoever reaches the server may have it compute.
 """

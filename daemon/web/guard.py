@@ -6,8 +6,10 @@ Nothing here is told to a browser by a cookie, so no other page can act as an op
 taken from this server's own page only, or from a program.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
+
+from gpulease.protocol.origin import READING, KnownHosts, headers_of, refusal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -33,8 +35,6 @@ HEADERS: Final = (
     (b"cache-control", b"no-store"),
 )
 
-READING: Final = ("GET", "HEAD")
-
 ACTING: Final = "DELETE"
 """The one method that changes something. No form sends it, and no other site's script before this server allows it,
 which it never does (Fetch Standard, CORS preflight)."""
@@ -56,8 +56,7 @@ class Guard:
 
     def __init__(self, app: App, hosts: frozenset[str], others: frozenset[str] = frozenset()) -> None:
         self._app = app
-        self._hosts = hosts
-        self._others = others
+        self._known = KnownHosts(hosts, others, "http_hosts in the daemon's settings")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -82,41 +81,13 @@ class Guard:
         await say({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        headers: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, []).append(value)
-        hosts = headers.get(b"host", [])
-        if len(hosts) != 1:
-            return 400, "There must be one Host header."
-        if host_of(hosts[0]) not in self._hosts:
-            return 421, "This server is not asked by that name: see http_hosts in the daemon's settings."
+        headers = headers_of(scope["headers"])
         is_act = scope["method"] == ACTING and scope["path"].startswith(LEASES)
+        refused = refusal(headers, self._known, is_act=is_act, is_linked=scope["path"] in PAGE_PATHS)
+        if refused is not None:
+            return refused
         if scope["method"] not in READING and not is_act:
             return 405, "Here is nothing but to be read."
         if headers.get(b"content-length", [b"0"]) != [b"0"] or b"transfer-encoding" in headers:
             return 413, "A request has no body here."
-        if is_act and not self._is_own(headers, hosts[0]):
-            return 403, "This is not asked for by this server's own page."
-        is_foreign = headers.get(b"sec-fetch-site", [b"none"])[0] in (b"cross-site", b"same-site")
-        if is_foreign and scope["path"] not in PAGE_PATHS:
-            return 403, "Another site's page has asked for this."
         return None
-
-    def _is_own(self, headers: Mapping[bytes, list[bytes]], host: bytes) -> bool:
-        """Whether this server's own page asks, or a program: browsers say of every script where it comes from."""
-        if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
-            return False
-        origins = headers.get(b"origin")
-        if origins is None:
-            return True
-        scheme, _, origin = origins[0].partition(b"://")
-        # Another port of this host is another server; a proxy may ask by a name of its own.
-        is_ours = origin.lower() == host.lower() or host_of(origin) in self._others
-        return len(origins) == 1 and scheme in (b"http", b"https") and is_ours
-
-
-def host_of(header: bytes) -> str:
-    """The host of a Host header, without its port; "" for what is none (RFC 9110, 7.2)."""
-    text = header.decode("latin-1").lower()
-    host, _, port = text.rpartition(":") if not text.endswith("]") and ":" in text else (text, "", "")
-    return host if port == "" or port.isdecimal() else ""

@@ -21,7 +21,6 @@ MIN_TOKEN_CHARS: Final = 32
 MAX_TOKEN_BYTES: Final = 4096
 """Of its file: more is another file."""
 
-_HOST_NAME: Final = re.compile(r"(?!-)[A-Za-z0-9.-]{1,253}(?<!-)", re.ASCII)
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 """What a Bearer token can hold (RFC 6750, 2.1)."""
 
@@ -74,14 +73,6 @@ def parse_http(value: Any) -> TcpAddress:
             f"{' and '.join(missing)} must be installed for it: pip install '.[serve]' in gpulease's repository"
         )
     return address
-
-
-def parse_hosts(names: list[str]) -> frozenset[str]:
-    """The names of `http_hosts`. Raises ValueError."""
-    for name in names:
-        if _HOST_NAME.fullmatch(name) is None:
-            raise ValueError(f"{name!r} is no host's name: write it as in the Host header, without a port")
-    return frozenset(name.lower() for name in names)
 
 
 def _read_token(path: Path) -> bytes:

@@ -28,7 +28,18 @@ SOON_S = 60.0
 def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """One for all tests that leave it as they found it."""
     folder = tmp_path_factory.mktemp("gateway")
-    bounds = ("--max-in-flight", "2", "--max-queue", "1", "--queue-secs", "0.5", "--join-secs", "0.6")
+    bounds = (
+        "--max-in-flight",
+        "2",
+        "--max-queue",
+        "1",
+        "--queue-secs",
+        "0.5",
+        "--join-secs",
+        "0.6",
+        "--host-name",
+        "models.example",
+    )
     found = GatewayProcess(shared_daemon, folder, "--models", str(MODELS), *bounds)
     try:
         yield found
@@ -98,6 +109,22 @@ def test_what_is_served(client: httpx.Client) -> None:
     assert client.get("/healthz").json() == {"status": "ok", "in_flight": 0, "queued": 0}
     assert client.get("/nothing").status_code == 404
     assert client.get("/v1/models/affine/infer").status_code == 405
+
+
+def test_a_foreign_page_in_a_browser_of_this_host_gets_nothing(client: httpx.Client) -> None:
+    rebound = client.get("/healthz", headers={"Host": "evil.example"})
+    assert (rebound.status_code, code_of(rebound)) == (421, "unknown_host")
+    assert "--host-name" in rebound.json()["detail"]
+    asked = infer(client, "foreign", INPUT.tobytes(), SIZE, Origin="http://evil.example")
+    assert (asked.status_code, code_of(asked)) == (403, "foreign_page")
+    assert client.get("/metrics", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+
+
+def test_the_operator_names_the_proxy_that_browsers_know(client: httpx.Client) -> None:
+    # The proxy's name in Host, or in Origin alone, as proxies that write their own Host send it.
+    assert client.get("/healthz", headers={"Host": "models.example"}).status_code == 200
+    page = {"Origin": "https://models.example", "Sec-Fetch-Site": "same-origin"}
+    assert infer(client, "by proxy", INPUT.tobytes(), SIZE, **page).content == OUTPUT
 
 
 # --- refusals ---
@@ -172,7 +199,7 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(gateway: GatewayProc
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as peer:
         peer.sendall(
-            b"POST /v1/models/affine/infer?output_len=4 HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"
+            b"POST /v1/models/affine/infer?output_len=4 HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: k\r\n"
             b"Content-Type: application/octet-stream\r\nContent-Length: 1000000000000\r\n\r\n"
         )
         assert peer.recv(65536).startswith(b"HTTP/1.1 413 ")
@@ -287,6 +314,8 @@ def test_a_unix_socket_a_slow_body_and_a_graceful_stop(daemon: Daemon, tmp_path:
     try:
         with gateway.client() as client:
             assert infer(client, "by unix", INPUT.tobytes(), SIZE).content == OUTPUT
+            # No browser connects to a Unix socket, so any name will do, but a proxy tells whose page asks.
+            assert infer(client, "foreign", b"x", 4, Origin="http://evil.example").status_code == 403
             slow = infer(client, "slow", one_piece_and_a_pause(), SIZE)
             assert (slow.status_code, code_of(slow)) == (408, "body_too_slow")
 
@@ -313,7 +342,7 @@ def test_peers_that_are_no_http_clients(gateway: GatewayProcess, client: httpx.C
         b"\0" * 100,
         b"POST /v1/models/affine/infer HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /v1/models/affine/infer?output_len=4 HTTP/1.1\r\nHost: x\r\nIdempotency-Key: k\r\n"
+        b"POST /v1/models/affine/infer?output_len=4 HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: k\r\n"
         b"Content-Type: application/octet-stream\r\nContent-Length: 10\r\n\r\nhalf",
     )
     for data in hostile:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.web.guard import Guard, host_of
+from gpulease.daemon.web.guard import Guard
 
 HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]", "gpu1.example"})
 HOST = (b"host", b"127.0.0.1:9400")
@@ -137,9 +137,3 @@ def test_what_every_answer_says(path: str) -> None:
         assert headers[b"cache-control"] == b"no-store"
         assert headers[b"x-content-type-options"] == b"nosniff"
         assert headers[b"cross-origin-resource-policy"] == b"same-origin"
-
-
-def test_hosts_without_ports() -> None:
-    assert host_of(b"a:1:2") == "a:1"
-    assert host_of(b"a:x") == ""
-    assert host_of("ä".encode()) == "ã¤"

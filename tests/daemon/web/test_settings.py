@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.config import ConfigError, load_config
-from gpulease.daemon.web.settings import BadToken, HttpSettings, parse_hosts, parse_http
+from gpulease.daemon.web.settings import BadToken, HttpSettings, parse_http
 from gpulease.protocol.address import TcpAddress
+from gpulease.protocol.origin import parse_host_names
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 
@@ -68,7 +69,7 @@ def test_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a b", "a:80", "*.example", "-a", "", "a/b", "ü.example", "a" * 254])
 def test_what_is_no_host(name: str) -> None:
     with pytest.raises(ValueError, match="no host's name"):
-        parse_hosts([name])
+        parse_host_names([name])
 
 
 def settings_with(token_file: Path | None) -> HttpSettings:

@@ -1,0 +1,69 @@
+"""The check of Host, Origin and Sec-Fetch-Site; tests/daemon/web/test_guard.py has the web page's use of it."""
+
+import pytest
+
+from gpulease.protocol.origin import KnownHosts, headers_of, host_of, loopback_hosts, refusal
+
+KNOWN = KnownHosts(loopback_hosts("127.0.0.1"), frozenset({"models.example"}), "--host-name")
+ON_A_PATH = KnownHosts(None, frozenset({"models.example"}), "--host-name")
+HOST = (b"host", b"127.0.0.1:8080")
+
+
+def status(known: KnownHosts, *headers: tuple[bytes, bytes], is_act: bool = True, is_linked: bool = False) -> int:
+    refused = refusal(headers_of(headers), known, is_act=is_act, is_linked=is_linked)
+    return 200 if refused is None else refused[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted"),
+    [
+        (b"127.0.0.1:8080", 200),
+        (b"localhost", 200),
+        (b"MODELS.example:443", 200),
+        (b"evil.example", 421),
+        (b"127.0.0.1.evil.example:8080", 421),
+        (b"[::1]:8080", 421),
+        (b"", 421),
+    ],
+)
+def test_a_program_is_known_by_the_host_it_asks_alone(host: bytes, wanted: int) -> None:
+    assert status(KNOWN, (b"host", host)) == wanted
+    # On a Unix socket no name can be made to resolve to the server.
+    assert status(ON_A_PATH, (b"host", host)) == 200
+
+
+def test_there_is_one_host() -> None:
+    for known in (KNOWN, ON_A_PATH):
+        assert status(known) == 400
+        assert status(known, HOST, HOST) == 400
+
+
+@pytest.mark.parametrize(
+    ("origin", "wanted"),
+    [
+        (b"http://127.0.0.1:8080", 200),
+        (b"https://models.example", 200),
+        (b"http://127.0.0.1:9000", 403),
+        (b"http://evil.example", 403),
+        (b"null", 403),
+    ],
+)
+def test_a_page_that_acts_is_the_server_s_own_or_the_proxy_s(origin: bytes, wanted: int) -> None:
+    for known in (KNOWN, ON_A_PATH):
+        assert status(known, HOST, (b"origin", origin)) == wanted
+        assert status(known, HOST, (b"origin", origin), is_act=False) == 200
+
+
+@pytest.mark.parametrize(
+    ("site", "wanted"), [(b"none", 200), (b"same-origin", 200), (b"same-site", 403), (b"cross-site", 403)]
+)
+def test_a_foreign_page_reads_nothing_but_what_links_may_lead_to(site: bytes, wanted: int) -> None:
+    assert status(KNOWN, HOST, (b"sec-fetch-site", site), is_act=False) == wanted
+    assert status(KNOWN, HOST, (b"sec-fetch-site", site), is_act=False, is_linked=True) == 200
+
+
+def test_hosts_without_ports() -> None:
+    assert host_of(b"a:1:2") == "a:1"
+    assert host_of(b"a:x") == ""
+    assert host_of("ä".encode()) == "ã¤"
+    assert loopback_hosts("::1") == {"[::1]", "localhost"}
