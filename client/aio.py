@@ -28,7 +28,7 @@ from gpulease.client.awaiting import Opening, drive, task_of, undisturbed
 from gpulease.client.blocking import TOKEN_S
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
 from gpulease.client.core.launching import KernelArguments
-from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.renewal import RenewalSchedule, keep
 from gpulease.client.core.ring_channel import wanted_of
@@ -235,14 +235,15 @@ class GpuSession(SessionView):
 
     @classmethod
     def attach(
-        cls, token: bytes | str | Grant, address: str | None = None, *, shared_memory: bool = True
+        cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
     ) -> Opening[Self]:
-        """Another tenant's session, by a token of theirs; see gpulease.client.GpuSession.attach."""
+        """Another tenant's session, by a token of theirs, or `gpulease run`'s; see gpulease.client.GpuSession.attach."""
         return Opening(cls._attached(token, address, shared_memory))
 
     @classmethod
-    async def _attached(cls, token: bytes | str | Grant, address: str | None, shared_memory: bool) -> Self:
-        state = await drive(by_token(address_of(address), token_of(token), asyncio.Lock()))
+    async def _attached(cls, token: bytes | str | Grant | None, address: str | None, shared_memory: bool) -> Self:
+        where, lock = address_of(address), asyncio.Lock()
+        state = await drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
         try:
             return await cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:

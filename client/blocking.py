@@ -10,7 +10,7 @@ from typing import Any, Final, Self, TypeVar
 from gpulease.client.asking import ask
 from gpulease.client.core.copies import PROMPT_READ_BYTES
 from gpulease.client.core.launching import KernelArguments
-from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_token
+from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
@@ -125,7 +125,7 @@ class GpuLease(LeaseView):
 
 
 class GpuSharedLease(LeaseView):
-    """Somebody else's lease, as a token shows it: until when it can be used, and by what id. It is not freed here."""
+    """A lease that others hold, a token's or `gpulease run`'s: until when it can be used. It is not freed here."""
 
     def __init__(self, state: LeaseState) -> None:
         self._state = state
@@ -159,12 +159,16 @@ class GpuSession(SessionView):
         self._closing = weakref.finalize(self, self._state.close)
 
     @classmethod
-    def attach(cls, token: bytes | str | Grant, address: str | None = None, *, shared_memory: bool = True) -> Self:
+    def attach(
+        cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
+    ) -> Self:
         """Another tenant's session, by a token of theirs: it does what the token permits, until that expires.
 
-        A token opens one session. Raises Denied with the check it failed.
+        A token opens one session. Raises Denied with the check it failed. Without a token, the session of the lease
+        that `gpulease run` took for this program: GPULEASE_LEASE_ID names it. Raises InvalidRequest if nothing does.
         """
-        state = drive(by_token(address_of(address), token_of(token), threading.RLock()))
+        where, lock = address_of(address), threading.RLock()
+        state = drive(by_environment(where, lock) if token is None else by_token(where, token_of(token), lock))
         try:
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:

@@ -46,7 +46,10 @@ LEASE: Final = {
     **dict.fromkeys(("lease_id", "tenant", "state"), WORD),
     **dict.fromkeys(("size_bytes", "remaining_ms"), NUMBER),
 }
-LEASE_PERHAPS: Final = {"cause": WORD, **dict.fromkeys(("allocated_bytes", "launches", "copies"), NUMBER)}
+LEASE_PERHAPS: Final = {
+    **dict.fromkeys(("cause", "card_uuid"), WORD),
+    **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms"), NUMBER),
+}
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 """What each must have, and what it may lack or have as None; all else is the daemon's."""
 

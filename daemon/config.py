@@ -21,7 +21,6 @@ from gpulease.daemon.setting_values import (
     file_mode,
     measure,
     member,
-    parse_size,
     tenants_of_users,
     texts,
     truth,
@@ -33,6 +32,7 @@ from gpulease.daemon.tls_settings import TlsSettings, parse_certificate_names, p
 from gpulease.daemon.web.settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
 from gpulease.protocol.origin import parse_host_names
+from gpulease.protocol.sizes import parse_size
 
 DRIVERS: Final = ("auto", "cuda", "cpu")
 

@@ -24,6 +24,13 @@ MAX_WHOLE: Final = 2**31 - 1
 """Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
 a page or a socket option holds."""
 
+_UID: Final = 2**32 - 2
+"""The largest number of a user (credentials(7)); the one above says "none"."""
+
+MAX_WHOLE: Final = 2**31 - 1
+"""Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
+a page or a socket option holds."""
+
 MAX_SIZE_DIGITS: Final = 18
 """Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
 
@@ -35,17 +42,6 @@ _UID: Final = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
 _OCTAL: Final = re.compile("(?:0o?)?[0-7]{3}", re.ASCII)
 
 Choice = TypeVar("Choice", bound=Enum)
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "6GiB", "512M" or "1073741824"; all units are powers of 1024."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
-    size = int(float(match[1]) * _SCALE[match[2][:1].upper()])
-    if size < 1:
-        raise ValueError(f"{text!r} is not a size: it must be at least one byte")
-    return size
 
 
 def whole(name: str, value: Any) -> int:

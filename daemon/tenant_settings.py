@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.core.tenants import TenantLimits, TenantRules
-from gpulease.daemon.setting_values import parse_size
 from gpulease.daemon.tenant_names import OVER_TCP, check_tenant
+from gpulease.protocol.sizes import parse_size
 
 DEFAULT: Final = "default"
 """The table for all tenants that have none of their own; the others take from it what they do not say."""

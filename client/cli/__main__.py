@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
     "pki": ("pki:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
+    "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
     "serve": ("serving:serve", "Serve others on leases."),
     "submit": ("submit:submit", "Run one kernel of a file, and write what it computes."),
     "top": ("top.command:top", "Watch cards and leases live; sort, filter, revoke."),

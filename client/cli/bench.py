@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +30,7 @@ from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
 from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
-from gpulease.client.cli.tables import table
+from gpulease.client.cli.tables import seconds_text, table
 from gpulease.client.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300
@@ -40,14 +42,26 @@ GATE_FLIPS: Final = 400
 WARM_CONTEXTS: Final = 2
 """Of the private daemon that warm leases are measured on: one to take, and one that the next is made beside."""
 
+ROUNDS: Final = 3
+LAUNCHES: Final = 20_000
 LEASES: Final = 30
 """Acquired one after the other, and left to expire, and revoked."""
+
+QUICK_ROUNDS: Final = 1
+QUICK_LAUNCHES: Final = 5_000
+QUICK_LEASES: Final = 5
+QUICK_GATE_FLIPS: Final = 50
+QUICK_REQUEST_S: Final = 1.0
+QUICK_MINUTES: Final = 1.0
+"""Of `--quick`: about a minute in all. The 99th percentiles are then the worst of a few."""
 
 REQUEST_CONTEXTS: Final = 4
 """Of the pool that requests of one lease each are measured on."""
 
 REQUEST_S: Final = 5.0
 """How long each load is kept up."""
+
+LOAD_MINUTES: Final = 10.0
 
 _ROWS: Final = (
     ("launch_pipelined_us", "launch, pipelined", "us"),
@@ -133,19 +147,22 @@ _KERNEL_ROWS: Final = (
 )
 
 Figures = dict[str, float]
+Say = Callable[[str], object]
+"""Tells whoever waits what is measured next."""
+
 _POSITIVE: Final = click.IntRange(min=1)
 
 
 @click.command()
 @click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Of a private daemon.")
-@click.option(
-    "--rounds", type=_POSITIVE, default=3, show_default=True, help="Leased and direct in turn; medians are shown."
-)
-@click.option("--launches", type=_POSITIVE, default=20_000, show_default=True, help="Launches pipelined in a round.")
+@click.option("--quick", is_flag=True, help="Fewer samples of everything: about a minute.")
+@click.option("--rounds", type=_POSITIVE, help="Leased and direct in turn; medians are shown: 3, or 1 with --quick.")
+@click.option("--launches", type=_POSITIVE, help="Launches pipelined in a round: 20,000, or 5,000 with --quick.")
 @click.option(
     "--leases",
     type=_POSITIVE,
-    help="Acquired and freed, and as many left to expire, and revoked: 30. At a time: with --load 200, --core 10,000.",
+    help="Acquired and freed, and as many left to expire, and revoked: 30, or 5 with --quick. At a time: with --load"
+    " 200, --core 10,000.",
 )
 @click.option("--tcp", default="", help="Where the daemon that runs listens for TCP, to measure that too.")
 @click.option(
@@ -154,34 +171,53 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option("--gateway", is_flag=True, help="Instead, requests a second on one lease each, on private daemons.")
 @click.option("--core", is_flag=True, help="Instead, the lease core alone: grants and renewals a second, lateness.")
 @click.option("--load", is_flag=True, help="Instead, whether a private daemon grows under leases that come and go.")
-@click.option("--minutes", type=click.FloatRange(min=0.01), default=10.0, show_default=True, help="Of --load.")
+@click.option("--minutes", type=click.FloatRange(min=0.01), help="Of --load: 10, or 1 with --quick.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
     driver: str,
-    rounds: int,
-    launches: int,
+    quick: bool,
+    rounds: int | None,
+    launches: int | None,
     leases: int | None,
     tcp: str,
     tls: str,
     gateway: bool,
     core: bool,
     load: bool,
-    minutes: float,
+    minutes: float | None,
     as_json: bool,
 ) -> None:
-    """Measure leases on the daemon that runs, or on a private one."""
+    """Measure leases on the daemon that runs, or on a private one. A line on stderr says what is measured next."""
+    say = _said_with_the_time()
+    if core and quick:
+        raise click.UsageError("--core takes --leases, not --quick")
     if load or core:
-        run_load(leases, minutes, as_json) if load else run_core(leases, as_json)
+        if load:
+            run_load(leases, minutes or (QUICK_MINUTES if quick else LOAD_MINUTES), as_json)
+        else:
+            say("the lease core alone")
+            run_core(leases, as_json)
         return
     if gateway:
-        figures = _requests(driver)
+        figures = _requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
         click.echo(json.dumps(figures, indent=2) if as_json else _request_table(figures))
         return
-    report = _beside_direct_calls(driver, rounds, launches, leases or LEASES, tcp, tls)
+    rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    launches = launches or (QUICK_LAUNCHES if quick else LAUNCHES)
+    leases, flips = leases or (QUICK_LEASES if quick else LEASES), QUICK_GATE_FLIPS if quick else GATE_FLIPS
+    report = _beside_direct_calls(driver, rounds, launches, leases, flips, tcp, tls, say)
     click.echo(json.dumps(report, indent=2) if as_json else _tables(report))
 
 
-def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, tcp: str, tls: str) -> dict[str, Any]:
+def _said_with_the_time() -> Say:
+    """Tell each step on stderr, in a plain line: a terminal shows it, and a log keeps it."""
+    began_s = time.monotonic()
+    return lambda text: click.echo(f"bench, {seconds_text(time.monotonic() - began_s)}: {text}", err=True)
+
+
+def _beside_direct_calls(
+    driver: str, rounds: int, launches: int, leases: int, flips: int, tcp: str, tls: str, say: Say
+) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         running = address = running_address()
         if address is None:
@@ -189,19 +225,29 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
             settings = _certificates(stack)
             tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
             also_at = (tcp, tls) if tls else (tcp,)
+            say("starting a private daemon")
             address = stack.enter_context(private_daemon(driver, also_at=also_at, settings=settings))
         card = first_card(address)
         if driver not in ("auto", card["driver"]):
             raise CannotStart(f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first")
-        leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches)
+        leased, by_socket, direct = _rounds(address, card["driver"], rounds, launches, say)
+        say(f"{leases} leases and submits, acquired and freed")
         lease_figures = _acquisition(address, leases, has_pool=card["warm_wanted"] > 0)
-        lease_figures |= expiry(address, leases) | revocation(address, leases)
-        bare, gate = _bare(card, leases), _gate(card)
-        over_tcp = _over_tcp(tcp, copy_sizes(card["driver"]), rounds) if tcp else {}
-        over_tls = _over_tls(tls, tcp, launches, copy_sizes(card["driver"]), rounds) if tls and tcp else {}
+        say(f"{leases} leases that expire under an endless kernel")
+        lease_figures |= expiry(address, leases)
+        say(f"{leases} leases that are revoked under one")
+        lease_figures |= revocation(address, leases)
+        say(f"{leases} contexts without a lease")
+        bare = _bare(card, leases)
+        say(f"how soon a worker stops launching, over {flips} flips")
+        gate = _gate(card, flips)
+        over_tcp, over_tls = _remote(tcp, tls, launches, copy_sizes(card["driver"]), rounds, say)
+        say("kernels beside numpy")
         kernels = kernel_figures(address)
+        say("copies and kernels in two streams")
         overlapped = overlap(address, card["driver"])
     if running is None:
+        say(f"{leases} leases and submits with warm contexts")
         with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
             lease_figures |= _acquisition(address, leases, has_pool=True)
     report = {
@@ -217,6 +263,7 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
         "lease_samples": leases,
         "leases": {name: round(value, 2) for name, value in lease_figures.items()},
         "bare": {name: round(value, 2) for name, value in bare.items()},
+        "gate_flips": flips,
         "gate": {name: round(value, 1) for name, value in gate.items()},
         "overlap": {name: round(value, 3) for name, value in overlapped.items()},
         "kernels": {
@@ -230,12 +277,28 @@ def _beside_direct_calls(driver: str, rounds: int, launches: int, leases: int, t
     return report
 
 
-def _requests(driver: str) -> dict[str, dict[str, dict[str, float]]]:
+def _remote(
+    tcp: str, tls: str, launches: int, sizes: tuple[int, ...], rounds: int, say: Say
+) -> tuple[dict[str, Figures], dict[str, Figures]]:
+    """What is measured over TCP, and over TLS; nothing where there is no such address."""
+    over_tcp: dict[str, Figures] = {}
+    over_tls: dict[str, Figures] = {}
+    if tcp:
+        say("copies over TCP")
+        over_tcp = _over_tcp(tcp, sizes, rounds)
+    if tls and tcp:
+        say("calls and copies over TLS beside TCP")
+        over_tls = _over_tls(tls, tcp, launches, sizes, rounds)
+    return over_tcp, over_tls
+
+
+def _requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, dict[str, float]]]:
     figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
     daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
     for name, (contexts, settings) in daemons.items():
+        say(f"requests of one lease each, {name}")
         with private_daemon(driver, warm_contexts=contexts, settings=settings) as address:
-            figures[name] = request_figures(address, REQUEST_S, has_pool=bool(contexts))
+            figures[name] = request_figures(address, seconds, has_pool=bool(contexts))
     return figures
 
 
@@ -248,13 +311,15 @@ def _request_table(figures: dict[str, dict[str, dict[str, float]]]) -> str:
     return table(["a lease each", "requests", "a second", "p50 ms", "p99 ms"], rows)
 
 
-def _rounds(address: str, driver: str, rounds: int, launches: int) -> tuple[Figures, Figures, Figures]:
+def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> tuple[Figures, Figures, Figures]:
     leased: list[Figures] = []
     by_socket: list[Figures] = []
     direct: list[Figures] = []
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        say(f"round {number} of {rounds}: launches and copies, the driver called directly")
         direct.append(_direct(driver, launches))
-        for figures, shared in ((leased, True), (by_socket, False)):
+        for figures, shared, way in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
+            say(f"round {number} of {rounds}: launches and copies, in a session through {way}")
             more = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
             more |= graph_figures(address, transform_ptx(), 500, shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, 500, shared_memory=shared) | more)
@@ -315,9 +380,9 @@ def _bare(card: dict[str, Any], count: int) -> Figures:
     return _in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
 
 
-def _gate(card: dict[str, Any]) -> Figures:
+def _gate(card: dict[str, Any], flips: int) -> Figures:
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        return _in_a_process("gate", card["driver"], card["uuid"], str(ptx), str(GATE_FLIPS))
+        return _in_a_process("gate", card["driver"], card["uuid"], str(ptx), str(flips))
 
 
 def _in_a_process(module: str, *words: str, standard_input: bytes = b"") -> Figures:
@@ -363,7 +428,7 @@ def _tables(report: dict[str, Any]) -> str:
     for name, head, texts in (
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
-        ("gate", f"a worker that launches as fast as it can, over {GATE_FLIPS} flips", _GATE_ROWS),
+        ("gate", f"a worker that launches as fast as it can, over {report['gate_flips']} flips", _GATE_ROWS),
         ("overlap", "streams, for each piece", _OVERLAP_ROWS),
     ):
         figures = report[name]

@@ -31,11 +31,11 @@ AWAY_S: Final = 30.0
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
-def _milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """A time span as people type it: "90", "90s", "10m", "1.5h"."""
     number = value.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
-        return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a deadline", least_ms=0)
+        return milliseconds(float(number) * _UNITS[value[len(number) :] or "s"], "a time", least_ms=0)
     except InvalidRequest as error:
         raise click.BadParameter(f"{error}.", ctx, param) from None
     except (ValueError, KeyError):
@@ -46,7 +46,7 @@ def _milliseconds_of(ctx: click.Context, param: click.Parameter, value: str) -> 
 @click.option(
     "--within",
     "within_ms",
-    callback=_milliseconds_of,
+    callback=milliseconds_of,
     default="10m",
     show_default=True,
     help="Until every lease is ended that is left: 30s, 10m.",

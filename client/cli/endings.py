@@ -87,7 +87,8 @@ def end_by(number: signal.Signals) -> NoReturn:
         _drop_output()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    signal.signal(number, signal.SIG_DFL)
+    with suppress(OSError):  # SIGKILL has no other handler
+        signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     sys.exit(128 + number)
 

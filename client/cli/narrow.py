@@ -5,7 +5,7 @@ Nothing in a table is cut: an id that was would be copied as another one.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, TextIO
 
 from gpulease.client.cli.cells import shown, width_of, wrap
@@ -51,6 +51,7 @@ def fitted(
     *,
     title: int = 0,
     spared: Sequence[str] = (),
+    texts: Collection[str] = (),
     is_text_last: bool = False,
 ) -> str:
     """A table in lines of so many cells.
@@ -64,9 +65,10 @@ def fitted(
         width: None for as many as it takes.
         title: The column that a stacked row begins with.
         spared: Heads, the first to go first.
+        texts: Heads of columns that are never figures, as `table` has them.
         is_text_last: The last column is text for people.
     """
-    whole = table(head, rows)
+    whole = table(head, rows, texts=texts)
     if width is None or _fits(whole, width):
         return whole
     if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
@@ -75,7 +77,7 @@ def fitted(
     for name in spared:
         left.remove(name)
         kept = [head.index(one) for one in left]
-        narrower = table(left, [[row[index] for index in kept] for row in rows])
+        narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
     heading = wrap(shown(head[title]), width) if is_text_last else []

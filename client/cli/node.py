@@ -24,9 +24,10 @@ _words_or_json = click.option("--json", "as_json", is_flag=True, help="Print a J
 
 
 @click.command()
+@click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show what workers are shut in by, measure by measure.")
 @_table_or_json
-def info(as_json: bool) -> None:
-    """Show the cards: what may be leased, what is free, what is fenced; and what workers are shut in by."""
+def info(shows_sandbox: bool, as_json: bool) -> None:
+    """Show the cards: what may be leased, what is free, what is fenced."""
     inventory = ask(Opcode.GET_INVENTORY, Empty())
     if as_json:
         click.echo(json_text(inventory.details))
@@ -53,12 +54,19 @@ def info(as_json: bool) -> None:
         for card in cards
     ]
     head = ["#", "card", "name", "driver", "capacity", "free", "fenced", "leases", "warm", "exclusive"]
-    click.echo(fitted(head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver")))
+    click.echo(
+        fitted(
+            head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver"), texts=("card", "name")
+        )
+    )
     # All workers of a node are in the same one; a daemon from before there was one says nothing.
     sandbox = cards[0].get("sandbox") if cards else None
-    if sandbox:
+    if sandbox and shows_sandbox:
         measures = [[found["measure"], "on" if found["on"] else "OFF", found["detail"]] for found in sandbox]
         click.echo("\n" + fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True))
+    elif sandbox and (off := [found["measure"] for found in sandbox if not found["on"]]):
+        which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
+        click.echo("\n" + wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width))
 
 
 def _warm(card: Report) -> str:
@@ -71,31 +79,43 @@ def _warm(card: Report) -> str:
 
 
 @click.command()
+@click.option("--tenant", metavar="NAME", help="Only leases of this tenant.")
 @_table_or_json
-def leases(as_json: bool) -> None:
+def leases(tenant: str | None, as_json: bool) -> None:
     """List leases: your own, or everybody's if you are the operator."""
     found = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
+    if tenant is not None:
+        found = [lease for lease in leases_of(found) if lease["tenant"] == tenant]
     if as_json:
         click.echo(json_text(found))
         return
     if not found:
-        click.echo("No leases.")
+        click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
-    head = ["lease", "tenant", "state", "slice", "used", "launches", "copies", "left"]
-    rows = [_row(item) for item in leases_of(found)]
-    click.echo(fitted(head, rows, output_width(), spared=("copies", "launches")))
+    listed, gpus = leases_of(found), _gpus()
+    rows = [_row(lease, gpus) for lease in listed]
+    head = ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
+    spared = ("copies", "launches", "age", "GPU")
+    click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
 
 
-def _row(lease: Report) -> list[str]:
-    used, launches, copies = (lease.get(key) for key in ("allocated_bytes", "launches", "copies"))
+def _gpus() -> dict[str, str]:
+    """The cards' numbers, as `gpulease info` and `--device` have them, by their UUIDs."""
+    return {card["uuid"]: str(card["index"]) for card in cards_of(ask(Opcode.GET_INVENTORY, Empty()))}
+
+
+def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
+    used, launches, copies, age_ms = (lease.get(key) for key in ("allocated_bytes", "launches", "copies", "age_ms"))
     return [
         lease["lease_id"],
         lease["tenant"],
+        gpus.get(lease.get("card_uuid") or "", MISSING),
         lease["state"] if lease.get("cause") is None else f"{lease['state']} ({lease['cause']})",
         size_text(lease["size_bytes"]),
         MISSING if used is None else size_text(used),
         MISSING if launches is None else str(launches),
         MISSING if copies is None else str(copies),
+        MISSING if age_ms is None else seconds_text(age_ms / 1000),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
 

@@ -137,6 +137,8 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
             raise CannotStart(complaint)
         click.echo(f"gpulease: {complaint}", err=True)
     if prints or not installs:
+        if root != Path("/"):
+            click.echo(f"gpulease: nothing was written below {root}: add --install", err=True)
         for name, text in files.items():
             click.echo(f"# --- /{PLACES[name]}\n{text}")
         return

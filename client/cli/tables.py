@@ -1,6 +1,6 @@
 """Tables and sizes for people."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from gpulease.client.cli.cells import pad, shown, width_of
@@ -31,14 +31,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
     """Columns as wide as they need to be; those of figures, or "-" where there is none, are flushed right.
 
-    What is not printable in a cell is shown as its escape.
+    What is not printable in a cell is shown as its escape. `texts` are heads of columns that are never figures,
+    whatever their cells begin with: ids, names.
     """
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
     widths = [max(width_of(cell) for cell in column) for column in columns]
-    is_number = [_are_figures(column[1:]) for column in columns]
+    is_number = [name not in texts and _are_figures(column[1:]) for name, column in zip(head, columns, strict=True)]
     lines = []
     for row in zip(*columns, strict=True):
         cells = [pad(cell, width, right=right) for cell, width, right in zip(row, widths, is_number, strict=True)]

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import click
 
+from gpulease.client.cli.narrow import fitted, output_width
 from gpulease.client.cli.private_daemon import private_daemon
-from gpulease.client.cli.tables import table
 from gpulease.client.verify.claims import Claim, canary, check, launch_gate, six_and_no_seventh
 from gpulease.client.verify.faults import Fault, Sizes, faults
 from gpulease.client.verify.leftovers import host_buffers
@@ -102,18 +102,20 @@ def _tables(scene: Scene, rows: list[Row], claims: list[Claim]) -> str:
         "the lease",
         "neighbour",
         "p50 us",
-        "quiet",
+        "quiet p50",
         "p99 us",
-        "quiet",
+        "quiet p99",
         "memory back",
         "within ms",
         "",
     ]
-    parts = [scene.title()]
+    parts, width = [scene.title()], output_width()
     if rows:
-        parts.append(table(head, [_cells(row) for row in rows]))
+        spared = ("quiet p99", "quiet p50", "p99 us", "p50 us", "within ms")
+        parts.append(fitted(head, [_cells(row) for row in rows], width, spared=spared, texts=("fault",)))
     if claims:
-        parts.append(table(["promise", "", ""], [[c.name, c.found or "-", c.breach or "held"] for c in claims]))
+        told = [[claim.name, "BREACH" if claim.breach else "held", claim.breach or claim.found] for claim in claims]
+        parts.append(fitted(["promise", "", "what was found"], told, width, is_text_last=True))
     return "\n\n".join(parts)
 
 

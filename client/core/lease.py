@@ -25,11 +25,12 @@ from gpulease.client.core.exchange import (
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Locked, Procedure, Sleep
 from gpulease.client.core.tokens import Grant
-from gpulease.client.core.wish import milliseconds
-from gpulease.client.errors import Busy, Disconnected, GpuLeaseError, error_of
+from gpulease.client.core.wish import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.errors import Busy, Disconnected, GpuLeaseError, InvalidRequest, error_of
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import (
     Body,
     CapabilityGrant,
@@ -37,6 +38,7 @@ from gpulease.protocol.messages import (
     CapabilityIssue,
     CapabilityPresent,
     CapabilityRevoke,
+    HelloReply,
     LeaseAlloc,
     LeaseGrant,
     LeaseRef,
@@ -326,6 +328,50 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]
     return state
 
 
+def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
+    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, NotFound if there is none."""
+    text = os.environ.get(LEASE_ID_VARIABLE, "")
+    if not text:
+        raise InvalidRequest(
+            f"attach: no token was given, and {LEASE_ID_VARIABLE} is not set",
+            "Give a token, or start the program as `gpulease run --vram 4GiB -- CMD`",
+        )
+    try:
+        lease_id = lease_id_of(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
+    doing = doing_of(Opcode.LEASE_QUERY)
+    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
+        reply = yield from ask(channel, Opcode.LEASE_QUERY, LeaseRef(lease_id), limit)
+        lease = LeaseState(channel, lock, _granted(lease_id, reply.report))
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+    lease.outlives_daemon = _keeps_leases(hello)
+    return lease
+
+
+def _granted(lease_id: int, report: Any) -> LeaseGrant:
+    """What the daemon granted, as far as a lease's report tells. Raises Disconnected for what is no report."""
+    try:
+        exclusivity = Exclusivity[report["exclusivity"].upper()]
+        times = report["generation"], report["size_bytes"], report["remaining_ms"]
+        expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
+        return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
+    except (AttributeError, KeyError, TypeError):
+        failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
+        raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
+
+
+def _keeps_leases(hello: HelloReply) -> bool:
+    return any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+
+
 def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
     """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like."""
     doing = doing_of(Opcode.LEASE_ALLOC)
@@ -335,7 +381,7 @@ def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseS
         grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
         lease = LeaseState(channel, lock, grant)
         lease.waiting = _waiting_of(wanted)
-        lease.outlives_daemon = any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+        lease.outlives_daemon = _keeps_leases(hello)
         return lease
     except LinkEnded as ended:
         channel.close()

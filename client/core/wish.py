@@ -15,6 +15,9 @@ from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, SUBMIT_TAG, WAITING_TAG
 from gpulease.protocol.primitives import LeaseParameter
 
+LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
+"""The lease that a program runs on, as `gpulease run` tells it: 32 hex digits."""
+
 DEFAULT_LEASE_S: Final = 60.0
 """How long a lease lasts if the tenant does not say: long enough to try things by hand, short enough to forget."""
 

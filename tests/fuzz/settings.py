@@ -26,9 +26,9 @@ from gpulease.daemon.config import (
     load_config,
 )
 from gpulease.daemon.core.limits import MAX_GRACE_MS
-from gpulease.daemon.setting_values import parse_size
 from gpulease.daemon.tenant_names import RESERVED_TENANTS
 from gpulease.protocol.address import parse_address
+from gpulease.protocol.sizes import parse_size
 
 from .draws import Draws
 

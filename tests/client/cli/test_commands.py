@@ -85,6 +85,27 @@ def test_leases_and_revoke(gpulease: Gpulease, daemon: Daemon) -> None:
         assert gpulease("leases").stdout == "No leases.\n"
 
 
+def test_leases_in_columns(gpulease: Gpulease, daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease:
+        head, row = gpulease("leases").stdout.splitlines()
+        assert head.split() == ["lease", "tenant", "GPU", "state", "slice", "used", "launches", "copies", "age", "left"]
+        # The head stands above its ids whatever they begin with, and so does the tenants'.
+        assert (head.index("lease"), row.index(str(lease.lease_id))) == (0, 0)
+        assert head.index("tenant") == row.index(f"uid:{os.getuid()}")
+        assert row.split()[2] == "0"
+        assert gpulease("leases", "--tenant", f"uid:{os.getuid()}").stdout.splitlines()[0] == head
+        assert gpulease("leases", "--tenant", "ann").stdout == "No leases of ann.\n"
+        assert json.loads(gpulease("leases", "--tenant", "ann", "--json").stdout) == []
+
+
+def test_the_sandbox_is_shown_where_it_is_asked_for(gpulease: Gpulease) -> None:
+    assert "how far, or why not" in gpulease("info", "--sandbox").stdout
+    usual = gpulease("info").stdout
+    assert "how far, or why not" not in usual
+    off = [found["measure"] for found in json.loads(gpulease("info", "--json").stdout)[0]["sandbox"] if not found["on"]]
+    assert all(measure in usual for measure in off)
+
+
 @pytest.mark.parametrize(
     ("word", "status", "said"),
     [
@@ -121,10 +142,15 @@ def test_fence_clear(gpulease: Gpulease) -> None:
 
 @pytest.mark.exhaustive
 def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
-    words = ("--rounds", "1", "--launches", "200", "--leases", "1", "--tcp", daemon.tcp_address, "--json")
+    words = ("--quick", "--launches", "200", "--leases", "1", "--tcp", daemon.tcp_address, "--json")
     done = gpulease("bench", *words)
     assert done.exit_code == 0, done.output
+    said = done.stderr.splitlines()
+    assert all(line.startswith("bench, ") for line in said)
+    for step in ("round 1 of 1", "1 leases that expire", "over 50 flips", "kernels beside numpy"):
+        assert any(step in line for line in said)
     report = json.loads(done.stdout)
+    assert report["gate_flips"] == 50
     assert set(report["leased"]) - {"launch_own_us"} == set(report["direct"])
     figures = [pair for part in ("leased", "direct", "leases", "bare", "overlap") for pair in report[part].items()]
     assert [name for name, value in figures if not value > 0] == []
@@ -141,9 +167,13 @@ def test_bench(gpulease: Gpulease, daemon: Daemon) -> None:
     assert wrong.exit_code == 1
     assert "computes with cpu, not cuda" in wrong.stderr
     assert gpulease("bench", "--rounds", "0").exit_code == 2
+    assert gpulease("bench", "--core", "--quick").exit_code == 2
 
 
 def test_tables() -> None:
+    # An id is no figure, whatever it begins with.
+    ids = [["0123", "5 B"], ["45", "10 B"]]
+    assert table(["lease", "n"], ids, texts=("lease",)) == "lease     n\n0123    5 B\n45     10 B"
     assert table(["a", "n"], [["x", "5 B"], ["yy", "10 B"]]) == "a      n\nx    5 B\nyy  10 B"
     assert [size_text(size) for size in (5, 2048, 3 << 20, 6 << 30)] == ["5 B", "2 KiB", "3 MiB", "6 GiB"]
     assert [seconds_text(span) for span in (4.24, 200, 7500)] == ["4.2 s", "3 min 20 s", "2 h 05 min"]

@@ -103,8 +103,8 @@ def test_what_a_pipes_reader_is_said_to_have(
         assert output_width() == width
 
 
-def on_a_terminal(daemon: Daemon, width: int, word: str) -> list[str]:
-    command = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()", word]
+def on_a_terminal(daemon: Daemon, width: int, *words: str) -> list[str]:
+    command = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()", *words]
     # What a shell may have exported before a resize is not what the terminal is.
     environment = python_environment() | {ADDRESS_VARIABLE: daemon.address, "COLUMNS": "200"}
     with Terminal(command, environment, (width, 60)) as terminal:
@@ -129,12 +129,12 @@ def test_leases_and_cards_on_a_terminal(daemon: Daemon, width: int) -> None:
             assert sum(shown_once in line for line in leases) == 1
         assert sum("4 min 5" in line for line in leases) == 2
         assert sum(tenant in line for line in leases) == 2
-        info = on_a_terminal(daemon, width, "info")
+        info = on_a_terminal(daemon, width, "info", "--sandbox")
     assert sum(card_uuid in line for line in info) == 1
     for told in ("embedded CPU card", "capacity", "free", "fenced", "leases"):
         assert any(told in line for line in info)
     if width == 40:
-        assert leases[1] == f"  tenant {tenant}  state active"
+        assert leases[1] == f"  tenant {tenant}  GPU 0  state active"
         assert info[0] == card_uuid
         assert any(line.startswith("descriptors  o") for line in info)
 

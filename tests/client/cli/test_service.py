@@ -55,6 +55,13 @@ def test_they_are_printed_unless_it_is_said() -> None:
         assert all(f"# --- /{place}\n" in said for place in PLACES.values())
 
 
+def test_a_root_without_install_writes_nothing_and_says_so(tmp_path: Path) -> None:
+    status, said, complaint = run("--root", str(tmp_path))
+    assert (status, list(tmp_path.iterdir())) == (0, [])
+    assert "# --- /" in said
+    assert f"nothing was written below {tmp_path}: add --install" in complaint
+
+
 def test_they_are_installed_once_and_the_settings_are_the_operator_s(tmp_path: Path) -> None:
     status, said, _ = run("--install", "--root", str(tmp_path))
     assert status == 0

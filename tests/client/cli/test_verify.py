@@ -75,6 +75,20 @@ def test_a_promise_that_does_not_hold() -> None:
     assert check("canary", lambda: "all zero").breach == ""
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    def found(scene: Scene) -> str:
+        return "the endless kernel was ended, and nothing was launched behind it: " + "42 launches " * 12
+
+    monkeypatch.setattr(command, "launch_gate", lambda scene, rounds: found(scene))
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = verify("--only", "launch gate")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines) <= width
+    assert "".join(found(None).split()) in "".join("".join(lines[lines.index("") :]).split())  # type: ignore[arg-type]
+
+
 def test_a_process_that_is_not_there() -> None:
     with pytest.raises(Breach, match="there is no process gpul-"):
         # A small number may be a lease of a test beside this one.

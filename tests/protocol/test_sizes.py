@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.setting_values import parse_size
+from gpulease.protocol.sizes import parse_size
 
 
 @pytest.mark.parametrize(

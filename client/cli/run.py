@@ -1,0 +1,187 @@
+"""`gpulease run`: a lease for as long as a program runs.
+
+The program finds the daemon by GPULEASE_ADDRESS and the lease by GPULEASE_LEASE_ID; `GpuSession.attach()` reads both.
+The lease's id, and no token, because a token opens one connection and lasts for five minutes at most: a program may
+open as many sessions as its lease lets it, one after the other, and so may the programs that it starts.
+"""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final, NoReturn
+
+import click
+
+from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError
+from gpulease.client.cli.drain import milliseconds_of
+from gpulease.client.cli.endings import end_by, fail
+from gpulease.client.core.wish import LEASE_ID_VARIABLE
+from gpulease.client.events import LeaseEvents
+from gpulease.protocol import Phase
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.sizes import parse_size
+
+EXIT_LEASE_ENDED: Final = 124
+"""The lease ended before the program; timeout(1) says the same of a program that took too long."""
+
+EXIT_NOT_STARTED: Final = 126
+EXIT_NO_PROGRAM: Final = 127
+"""A program that can't be started, and one that is not there, as env(1) and shells have them."""
+
+KILL_AFTER_S: Final = 10.0
+"""How long a program has, once its lease has ended and it was sent SIGTERM, before it is killed."""
+
+UNHEARD_S: Final = 5.0
+"""How long past its deadline a lease is taken for alive while the daemon does not say that it has ended."""
+
+FORWARDED: Final = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_LEASE_ENDED: Final = signal.SIGRTMIN
+"""Sent by a thread of this process to its main thread."""
+
+_AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
+
+
+def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", ctx, param) from None
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB.")
+@click.option(
+    "--for",
+    "ttl_ms",
+    callback=milliseconds_of,
+    default="10m",
+    show_default=True,
+    help="The lease's time: 30s, 2h.",
+)
+@click.option("--wait", "wait_ms", callback=milliseconds_of, default="0s", show_default=True, help="For room.")
+@click.option("--device", help="The card's UUID or index; any that has room without it.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command: tuple[str, ...]) -> None:
+    """Run CMD with a lease of its own, which ends with it and is not renewed.
+
+    CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
+    ended first, and CMD was ended for that; 126 and 127 if CMD can't be started or is not there.
+    """
+    if shutil.which(command[0]) is None:
+        fail(f"{command[0]}: there is no such program", EXIT_NO_PROGRAM)
+    builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000)
+    if device is not None:
+        builder.device(device)
+    with builder.acquire() as lease:
+        held = _Held(lease)
+        # From here on signals are taken one by one, so that none ends this process and leaves the lease behind.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        status = held.run(command, usual)
+    signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+    if held.why_ended:
+        sys.exit(EXIT_LEASE_ENDED)
+    _end_as(status)
+
+
+class _Held:
+    """A lease and the program that runs on it.
+
+    Attributes:
+        why_ended: Why the lease ended before the program; "" if it did not.
+    """
+
+    def __init__(self, lease: GpuLease) -> None:
+        self.why_ended = ""
+        self._lease = lease
+        self._heard = ""
+        self._pid = 0
+
+    def run(self, command: tuple[str, ...], mask: Iterable[int]) -> int:
+        """The program's wait status, as waitpid(2) has it. `mask`: the signals that it has blocked."""
+        events = self._lease.events()
+        watching = threading.Thread(target=self._watch, args=(events,), daemon=True)
+        watching.start()
+        try:
+            self._pid = _start(command, self._environment(), mask)
+            return self._wait()
+        finally:
+            events.close()
+            watching.join()
+
+    def _environment(self) -> Mapping[str, str]:
+        return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
+
+    def _watch(self, events: LeaseEvents) -> None:
+        """Wake the main thread when the lease has ended. A daemon that goes away says nothing of it."""
+        try:
+            for event in events:
+                if event.phase in (Phase.TEARDOWN, Phase.ENDED):
+                    self._heard = event.reason or event.cause or "ended"
+                    signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
+                    return
+        except GpuLeaseError:
+            return
+
+    def _wait(self) -> int:
+        kill_s = 0.0
+        while True:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                return status
+            now_s = time.monotonic()
+            if self.why_ended:
+                if now_s >= kill_s:
+                    self._send(signal.SIGKILL)
+                left_s = max(0.0, kill_s - now_s) or KILL_AFTER_S
+            else:
+                left_s = self._lease.remaining_s + UNHEARD_S
+            found = signal.sigtimedwait(_AWAITED, left_s)
+            if found is None or found.si_signo == _LEASE_ENDED:
+                if not self.why_ended:
+                    kill_s = time.monotonic() + KILL_AFTER_S
+                    self._tell_of_the_end()
+            elif found.si_signo in FORWARDED and found.si_code <= 0:  # sent by a process (sigaction(2))
+                # What the terminal sends (a positive si_code: the kernel's) reaches the program by itself.
+                self._send(signal.Signals(found.si_signo))
+
+    def _tell_of_the_end(self) -> None:
+        self.why_ended = self._heard or "its time is up"
+        about = f"lease {self._lease.lease_id_text} has ended ({self.why_ended})"
+        click.echo(f"gpulease: {about}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
+        # It was not waited for, so its number is still its own.
+        os.kill(self._pid, number)
+
+
+def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Iterable[int]) -> int:
+    try:
+        return os.posix_spawnp(
+            command[0], command, environment, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
+        )
+    except OSError as error:
+        fail(f"{command[0]}: {error.strerror}", EXIT_NOT_STARTED)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End with the program's exit status, or by the signal that ended it."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        sys.exit(code)
+    # The program has left its core already.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    end_by(signal.Signals(-code))

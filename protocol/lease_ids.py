@@ -1,0 +1,34 @@
+"""A lease's id as people and programs see it: 32 hexadecimal digits, wherever it is printed."""
+
+import re
+from typing import Final
+
+_TEXT: Final = re.compile("[0-9a-fA-F]{32}")
+_INTEGER_KINDS: Final = frozenset("bcdeEfFgGnoxX%")
+"""The last letters of format specifications that ask for a number (Python's Format Specification Mini-Language)."""
+
+
+class LeaseId(int):
+    """A lease's number, 128 bits, which prints as 32 hexadecimal digits.
+
+    It is an int, so it compares, hashes and travels as one. `json.dumps` writes every int in decimal digits: give it
+    `str(lease_id)`.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return int.__format__(self, "032x")
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        """As its text, or as a number where the specification asks for one: `f"{lease_id:d}"`."""
+        return int.__format__(self, spec) if spec[-1:] in _INTEGER_KINDS else format(str(self), spec)
+
+
+def lease_id_of(text: str) -> LeaseId:
+    """The id that a text of 32 hexadecimal digits names. Raises ValueError."""
+    if _TEXT.fullmatch(text) is None:
+        raise ValueError(f"{text!r} is not a lease id, which has 32 hexadecimal digits")
+    return LeaseId(text, 16)

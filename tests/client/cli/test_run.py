@@ -1,0 +1,142 @@
+"""`gpulease run`: a real program on a real lease, and every way that either of them ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.client import GpuSession, InvalidRequest
+from gpulease.client.asking import ask
+from gpulease.client.cli.run import EXIT_LEASE_ENDED, EXIT_NO_PROGRAM, EXIT_NOT_STARTED
+from gpulease.client.core.wish import LEASE_ID_VARIABLE
+from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.lease_ids import lease_id_of
+from gpulease.protocol.messages import LeaseRevoke
+from helpers.daemon import Daemon, python_environment
+
+LIMIT_S = 120
+COMMAND = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()", "run", "--vram", "1MiB"]
+ATTACH = """
+import os
+from gpulease.client import GpuSession
+with GpuSession.attach() as session:
+    buffer = session.mem_alloc(4)
+    session.mem_write(buffer, 0, b"four")
+    print(os.environ["GPULEASE_LEASE_ID"], session.lease.lease_id, session.mem_read(buffer, 0, 4).decode())
+"""
+TELL_ID = "import os, time, sys; print(os.environ['GPULEASE_LEASE_ID'], flush=True); "
+ENDLESS = TELL_ID + "time.sleep(1000)"
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(daemon: Daemon) -> Iterator[Start]:
+    """Starts `gpulease run`; what is left of it at the end of the test is killed, and its program with it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*words: str, **more: Any) -> "subprocess.Popen[str]":
+        environment = python_environment() | {ADDRESS_VARIABLE: daemon.address}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([*COMMAND, *words], env=environment, start_new_session=True, **pipes, **more)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def cause_of_end(daemon: Daemon, lease_id: str) -> Any:
+    return daemon.query(lease_id_of(lease_id))["cause"]
+
+
+def test_a_program_attaches_in_one_line_and_its_lease_ends_with_it(start: Start, daemon: Daemon) -> None:
+    said, complaint = (process := start("--", sys.executable, "-P", "-c", ATTACH)).communicate(timeout=LIMIT_S)
+    assert (process.returncode, complaint) == (0, "")
+    named, attached, read = said.split()
+    assert (named, read) == (attached, "four")
+    assert cause_of_end(daemon, named) == "freed"
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -KILL $$", -signal.SIGKILL)])
+def test_the_program_s_end_is_passed_on(start: Start, daemon: Daemon, script: str, status: int) -> None:
+    said, _ = (process := start("sh", "-c", f"echo $GPULEASE_LEASE_ID; {script}")).communicate(timeout=LIMIT_S)
+    assert process.returncode == status
+    assert cause_of_end(daemon, said.strip()) == "freed"
+
+
+def test_signals_are_passed_on(start: Start, daemon: Daemon) -> None:
+    script = (
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5));"
+        " signal.signal(signal.SIGUSR1, lambda *_: print('heard', flush=True)); "
+    )
+    process = start(sys.executable, "-c", TELL_ID.partition("print")[0] + script + ENDLESS)
+    assert process.stdout is not None
+    lease_id = process.stdout.readline().strip()
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "heard\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 5
+    assert cause_of_end(daemon, lease_id) == "freed"
+
+
+def test_a_program_whose_lease_runs_out_is_ended(start: Start, daemon: Daemon) -> None:
+    process = start("--for", "1s", "--", sys.executable, "-c", ENDLESS)
+    said, complaint = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == EXIT_LEASE_ENDED
+    lease_id = said.strip()
+    assert f"lease {lease_id} has ended" in complaint
+    assert "SIGTERM" in complaint
+    assert cause_of_end(daemon, lease_id) == "expired"
+
+
+def test_a_program_whose_lease_is_revoked_is_killed_if_it_does_not_go(start: Start, daemon: Daemon) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('stays', flush=True)); "
+    process = start("--", sys.executable, "-c", TELL_ID.partition("print")[0] + deaf + ENDLESS)
+    assert process.stdout is not None
+    lease_id = process.stdout.readline().strip()
+    ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id_of(lease_id), "the card is needed"), daemon.address)
+    said, complaint = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, said) == (EXIT_LEASE_ENDED, "stays\n")
+    assert f"lease {lease_id} has ended (the card is needed)" in complaint
+
+
+def test_programs_that_can_not_be_started_keep_no_lease(start: Start, daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"\x7fELF, but no further")
+    (tmp_path / "broken").chmod(0o755)
+    for program, status in (("gpulease-no-such-program", EXIT_NO_PROGRAM), (f"{tmp_path}/broken", EXIT_NOT_STARTED)):
+        process = start("--", program)
+        _, complaint = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == status
+        assert complaint.startswith(f"gpulease: {program}: ")
+    assert daemon.leases() == []
+
+
+def test_what_makes_no_sense(start: Start) -> None:
+    for words, said in (
+        (["--vram", "much", "true"], "is not a size"),
+        (["--for", "soon", "true"], "not a time"),
+        ([], "CMD"),
+    ):
+        _, complaint = (process := start(*words)).communicate(timeout=LIMIT_S)
+        assert (process.returncode, said in complaint) == (2, True), complaint
+
+
+def test_outside_of_it_there_is_no_lease_to_attach_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEASE_ID_VARIABLE, raising=False)
+    with pytest.raises(InvalidRequest, match="GPULEASE_LEASE_ID is not set") as caught:
+        GpuSession.attach()
+    assert "gpulease run --vram 4GiB -- CMD" in str(caught.value)
+    monkeypatch.setenv(LEASE_ID_VARIABLE, "4f090dbe")
+    with pytest.raises(InvalidRequest, match="32 hexadecimal digits"):
+        GpuSession.attach()
