@@ -24,20 +24,6 @@ MAX_WHOLE: Final = 2**31 - 1
 """Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
 a page or a socket option holds."""
 
-_UID: Final = 2**32 - 2
-"""The largest number of a user (credentials(7)); the one above says "none"."""
-
-MAX_WHOLE: Final = 2**31 - 1
-"""Of a count, of seconds or of milliseconds: more is a typing mistake, and as nanoseconds could be past what a clock,
-a page or a socket option holds."""
-
-MAX_SIZE_DIGITS: Final = 18
-"""Of a size, before and behind its point: more is no number of bytes, and can be one that no computer holds."""
-
-_SIZE: Final = re.compile(
-    rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
-)
-_SCALE: Final = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _UID: Final = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
 _OCTAL: Final = re.compile("(?:0o?)?[0-7]{3}", re.ASCII)
 

@@ -139,7 +139,7 @@ def events(lease_id: int | None, as_json: bool) -> None:
 
 def _map(event: LeaseEvent) -> dict[str, Any]:
     return {
-        "lease_id": f"{event.lease_id:032x}",
+        "lease_id": str(event.lease_id),
         "phase": event.phase_text,
         "left_s": event.left_s,
         "generation": event.generation,

@@ -19,7 +19,7 @@ _NEXT: Final = {
 
 def event_text(event: LeaseEvent) -> str:
     """One line, nothing in which a terminal obeys."""
-    parts = [f"{event.lease_id:032x}", event.phase_text]
+    parts = [str(event.lease_id), event.phase_text]
     if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
         # Rounded up: what is called 0.0 s has passed.
         parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))

@@ -15,6 +15,7 @@ from gpulease.client.cli.narrow import fitted, output_width, wrapped_text
 from gpulease.client.cli.tables import MISSING, seconds_text, size_text
 from gpulease.client.reports import Report, cards_of, json_text, leases_of
 from gpulease.protocol import Opcode, RevokeOutcome
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import CapabilityRevoke, Empty, FenceClear, LeaseRevoke
 
@@ -135,26 +136,26 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
     help="End that one token alone: its nonce, as the audit log's `issue` record tells it.",
 )
 @_words_or_json
-def revoke(lease_id: int, reason: str, nonce: int | None, as_json: bool) -> None:
+def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
     """End a lease at once, whatever it is doing. Exit status 0 only if its memory is proved free."""
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
     outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason)).outcome
     if as_json:
-        click.echo(json.dumps({"lease_id": f"{lease_id:032x}", "outcome": outcome_word(outcome)}))
+        click.echo(json.dumps({"lease_id": str(lease_id), "outcome": outcome_word(outcome)}))
     else:
         click.echo(shown(outcome_text(lease_id, outcome)), err=outcome != RevokeOutcome.TORN_DOWN)
     if outcome != RevokeOutcome.TORN_DOWN:
         sys.exit(EXIT_FAILED)
 
 
-def _revoke_token(lease_id: int, nonce: int, as_json: bool) -> None:
+def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
     ask(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(lease_id, nonce, b""))
     if as_json:
-        click.echo(json.dumps({"lease_id": f"{lease_id:032x}", "token": f"{nonce:032x}", "outcome": "revoked"}))
+        click.echo(json.dumps({"lease_id": str(lease_id), "token": f"{nonce:032x}", "outcome": "revoked"}))
     else:
-        click.echo(f"Token {nonce:032x} of lease {lease_id:032x} is over, if there was one.")
+        click.echo(f"Token {nonce:032x} of lease {lease_id} is over, if there was one.")
 
 
 def outcome_word(outcome: int) -> str:
@@ -163,16 +164,16 @@ def outcome_word(outcome: int) -> str:
     return {int(known): word for known, word in words.items()}.get(int(outcome), str(outcome))
 
 
-def outcome_text(lease_id: int, outcome: int) -> str:
+def outcome_text(lease_id: LeaseId, outcome: int) -> str:
     """The same for people."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
-            return f"Lease {lease_id:032x} is torn down and its memory is free."
+            return f"Lease {lease_id} is torn down and its memory is free."
         case RevokeOutcome.FENCED:
             why = "could not be proved free and is fenced, unless that was cleared since"
-            return f"Lease {lease_id:032x} is over, but its memory {why}."
+            return f"Lease {lease_id} is over, but its memory {why}."
         case _:
-            return f"There is no lease {lease_id:032x}."
+            return f"There is no lease {lease_id}."
 
 
 def _sendable(text: str) -> str:

@@ -12,6 +12,7 @@ from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.steps import Procedure, Wait
 from gpulease.protocol import Opcode, Phase, Told
 from gpulease.protocol.address import Address
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
@@ -38,7 +39,7 @@ class LeaseEvent:
         lost: Events that were dropped before this one, because they were not read.
     """
 
-    lease_id: int
+    lease_id: LeaseId
     phase: Phase | int
     left_s: float
     generation: int
@@ -57,7 +58,7 @@ def event_of(told: Told) -> LeaseEvent:
     event = told.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
-        event.lease_id, phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
+        LeaseId(event.lease_id), phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
     )
 
 

@@ -30,7 +30,7 @@ from gpulease.client.errors import Busy, Disconnected, GpuLeaseError, InvalidReq
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.lease_ids import lease_id_of
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import (
     Body,
     CapabilityGrant,
@@ -170,7 +170,7 @@ class LeaseState:
         return Grant(
             granted.token,
             granted.public_key,
-            self.grant.lease_id,
+            LeaseId(self.grant.lease_id),
             Permission(wanted.permissions),
             granted.ttl_ms / 1000,
             granted.expires_at_unix_s,
@@ -251,14 +251,14 @@ class LeaseView:
     _state: LeaseState
 
     @property
-    def lease_id(self) -> int:
-        """The lease's number, 128 bits; also its session's."""
-        return self._state.grant.lease_id
+    def lease_id(self) -> LeaseId:
+        """The lease's number, 128 bits, printed as 32 hex digits; also its session's."""
+        return LeaseId(self._state.grant.lease_id)
 
     @property
     def lease_id_text(self) -> str:
-        """The lease's number as 32 hex digits."""
-        return f"{self._state.grant.lease_id:032x}"
+        """The lease's number as 32 hex digits, for what needs a str."""
+        return str(self.lease_id)
 
     @property
     def expires_at_unix_secs(self) -> int:

@@ -8,6 +8,7 @@ from gpulease.client.core.texts import quoted
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, Permission
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 from gpulease.protocol.messages import CapabilityHeld, CapabilityIssue
 
@@ -30,7 +31,7 @@ class Grant:
 
     token: bytes
     public_key: bytes
-    lease_id: int
+    lease_id: LeaseId
     permissions: Permission
     ttl_s: float
     expires_at_unix_secs: int
@@ -41,7 +42,7 @@ class Grant:
 
     def __repr__(self) -> str:
         # Without the token: what is printed ends up in logs.
-        return f"<Grant of {self.permissions!s} on {self.lease_id:032x} for {self.ttl_s:g} s>"
+        return f"<Grant of {self.permissions!s} on {self.lease_id} for {self.ttl_s:g} s>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class HeldToken:
         expires_at_unix_secs: The same as a date by the daemon's wall clock, for people.
     """
 
-    lease_id: int
+    lease_id: LeaseId
     permissions: Permission
     ttl_s: float
     expires_at_unix_secs: int
@@ -63,7 +64,7 @@ class HeldToken:
     @classmethod
     def of(cls, told: CapabilityHeld) -> Self:
         """The node's reply, with the permissions by name and the time in seconds."""
-        return cls(told.lease_id, Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
+        return cls(LeaseId(told.lease_id), Permission(told.permissions), told.ttl_ms / 1000, told.expires_at_unix_s)
 
 
 def token_of(token: "bytes | str | Grant") -> bytes:

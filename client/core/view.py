@@ -7,6 +7,7 @@ from gpulease.client.core.arena import empty
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
 from gpulease.client.handles import BorrowedBuffer
+from gpulease.protocol.lease_ids import LeaseId
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,9 +39,9 @@ class SessionView:
         return BorrowedBuffer(self._state, at, whole(size_bytes, "buffer", least=1, most=MAX_WIRE_BYTES))
 
     @property
-    def session_id(self) -> int:
+    def session_id(self) -> LeaseId:
         """The session's number: its lease's."""
-        return self._state.session_id
+        return LeaseId(self._state.session_id)
 
     @property
     def driver(self) -> str:
@@ -63,4 +64,4 @@ class SessionView:
         return self._state.is_alive
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.session_id:032x}{'' if self.is_alive else ', over'}>"
+        return f"<{type(self).__name__} {self.session_id}{'' if self.is_alive else ', over'}>"

@@ -43,7 +43,7 @@ class NodeAuthority:
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
         if held.lease_id != lease.lease_id:
-            raise CapabilityRefused(f"the grant is of lease {held.lease_id:032x}, not of {lease.lease_id_text}")
+            raise CapabilityRefused(f"the grant is of lease {held.lease_id}, not of {lease.lease_id}")
         if held.permissions != SUBMISSION:
             given, wanted = ", ".join(names_of(held.permissions)), ", ".join(names_of(SUBMISSION))
             raise CapabilityRefused(f"the grant permits {given}; it must permit {wanted}, no less and no more")

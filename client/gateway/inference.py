@@ -9,6 +9,7 @@ from typing import Final
 from gpulease.client.errors import InvalidRequest
 from gpulease.client.gateway.errors import OperationFailed
 from gpulease.client.gateway.operation import checked_id, operation_hash, operation_key
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 
 MAX_INPUT_BYTES: Final = 16 << 20
 """Largest input. Stops one request from taking the gateway's memory."""
@@ -112,7 +113,7 @@ class InferenceResponse:
     """
 
     request_id: str
-    lease_id: int
+    lease_id: LeaseId
     token_expires_at_unix_secs: int
     output: bytes
     is_replayed: bool = False
@@ -120,7 +121,7 @@ class InferenceResponse:
 
 def response_to_outcome(response: InferenceResponse) -> bytes:
     """As the store keeps it: a JSON head behind its length (u32, big-endian), and the output."""
-    head = {"lease_id": f"{response.lease_id:032x}", "token_expires_at": response.token_expires_at_unix_secs}
+    head = {"lease_id": str(response.lease_id), "token_expires_at": response.token_expires_at_unix_secs}
     return _outcome({"version": 1, "ok": head}, response.output)
 
 
@@ -138,7 +139,8 @@ def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
         raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
     output = outcome[_HEAD_BYTES.size + size :]
     told = head["ok"]
-    return InferenceResponse(request_id, int(told["lease_id"], 16), told["token_expires_at"], output, is_replayed=True)
+    lease_id = lease_id_of(told["lease_id"])
+    return InferenceResponse(request_id, lease_id, told["token_expires_at"], output, is_replayed=True)
 
 
 def _outcome(head: dict[str, object], output: bytes) -> bytes:

@@ -83,7 +83,7 @@ def answer_of(response: InferenceResponse) -> dict[str, Any]:
     """The JSON of a response."""
     return {
         "request_id": response.request_id,
-        "lease_id": f"{response.lease_id:032x}",
+        "lease_id": str(response.lease_id),
         "token_expires_at_unix_secs": response.token_expires_at_unix_secs,
         "is_replayed": response.is_replayed,
         "output_base64": base64.b64encode(response.output).decode(),
@@ -93,7 +93,7 @@ def answer_of(response: InferenceResponse) -> dict[str, Any]:
 def headers_of(response: InferenceResponse) -> dict[str, str]:
     """The headers beside an output in bytes."""
     return {
-        "Gpulease-Lease-Id": f"{response.lease_id:032x}",
+        "Gpulease-Lease-Id": str(response.lease_id),
         "Gpulease-Token-Expires-At": str(response.token_expires_at_unix_secs),
         "Idempotency-Replayed": "true" if response.is_replayed else "false",
     }

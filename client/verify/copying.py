@@ -17,7 +17,7 @@ def _copy(address: str) -> None:
     buffer = session.mem_alloc(COPY_BYTES)
     data = np.ones(COPY_BYTES, np.uint8)
     session.mem_write(buffer, 0, data)
-    print(f"{lease.lease_id:032x}", flush=True)
+    print(lease.lease_id, flush=True)
     while True:
         session.mem_write(buffer, 0, data)
         session.mem_read(buffer, 0, COPY_BYTES, into=data)

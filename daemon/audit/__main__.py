@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from gpulease.daemon.audit.canonical import canonical_bytes
-from gpulease.daemon.audit.reading import CannotRead, find_log
+from gpulease.daemon.audit.reading import CannotRead, LogSource, find_log
 from gpulease.daemon.audit.records import Kind, Link, Record
 from gpulease.daemon.audit.showing import line_of, usage_map, usage_table
 from gpulease.daemon.audit.usage import UsageSum
@@ -17,6 +17,8 @@ from gpulease.daemon.audit.verification import Verdict, Verifier
 EXIT_NOT_WHOLE: Final = 1
 EXIT_CANNOT_READ: Final = 66
 """EX_NOINPUT of sysexits(3)."""
+
+LEASE_ID_DIGITS: Final = 32
 
 _paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=click.Path(path_type=Path))
 _head_file = click.option(
@@ -60,18 +62,19 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 
 @main.command()
 @_paths
-@click.option("--lease", metavar="ID", help="Only of this lease.")
+@click.option("--lease", metavar="ID", help="Only of this lease: its id, or the first digits.")
 @click.option("--tenant", help="Only of this tenant.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice([kind.value for kind in Kind]), help="Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
     """Show records, oldest first."""
+    wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
     def is_wanted(record: Record) -> bool:
         whose = (record.data.get("tenant"), record.data.get("by"))
         return (
             (not kinds or record.kind in kinds)
-            and (lease is None or record.data.get("lease") == lease)
+            and (wanted is None or record.data.get("lease") == wanted)
             and (tenant is None or tenant in whose)
         )
 
@@ -111,6 +114,17 @@ def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
     if source.head is None:
         raise CannotRead("there is no head")
     click.echo(f"{source.head.link.seq}:{source.head.link.hash}")
+
+
+def _lease_named(source: LogSource, digits: str) -> str:
+    """The id that begins with these digits in a log. Raises UsageError if there is none, or several."""
+    if len(digits) == LEASE_ID_DIGITS:
+        return digits
+    told = (record.data.get("lease") for record in source.records())
+    found = sorted({lease for lease in told if isinstance(lease, str) and lease.startswith(digits)})
+    if len(found) != 1:
+        raise click.UsageError(f"{len(found)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits")
+    return found[0]
 
 
 def _json_line(record: Record) -> str:

@@ -111,6 +111,8 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
     (file,) = folder.iterdir()
     shown = gpulease_audit("show", "--lease", text, "--kind", "grant", folder).stdout
     assert (shown.count("\n"), text in shown) == (1, True)
+    assert gpulease_audit("show", "--lease", text[:8], "--kind", "grant", folder).stdout == shown
+    assert gpulease_audit("show", "--lease", "f" * 31, folder).exit_code == 2
     lines = file.read_bytes().splitlines(keepends=True)
     assert gpulease_audit("show", "--json", folder).stdout.encode() == b"".join(lines)
     assert gpulease_audit("show", "--tenant", "uid:77", folder).stdout == ""

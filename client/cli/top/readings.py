@@ -19,6 +19,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import Address
+from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRevoke
 
 READING_LIMIT_S: Final = 10.0
@@ -145,7 +146,7 @@ class Poller:
 
     def _revoke(self, wish: Revoke) -> None:
         try:
-            lease_id = int(wish.lease_id, 16)
+            lease_id = lease_id_of(wish.lease_id)
             outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, wish.reason), str(self._address)).outcome
             told = outcome_text(lease_id, outcome)
         except Exception as error:

@@ -111,7 +111,8 @@ def test_the_sandbox_is_shown_where_it_is_asked_for(gpulease: Gpulease) -> None:
     [
         (f"{0x0123:032x}", 1, f"There is no lease {0x0123:032x}"),
         ("zz", 2, "is not a lease id"),
-        ("4f090dbe", 2, "32 hexadecimal digits"),
+        ("4f090dbe", 1, "no lease that you may see begins with 4f090dbe"),
+        ("4f0", 2, "4 or more of its first"),
         (f"0x{1:030x}", 2, "is not a lease id"),
     ],
 )
@@ -119,6 +120,18 @@ def test_revoke_what_is_not_there(gpulease: Gpulease, word: str, status: int, sa
     done = gpulease("revoke", word)
     assert done.exit_code == status
     assert said in done.output
+
+
+def test_the_first_digits_of_an_id_will_do(gpulease: Gpulease, daemon: Daemon) -> None:
+    with daemon.builder().acquire() as lease, daemon.builder().acquire():
+        prefix = str(lease.lease_id)[:8].upper()
+        done = gpulease("revoke", prefix, "--json")
+        assert (done.exit_code, json.loads(done.stdout)["lease_id"]) == (0, str(lease.lease_id))
+        assert daemon.query(lease.lease_id)["cause"] == "revoked"
+        # It has ended: the digits find nothing, and all of them still do.
+        assert gpulease("revoke", prefix).exit_code == 1
+        ended = gpulease("events", str(lease.lease_id))
+        assert ended.stdout.startswith(f"{lease.lease_id}  ended")
 
 
 @pytest.mark.parametrize("words", [("revoke", f"{1:032x}", "--reason"), ("fence", "clear")], ids=" ".join)

@@ -5,6 +5,7 @@ import pytest
 from gpulease.client.cli.event_text import event_text
 from gpulease.client.core.events import LeaseEvent
 from gpulease.protocol import Phase
+from gpulease.protocol.lease_ids import LeaseId
 
 ID = "000000000000000000000000000000ab"
 
@@ -41,4 +42,4 @@ ID = "000000000000000000000000000000ab"
 )
 def test_lines(phase: Phase | int, left_s: float, more: dict[str, str | int], line: str) -> None:
     fields = {"generation": 1, "cause": "", "reason": "", "lost": 0} | more
-    assert event_text(LeaseEvent(lease_id=0xAB, phase=phase, left_s=left_s, **fields)) == f"{ID}  {line}"  # type: ignore[arg-type]
+    assert event_text(LeaseEvent(lease_id=LeaseId(0xAB), phase=phase, left_s=left_s, **fields)) == f"{ID}  {line}"  # type: ignore[arg-type]

@@ -42,10 +42,16 @@ def start(daemon: Daemon) -> Iterator[Start]:
     """Starts `gpulease run`; what is left of it at the end of the test is killed, and its program with it."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(*words: str, **more: Any) -> "subprocess.Popen[str]":
-        environment = python_environment() | {ADDRESS_VARIABLE: daemon.address}
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([*COMMAND, *words], env=environment, start_new_session=True, **pipes, **more)
+    def run(*words: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [*COMMAND, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=python_environment() | {ADDRESS_VARIABLE: daemon.address},
+            start_new_session=True,
+        )
         started.append(process)
         return process
 

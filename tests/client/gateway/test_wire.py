@@ -27,8 +27,9 @@ from gpulease.client.gateway.wire import (
     media_type,
     wanted_type,
 )
+from gpulease.protocol.lease_ids import LeaseId
 
-RESPONSE = InferenceResponse("id", 0xABC, 1_790_000_000, b"\0out\xff")
+RESPONSE = InferenceResponse("id", LeaseId(0xABC), 1_790_000_000, b"\0out\xff")
 
 
 @pytest.mark.parametrize(

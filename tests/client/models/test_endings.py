@@ -4,6 +4,7 @@ import pytest
 
 from gpulease.client import LeaseEvent, Phase, errors
 from gpulease.client.models.endings import MAX_PAUSE_S, PRESSURE_PAUSE_S, RestartPause, code_of, ending_of, is_broken
+from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.rpc import CallErrorCode
 
 
@@ -51,7 +52,7 @@ def test_whom_to_blame(error: errors.GpuLeaseError, expected: bool) -> None:
     ],
 )
 def test_events(phase: Phase | int, cause: str, kind: type[errors.GpuLeaseError] | None) -> None:
-    ending = ending_of(LeaseEvent(1, phase, 0.0, 1, cause, "because", 0))
+    ending = ending_of(LeaseEvent(LeaseId(1), phase, 0.0, 1, cause, "because", 0))
     assert type(ending) is (type(None) if kind is None else kind)
     assert ending is None or "because" in str(ending)
 
