@@ -79,21 +79,47 @@ class InferenceRequest:
         return operation_hash(self.request_id, self.model_id, self.output_len, self.input)
 
 
+BUFFERS: Final = ("in", "out", "inout")
+"""Arguments that are memory: the input; the output, zero at first; one memory with the input at its begin, zero behind
+it, from whose begin the output is read."""
+
+LENGTHS: Final = ("input_len:u32", "input_len:u64", "output_len:u32", "output_len:u64")
+"""Arguments that are sizes in bytes."""
+
+DEFAULT_ARGUMENTS: Final = ("in", "input_len:u64", "out", "output_len:u64")
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceKernel:
-    """A model's kernel: `name(const void *input, u64 input_bytes, void *output, u64 output_bytes)`.
+    """A model's kernel, by default `name(const void *input, u64 input_bytes, void *output, u64 output_bytes)`.
 
-    The output is zero when it begins. There is at least one thread for each `bytes_per_thread` bytes of it, in blocks
-    of one dimension; there may be more than that, so it must check `output_bytes`.
+    There is at least one thread for each `bytes_per_thread` bytes of output, in blocks of one dimension; there may be
+    more than that, so the kernel must check the output's length.
+
+    Attributes:
+        arguments: The kernel's arguments in order, each of BUFFERS or LENGTHS.
     """
 
     name: str
     threads_per_block: int = 256
     bytes_per_thread: int = 4
+    arguments: tuple[str, ...] = DEFAULT_ARGUMENTS
 
     def __post_init__(self) -> None:
         if not 0 < self.threads_per_block <= MAX_THREADS or self.bytes_per_thread < 1:
             raise InvalidRequest(f"kernel {self.name}: 1 to {MAX_THREADS} threads a block, at least a byte a thread")
+        known = BUFFERS + LENGTHS
+        if unknown := [argument for argument in self.arguments if argument not in known]:
+            raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} is none of {', '.join(known)}")
+        if len(set(self.arguments)) != len(self.arguments):
+            raise InvalidRequest(f"kernel {self.name}: arguments: each can be there once")
+        if sorted(argument for argument in self.arguments if argument in BUFFERS) not in (["in", "out"], ["inout"]):
+            raise InvalidRequest(f'kernel {self.name}: arguments: there must be "in" and "out", or "inout" alone')
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether one memory holds the input and the output."""
+        return "inout" in self.arguments
 
     def blocks(self, output_bytes: int) -> int:
         """How many blocks an output takes."""

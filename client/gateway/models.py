@@ -5,6 +5,7 @@ ptx = "affine.ptx"              # PTX or a cubin, beside this file
 kernel = "affine"               # see InferenceKernel
 threads_per_block = 256
 bytes_per_thread = 4
+arguments = ["in", "input_len:u64", "out", "output_len:u64"]   # the kernel's, in order; or "inout", and u32
 min_vram_bytes = 1_048_576      # of each request's lease
 lease_secs = 10                 # how long a request may take on the card
 max_output_bytes = 1_048_576
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.gateway.inference import MAX_LEASE_S, MAX_OUTPUT_BYTES, InferenceKernel
+from gpulease.client.gateway.inference import DEFAULT_ARGUMENTS, MAX_LEASE_S, MAX_OUTPUT_BYTES, InferenceKernel
 from gpulease.client.gateway.operation import checked_id
 from gpulease.client.model_tables import read_model_tables
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -25,6 +26,7 @@ _KINDS: Final[dict[str, type[Any]]] = {
     "kernel": str,
     "threads_per_block": int,
     "bytes_per_thread": int,
+    "arguments": list,
     "min_vram_bytes": int,
     "lease_secs": float,
     "max_output_bytes": int,
@@ -79,7 +81,7 @@ def _model(path: Path, name: str, table: Any) -> Model:
         raise InvalidRequest(f"{where}: ptx = {table['ptx']!r}: {error.strerror}") from None
     found = Model(
         image,
-        InferenceKernel(table["kernel"], table.get("threads_per_block", 256), table.get("bytes_per_thread", 4)),
+        _kernel(where, table),
         table["min_vram_bytes"],
         float(table.get("lease_secs", _DEFAULT_LEASE_S)),
         table.get("max_output_bytes", MAX_OUTPUT_BYTES),
@@ -94,3 +96,11 @@ def _model(path: Path, name: str, table: Any) -> Model:
         if not 0 < value <= most:
             raise InvalidRequest(f"{where}: {key} is {value}; more than 0 and at most {most:g} is taken")
     return found
+
+
+def _kernel(where: str, table: dict[str, Any]) -> InferenceKernel:
+    sizes = table.get("threads_per_block", 256), table.get("bytes_per_thread", 4)
+    try:
+        return InferenceKernel(table["kernel"], *sizes, tuple(table.get("arguments", DEFAULT_ARGUMENTS)))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}") from None

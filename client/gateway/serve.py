@@ -121,28 +121,42 @@ def _on_lease(
 ) -> InferenceResponse:
     grant = authority.issue(lease, request.audience, request.lease_ttl_secs, request.token_nonce)
     authority.check(grant, lease, request.now_secs)
-    into, out_of = _copy_in(effects, request, lease)
+    into, out_of = _copy_in(effects, request, kernel, lease)
     with effects.attach(grant, lease) as guest:
         module = guest.module_load(module_bytes)
-        args = KernelArgs().push_u64(into).push_u64(len(request.input)).push_u64(out_of).push_u64(request.output_len)
+        args = _arguments(kernel, request, into, out_of)
         effects.store.start(held)
         with _recorded_on_failure(effects, held):
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, held):
-        output = _copy_out(effects, request, lease, into, out_of)
+        output = _copy_out(effects, request, kernel, lease, into, out_of)
         return _complete(effects, request, held, lease, grant, output)
 
 
-def _copy_in(effects: Effects, request: InferenceRequest, lease: GpuLease) -> tuple[int, int]:
-    """Device addresses of the input, and of the output, which is zero."""
+def _input_bytes(request: InferenceRequest, kernel: InferenceKernel) -> int:
+    """How large the input's memory is; a kernel is given an address for an empty input, too."""
+    return max(1, len(request.input), request.output_len if kernel.is_in_place else 0)
+
+
+def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> tuple[int, int]:
+    """Device addresses of the input, and of the output, which is zero, or the input's own."""
     with effects.open(lease) as owner:
-        # A kernel is given an address for an empty input, too.
-        into = owner.mem_alloc(max(1, len(request.input)))
-        out_of = owner.mem_alloc(request.output_len)
+        into = owner.mem_alloc(_input_bytes(request, kernel))
+        out_of = into if kernel.is_in_place else owner.mem_alloc(request.output_len)
         if request.input:
             owner.mem_write(into, 0, request.input)
         owner.sync()
         return into.handle, out_of.handle
+
+
+def _arguments(kernel: InferenceKernel, request: InferenceRequest, into: int, out_of: int) -> KernelArgs:
+    values = {"in": into, "out": out_of, "inout": into}
+    values |= {"input_len": len(request.input), "output_len": request.output_len}
+    args = KernelArgs()
+    for argument in kernel.arguments:
+        name, _, kind = argument.partition(":")
+        args = args.push_u32(values[name]) if kind == "u32" else args.push_u64(values[name])
+    return args
 
 
 def _run(
@@ -159,12 +173,15 @@ def _run(
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
 
 
-def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, into: int, out_of: int) -> bytes:
+def _copy_out(
+    effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease, into: int, out_of: int
+) -> bytes:
     with effects.open(lease) as owner:
         result = owner.buffer(out_of, request.output_len)
         output = bytes(owner.mem_read(result, 0, request.output_len))
-        owner.mem_free(result)
-        owner.mem_free(owner.buffer(into, max(1, len(request.input))))
+        if not kernel.is_in_place:
+            owner.mem_free(result)
+        owner.mem_free(owner.buffer(into, _input_bytes(request, kernel)))
         owner.sync()
         return output
 

@@ -302,6 +302,56 @@ def test_metrics(client: httpx.Client) -> None:
     assert counted(client, "gpulease_gateway_in_flight") == 0
 
 
+IN_PLACE = """.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry invert(.param .u32 output_len, .param .u64 buffer)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<8>;
+    .reg .b64 %rd<4>;
+    ld.param.u32 %r1, [output_len];
+    ld.param.u64 %rd1, [buffer];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.s32 %r5, %r2, %r3, %r4;
+    setp.ge.u32 %p1, %r5, %r1;
+    @%p1 bra END;
+    cvta.to.global.u64 %rd2, %rd1;
+    cvt.u64.u32 %rd3, %r5;
+    add.s64 %rd2, %rd2, %rd3;
+    ld.global.u8 %r6, [%rd2];
+    not.b32 %r7, %r6;
+    st.global.u8 [%rd2], %r7;
+END:
+    ret;
+}
+"""
+IN_PLACE_MODEL = """[models.invert]
+ptx = "invert.ptx"
+kernel = "invert"
+bytes_per_thread = 1
+arguments = ["output_len:u32", "inout"]
+min_vram_bytes = 1_048_576
+"""
+
+
+def test_a_kernel_of_another_signature(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "invert.ptx").write_text(IN_PLACE)
+    (tmp_path / "models.toml").write_text(IN_PLACE_MODEL)
+    gateway = GatewayProcess(daemon, tmp_path, "--models", str(tmp_path / "models.toml"))
+    try:
+        with gateway.client() as client:
+            # An output as long as its input, a shorter one, and a longer one: behind the input all is zero.
+            for output_len, wanted in ((4, b"\xfe\xfd\xfc\xfb"), (2, b"\xfe\xfd"), (6, b"\xfe\xfd\xfc\xfb\xff\xff")):
+                answer = infer(client, f"{output_len}", b"\1\2\3\4", output_len, model="invert")
+                assert (answer.status_code, answer.content) == (200, wanted), answer.text
+        gateway.stop()
+    finally:
+        gateway.discard()
+
+
 def one_piece_and_a_pause() -> Iterator[bytes]:
     yield b"half"
     time.sleep(0.6)

@@ -27,6 +27,13 @@ def test_defaults(file: Path) -> None:
     file.write_text(f"[models.m]\n{RIGHT}")
     model = load_models(file)["m"]
     assert (model.image, model.lease_s, model.kernel.blocks(1025)) == (b"ptx", 10.0, 2)
+    assert model.kernel.arguments == ("in", "input_len:u64", "out", "output_len:u64")
+
+
+def test_a_kernel_s_own_arguments(file: Path) -> None:
+    file.write_text(f'[models.m]\n{RIGHT}arguments = ["output_len:u32", "inout"]')
+    kernel = load_models(file)["m"].kernel
+    assert (kernel.arguments, kernel.is_in_place) == (("output_len:u32", "inout"), True)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,13 @@ def test_defaults(file: Path) -> None:
         ("[models.m]\n" + RIGHT + f"lease_secs = {MAX_LEASE_S + 1}", "at most 300"),
         ("[models.m]\n" + RIGHT + "max_output_bytes = 0", "more than 0"),
         ("[models.m]\n" + RIGHT + "threads_per_block = 1025", "threads a block"),
+        ("[models.m]\n" + RIGHT + 'arguments = "inout"', "is no list"),
+        ("[models.m]\n" + RIGHT + 'arguments = ["inout", 1]', "models.m: kernel k: arguments: 1 is none of in, out"),
+        ("[models.m]\n" + RIGHT + 'arguments = [["inout"]]', r"\['inout'\] is none of in, out"),
+        ("[models.m]\n" + RIGHT + 'arguments = ["inout", "output_len"]', "'output_len' is none of in, out"),
+        ("[models.m]\n" + RIGHT + 'arguments = ["in", "in", "out"]', "each can be there once"),
+        ("[models.m]\n" + RIGHT + 'arguments = ["in", "inout"]', '"in" and "out", or "inout" alone'),
+        ("[models.m]\n" + RIGHT + 'arguments = ["output_len:u32"]', '"in" and "out", or "inout" alone'),
         ('[models.m]\nkernel = "k"\n', "ptx, min_vram_bytes is missing"),
         (
             "[models.m]\n" + RIGHT.replace("k.ptx", "none.ptx"),
