@@ -14,6 +14,7 @@ from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, SUBMIT_TAG, WAITING_TAG
 from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.sizes import parse_size
 
 LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
 """The lease that a program runs on, as `gpulease run` tells it: 32 hex digits."""
@@ -77,14 +78,14 @@ class Wish:
         self._tls_files = TlsFiles(certificate, key, ca)
         return self
 
-    def min_vram(self, size_bytes: int) -> Self:
-        """Bytes of device memory, all of them for the tenant."""
-        self._min_vram_bytes = whole(size_bytes, "min_vram", least=1, most=MAX_WIRE_BYTES)
+    def min_vram(self, size_bytes: int | str) -> Self:
+        """Device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
+        self._min_vram_bytes = _size_of(size_bytes, "min_vram")
         return self
 
-    def submits(self, size_bytes: int) -> Self:
-        """Bytes of device memory besides, for `lease.submit`: what its image and its arguments take on the card."""
-        self._submit_bytes = whole(size_bytes, "submits", least=1, most=MAX_WIRE_BYTES)
+    def submits(self, size_bytes: int | str) -> Self:
+        """Device memory besides, for `lease.submit`, as `min_vram`: what its image and arguments take on the card."""
+        self._submit_bytes = _size_of(size_bytes, "submits")
         self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
         return self
 
@@ -130,7 +131,7 @@ class Wish:
 
     def _request(self) -> LeaseAlloc:
         if not self._min_vram_bytes:
-            raise InvalidRequest("acquire: the lease's size is missing", "Say it with GpuBuilder().min_vram(bytes)")
+            raise InvalidRequest("acquire: the lease's size is missing", 'Say it with GpuBuilder().min_vram("4GiB")')
         parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
         size_bytes = self._min_vram_bytes + self._submit_bytes
         return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, parameters)
@@ -142,6 +143,16 @@ def _member(kind: type[IntEnum], given: int, what: str) -> int:
     except ValueError:
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
         raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
+
+
+def _size_of(size: Any, what: str) -> int:
+    """A size as people write it, "4GiB" or 4 << 30. Raises InvalidRequest."""
+    if isinstance(size, str):
+        try:
+            size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
+        except ValueError as error:
+            raise InvalidRequest(f"{what}: {error}") from None
+    return whole(size, what, least=1, most=MAX_WIRE_BYTES)
 
 
 def whole(value: Any, what: str, *, least: int, most: int) -> int:

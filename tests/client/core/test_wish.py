@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import GpuBuilder, GpuExclusivityClass, InvalidRequest
+from gpulease.client.aio import AsyncGpuBuilder
 from gpulease.client.core.wish import address_of, milliseconds
 from gpulease.protocol.address import DEFAULT_ADDRESS
 
@@ -14,6 +15,10 @@ from gpulease.protocol.address import DEFAULT_ADDRESS
         ("min_vram", -5),
         ("min_vram", 1.5),
         ("min_vram", 2**64),
+        ("min_vram", "much"),
+        ("min_vram", ""),
+        ("min_vram", "17592186044416TiB"),
+        ("submits", "64 MiBs"),
         ("lease_secs", 0),
         ("lease_secs", float("nan")),
         ("lease_secs", float("inf")),
@@ -46,6 +51,13 @@ def test_the_last_word_counts() -> None:
     wish = GpuBuilder().min_vram(1).min_vram(2).exclusivity(1).exclusivity(GpuExclusivityClass.SHARED)._request()
     assert wish.size_bytes == 2
     assert [parameter.value for parameter in wish.parameters] == [b"\0"]
+
+
+@pytest.mark.parametrize("builder", [GpuBuilder, AsyncGpuBuilder])
+def test_sizes_are_numbers_or_as_people_write_them(builder: type[GpuBuilder | AsyncGpuBuilder]) -> None:
+    written, counted = builder().min_vram("4GiB").submits("64 MiB"), builder().min_vram(4 << 30).submits(64 << 20)
+    assert written._request() == counted._request()
+    assert written._request().size_bytes == (4 << 30) + (64 << 20)
 
 
 def test_times_are_rounded_up_to_whole_milliseconds() -> None:
