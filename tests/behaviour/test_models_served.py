@@ -102,6 +102,15 @@ def check(answers: list[bytes]) -> None:
 # --- real work ---
 
 
+def test_a_foreign_page_in_a_browser_of_this_host_gets_nothing(server: ModelProcess) -> None:
+    with server.http() as client:
+        assert client.get("/healthz").status_code == 200
+        rebound = client.get("/healthz", headers={"Host": "evil.example"})
+        assert (rebound.status_code, rebound.json()["code"]) == (421, "unknown_host")
+        asked = infer(client, IMAGES[:1].tobytes(), Origin="http://evil.example")
+        assert (asked.status_code, asked.json()["code"]) == (403, "foreign_page")
+
+
 def test_digits_through_shared_memory(rpc: RpcClient) -> None:
     check([rpc.call(1, image).payload for image in IMAGES])
     check([rpc.call(1, IMAGES[at : at + 20]).payload for at in range(0, len(IMAGES), 20)])

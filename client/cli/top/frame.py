@@ -88,7 +88,7 @@ def _title(view: View, scene: Scene, address: str) -> Line:
     if view.card is not None:
         line.append((f"  GPU {view.card} only", Style.PLAIN))
     if view.pattern:
-        line.append((f"  tenants with {shown(view.pattern)!r}", Style.PLAIN))
+        line.append((f"  those with {shown(view.pattern)!r}", Style.PLAIN))
     if scene.sample is None and not scene.trouble:
         line.append(("  asking the daemon ...", Style.FAINT))
     return line
@@ -172,7 +172,7 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
 def _bottom(view: View, scene: Scene, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
     asked = {
-        Mode.FILTER: "Only tenants whose name has this in it: ",
+        Mode.FILTER: "Only tenants whose name has this in it, or ids that begin with it: ",
         Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
         Mode.REASON: f"Revoke {_of_target(view, scene)}. What its tenant is told [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
@@ -207,7 +207,7 @@ def _help() -> list[Line]:
         ("< >", "sort by the column to the left, to the right"),
         *((column.key, f"sort by {column.title}") for column in COLUMNS),
         ("R", "reverse the order"),
-        ("/", "only tenants whose name has a text in it; Esc for all"),
+        ("/", "only tenants whose name has a text in it, or ids that begin so; Esc for all"),
         ("c", "only leases of the next card, of all cards"),
         ("space", "take a reading now"),
         ("p", "pause, go on"),

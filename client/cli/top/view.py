@@ -43,7 +43,7 @@ class View:
     Attributes:
         every_s: Between two readings.
         sort: The title of the column that orders the leases.
-        pattern: Only leases of tenants whose name has this in it, in any case.
+        pattern: Only leases of tenants whose name has this in it, in any case, and those whose id begins with it.
         card: Only leases of the card of this index; None for all.
         selected: The lease that is chosen, by its id; "" for none.
         typed: The line that is being typed.
@@ -109,7 +109,8 @@ def visible(view: View, scene: Scene) -> list[LeaseLine]:
     wanted = [
         line
         for line in lines
-        if pattern in (line.tenant or "").casefold() and (view.card is None or line.card == view.card)
+        if (pattern in (line.tenant or "").casefold() or line.lease_id.startswith(pattern))
+        and (view.card is None or line.card == view.card)
     ]
     return arranged(wanted, view.sort, is_reversed=view.is_reversed)
 

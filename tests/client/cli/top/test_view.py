@@ -70,6 +70,8 @@ def test_sorting(keys: str, sort: str) -> None:
 def test_filters() -> None:
     view, _ = typed("/", "NANT-2", "enter")
     assert [line.lease_id for line in visible(view, SCENE)] == [IDS[2]]
+    view, _ = typed("/", IDS[1][:8].upper(), "enter")
+    assert [line.lease_id for line in visible(view, SCENE)] == [IDS[1]]
     view, _ = typed("/", "x", "backspace", "enter")
     assert len(visible(view, SCENE)) == 3
     cards = [typed(*"c" * times)[0] for times in range(4)]
