@@ -1,7 +1,7 @@
-"""What the web page may have done: a lease revoked, for whoever has the operator's token.
+"""What the web page may have done, for whoever has the operator's token: a lease revoked, a drain, a fence cleared.
 
 The web process has no right of its own to anything. It passes on what it was asked together with the token that came
-with it, and the token is looked at here: whoever takes that process over, and has not the token, revokes nothing.
+with it, and the token is looked at here: whoever takes that process over, and has not the token, changes nothing.
 """
 
 import hashlib
@@ -9,11 +9,23 @@ import hmac
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from gpulease.daemon.broker.drains import status_of
 from gpulease.daemon.broker.revoking_desk import told_reason
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.core import Denied, Outcome, RevokeDone, RevokeRequested
+from gpulease.daemon.core import (
+    Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    Event,
+    FenceCleared,
+    FenceClearRequested,
+    Outcome,
+    RevokeDone,
+    RevokeRequested,
+)
 from gpulease.daemon.web.revoking import MAX_REASON_CHARS, Refused
 from gpulease.daemon.web.settings import MAX_TOKEN_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
@@ -27,25 +39,36 @@ MAX_WRONG_TOKENS: Final = 10
 WRONG_TOKEN_S: Final = 6.0
 """Until one more is looked at. Stops it from guessing, and from keeping the broker's loop busy with hashing."""
 
-MAX_REVOKING: Final = 16
-"""Revocations by the page whose outcome is not known yet. Stops one with a token, too, from filling the broker."""
+MAX_ACTING: Final = 16
+"""Acts by the page whose outcome is not known yet. Stops one with a token, too, from filling the broker."""
+
+MAX_WITHIN_MS: Final = (1 << 32) - 1
+"""Of a drain: what the protocol's DRAIN can say."""
 
 MAX_NUMBER: Final = (1 << 32) - 1
 """Of a request, as the web process counts them."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+_CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
 
 Answer = Callable[[dict[str, Any]], None]
+OnOutcome = Callable[[Outcome], None]
 
 
 class Acts(Protocol):
     """What is done, and what is told of what was not."""
 
-    def revoke(self, lease_id: int, reason: str, on_outcome: Callable[[Outcome], None]) -> None:
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
         """End a lease; told is what came of it."""
 
-    def refused(self, lease_id: int, message: str) -> None:
-        """Somebody was not let do so."""
+    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+        """Drain the node, or end the drain for None; told is what came of it."""
+
+    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+        """Grant a card's fenced memory again; told is what came of it."""
+
+    def refused(self, operation: str, lease_id: int, message: str) -> None:
+        """Somebody was not let do so; `lease_id` is 0 for what is about no lease."""
 
 
 class PageActs:
@@ -54,16 +77,30 @@ class PageActs:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def revoke(self, lease_id: int, reason: str, on_outcome: Callable[[Outcome], None]) -> None:
+    def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
         """As above."""
+        self._post(lambda number: RevokeRequested(number, lease_id, told_reason(reason)), on_outcome)
+
+    def drain(self, within_ms: int | None, on_outcome: OnOutcome) -> None:
+        """As above."""
+        if within_ms is None:
+            self._post(DrainCancelled, on_outcome)
+        else:
+            self._post(lambda number: DrainRequested(number, within_ms), on_outcome)
+
+    def clear_fences(self, card_uuid: str, on_outcome: OnOutcome) -> None:
+        """As above."""
+        self._post(lambda number: FenceClearRequested(number, card_uuid), on_outcome)
+
+    def refused(self, operation: str, lease_id: int, message: str) -> None:
+        """As above."""
+        self._runtime.recorder.refused(operation, BY_PAGE, lease_id, message)
+        self._runtime.metrics.refused(operation, Status.DENIED)
+
+    def _post(self, event_for: Callable[[int], Event], on_outcome: OnOutcome) -> None:
         number = self._runtime.expect(on_outcome)
         self._runtime.recorder.asked_by(number, BY_PAGE)
-        self._runtime.post(RevokeRequested(number, lease_id, told_reason(reason)))
-
-    def refused(self, lease_id: int, message: str) -> None:
-        """As above."""
-        self._runtime.recorder.refused(Opcode.LEASE_REVOKE.name, BY_PAGE, lease_id, message)
-        self._runtime.metrics.refused(Opcode.LEASE_REVOKE.name, Status.DENIED)
+        self._runtime.post(event_for(number))
 
 
 class Guesses:
@@ -93,7 +130,7 @@ class PageDesk:
         self._acts = acts
         self._token_digest = token_digest
         self._guesses = Guesses(clock)
-        self._revoking = 0
+        self._acting = 0
 
     def take_token(self, token_digest: bytes) -> None:
         """Another token counts from now on."""
@@ -102,16 +139,29 @@ class PageDesk:
     def take(self, message: Mapping[Any, Any], answer: Answer) -> None:
         """Serve one message; what is none of those that an honest process sends is not answered."""
         match message:
-            case {
-                "op": "revoke",
-                "number": int(number),
-                "lease_id": str(lease_id),
-                "reason": str(reason),
-                "token": bytes(token),
-            } if 0 <= number <= MAX_NUMBER and _LEASE_ID.fullmatch(lease_id) and len(reason) <= MAX_REASON_CHARS:
-                self._revoke(number, int(lease_id, 16), reason, token, answer)
+            case {"number": int(number), "token": bytes(token)} if 0 <= number <= MAX_NUMBER:
+                act = self._act_of(message)
+                if act is not None:
+                    self._do(act, number, token, answer)
 
-    def _revoke(self, number: int, lease_id: int, reason: str, token: bytes, answer: Answer) -> None:
+    def _act_of(self, message: Mapping[Any, Any]) -> "_Act | None":
+        """What an honest process would ask for so, None if none would."""
+        acts = self._acts
+        match message:
+            case {"op": "revoke", "lease_id": str(text), "reason": str(reason)} if (
+                _LEASE_ID.fullmatch(text) and len(reason) <= MAX_REASON_CHARS
+            ):
+                lease_id = int(text, 16)
+                return _Act(Opcode.LEASE_REVOKE.name, lease_id, lambda done: acts.revoke(lease_id, reason, done))
+            case {"op": "drain", "within_ms": None}:
+                return _Act(Opcode.DRAIN_CANCEL.name, 0, lambda done: acts.drain(None, done))
+            case {"op": "drain", "within_ms": int(within_ms)} if 0 <= within_ms <= MAX_WITHIN_MS:
+                return _Act(Opcode.DRAIN.name, 0, lambda done: acts.drain(within_ms, done))
+            case {"op": "clear_fences", "card": str(card)} if _CARD.fullmatch(card):
+                return _Act(Opcode.FENCE_CLEAR.name, 0, lambda done: acts.clear_fences(card, done))
+        return None
+
+    def _do(self, act: "_Act", number: int, token: bytes, answer: Answer) -> None:
         def refuse(why: Refused, message: str) -> None:
             answer({"op": "refused", "number": number, "why": why.value, "message": message})
 
@@ -120,24 +170,45 @@ class PageDesk:
             return
         if not self._is_operators(token):
             self._guesses.was_wrong()
-            self._acts.refused(lease_id, "what came by the web page is not the operator's token")
+            self._acts.refused(act.operation, act.lease_id, "what came by the web page is not the operator's token")
             refuse(Refused.WRONG_TOKEN, "This is not the operator's token.")
             return
-        if self._revoking >= MAX_REVOKING:
-            refuse(Refused.TOO_MANY, f"{self._revoking} revocations are under way, the most: wait a moment.")
+        if self._acting >= MAX_ACTING:
+            refuse(Refused.TOO_MANY, f"{self._acting} requests are under way, the most: wait a moment.")
             return
-        self._revoking += 1
+        self._acting += 1
 
         def on_outcome(outcome: Outcome) -> None:
-            self._revoking -= 1
-            if isinstance(outcome, RevokeDone):
-                answer({"op": "revoked", "number": number, "outcome": int(outcome.outcome)})
-            elif isinstance(outcome, Denied):
+            self._acting -= 1
+            if isinstance(outcome, Denied):
                 refuse(Refused.DENIED, f"{outcome.denial.message} {outcome.denial.hint}")
+            elif (told := _told(outcome)) is not None:
+                answer(told | {"number": number})
 
-        self._acts.revoke(lease_id, reason, on_outcome)
+        act.begin(on_outcome)
 
     def _is_operators(self, token: bytes) -> bool:
         if not self._token_digest or len(token) > MAX_TOKEN_BYTES:
             return False
         return hmac.compare_digest(hashlib.sha256(token).digest(), self._token_digest)
+
+
+class _Act(NamedTuple):
+    """Something to be done: its name in logs, the lease that it is about or 0, and what begins it."""
+
+    operation: str
+    lease_id: int
+    begin: Callable[[OnOutcome], None]
+
+
+def _told(outcome: Outcome) -> dict[str, Any] | None:
+    """An outcome as the web process is told it."""
+    match outcome:
+        case RevokeDone():
+            return {"op": "revoked", "outcome": int(outcome.outcome)}
+        case DrainSet():
+            status = status_of(outcome)
+            return {"op": "drain_set", "left_ms": status.left_ms, "leases": status.leases}
+        case FenceCleared():
+            return {"op": "fences_cleared", "count": outcome.count}
+    return None

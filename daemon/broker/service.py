@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from gpulease.daemon.agreement import check_devices, check_worker_user
 from gpulease.daemon.audit.recorder import Recorder
@@ -14,6 +14,7 @@ from gpulease.daemon.broker.admission import Doorkeeper
 from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
 from gpulease.daemon.broker.control import LINGER_S, ControlConnection
 from gpulease.daemon.broker.listening import Listeners
+from gpulease.daemon.broker.load_history import LoadHistory
 from gpulease.daemon.broker.page_desk import PageActs
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.probe import measure_overhead
@@ -101,9 +102,12 @@ class Service:
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
             self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
         self._web: WebDoor | None = None
+        self._loads: LoadHistory | None = None
         http = config.of_http
         if http is not None:
-            self._web = WebDoor(http, config.of_sandbox, self._new_reader, PageActs(self.runtime))
+            self._loads = LoadHistory(table, source, workers, self._tell_load)
+            acts, loads = PageActs(self.runtime), self._loads.messages
+            self._web = WebDoor(http, config.of_sandbox, self._new_reader, acts, loads=loads)
 
     async def start(self) -> None:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen or BadHandover."""
@@ -118,6 +122,8 @@ class Service:
             self.addresses.append(await self._listen(address, assigned))
         if self._web is not None:
             self.url = await self._web.listen(assigned.of(http) if (http := self._config.http) else ())
+        if self._loads is not None:
+            self._loads.start()
         self.runtime.post(PoolTimerFired())
         self.runtime.metrics.start()
         self.runtime.health.is_listening = True
@@ -190,6 +196,8 @@ class Service:
         """Stop listening, let everybody go, and end sessions or leave them, each within a bound."""
         self.runtime.health.is_listening = False
         self._listeners.close()
+        if self._loads is not None:
+            await self._loads.stop()
         if self._web is not None:
             await self._web.stop()
         if self._remote is not None:
@@ -228,6 +236,10 @@ class Service:
             return refusal or door.admit(connection)
 
         return ControlConnection(self.runtime, self._driver, admit, door.release, {}, peer, self._options)
+
+    def _tell_load(self, message: dict[str, Any]) -> None:
+        if self._web is not None:
+            self._web.tell_load(message)
 
     def _new_reader(self, peer: Peer) -> ControlConnection:
         """Of a process of ours, which takes nobody's place."""

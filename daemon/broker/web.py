@@ -8,9 +8,10 @@ The broker holds the socket, so that it outlives a web process that dies; it nev
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.broker.cannot_listen import CannotListen, cannot_listen
@@ -32,11 +33,17 @@ SECRET_BYTES: Final = 32
 READER: Final = Peer("gpuleased", is_operator=True, is_known=True, is_reader=True)
 """Who the web process is: one who sees all and may do nothing."""
 
+TELL_AGAIN_S: Final = 0.05
+"""Until a process that is just starting is told more, once its channel is full."""
+
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
 
 
 class WebDoor:
     """The web process and what it was given. Raises ConfigError for a token that can't be used.
+
+    Args:
+        loads: What a new process is told of the cards' last hour: `LoadHistory.messages`.
 
     Attributes:
         bound: The descriptor of the socket that was made here, if one was, with its address.
@@ -49,7 +56,9 @@ class WebDoor:
         make_connection: MakeConnection,
         acts: Acts,
         patience: Patience | None = None,
+        loads: Callable[[], Iterable[dict[str, Any]]] = tuple,
     ) -> None:
+        self._loads = loads
         self.bound: list[tuple[Address, int]] = []
         self._settings = settings
         self._make_connection = make_connection
@@ -84,6 +93,11 @@ class WebDoor:
         except ChannelClosed:
             pass  # the next one is given the new token
 
+    def tell_load(self, message: dict[str, Any]) -> None:
+        """A sample of a card was taken. It is lost to a process that does not read: its page shows a gap."""
+        with contextlib.suppress(BlockingIOError, ChannelClosed):
+            self._process.send(message)
+
     def _bind(self) -> socket.socket:
         address = self._settings.address
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -114,7 +128,7 @@ class WebDoor:
                 host = self._settings.address.host
                 hosts = [f"[{host}]" if ":" in host else host, "localhost"]
                 told: dict[str, Any] = {"hosts": hosts, "others": sorted(self._settings.hosts)}
-                told |= {"token_digest": self._token_digest, "secret": self._secret}
+                told |= {"token_digest": self._token_digest, "secret": self._secret, "node": os.uname().nodename}
                 self._process.send(told, (theirs.fileno(), self._listener.fileno()))
             await self._process.expect("prepared")
             # Not before: whoever is connected has little time to introduce itself.
@@ -124,6 +138,17 @@ class WebDoor:
             await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
             unconnected.pop_all()
         await ready
+        await self._tell_history()
+
+    async def _tell_history(self) -> None:
+        """All of it, however little a channel holds; as long as a start may take."""
+        for message in list(self._loads()):
+            while True:
+                try:
+                    self._process.send(message)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(TELL_AGAIN_S)
 
     def _take(self, message: dict[str, Any], fds: list[int]) -> None:
         self._desk.take(message, self._process.to_this_one())

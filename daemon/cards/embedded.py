@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gpulease.daemon.cards.source import EX_CONFIG, CardFacts, CardsUnavailable
+from gpulease.daemon.cards.source import EX_CONFIG, CardFacts, CardLoad, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
@@ -69,6 +69,10 @@ class EmbeddedCards:
     def stray_bytes(self, card_uuid: str) -> int:
         """None: what nobody maps is the kernel's."""
         return 0
+
+    def load(self, card_uuid: str) -> CardLoad:
+        """Unknown: nothing counts how busy a pretended card is."""
+        return CardLoad()
 
     def close(self) -> None:
         """There is nothing open."""

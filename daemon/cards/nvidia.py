@@ -5,6 +5,7 @@ nvmlDeviceGetMemoryInfo): the card no longer lists the process, and what is used
 processes hold is no more than it was at start-up. Other leases that come and go meanwhile change neither half.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from gpulease.daemon.cards import cuinit
 from gpulease.daemon.cards.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, no_cards
 from gpulease.daemon.cards.host import look
 from gpulease.daemon.cards.listing import Shared
-from gpulease.daemon.cards.source import CardFacts, CardsUnavailable
+from gpulease.daemon.cards.source import CardFacts, CardLoad, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
 RESERVE_BYTES: Final = 256 << 20
@@ -113,6 +114,16 @@ class NvidiaCards:
                 f"NVML can't say what the card holds: {error}", hint="See what nvidia-smi says of it."
             ) from None
         return unattributed if unattributed > self._allowed_bytes(card_uuid) else 0
+
+    def load(self, card_uuid: str) -> CardLoad:
+        """What NVML says, each figure for itself: some cards tell one and not the other."""
+        handle = self._handles[card_uuid]
+        utilization_percent, used_bytes = None, None
+        with contextlib.suppress(pynvml.NVMLError):
+            utilization_percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        with contextlib.suppress(pynvml.NVMLError):
+            used_bytes = self._used(card_uuid)
+        return CardLoad(utilization_percent, used_bytes)
 
     def _allowed_bytes(self, card_uuid: str) -> int:
         return self._unattributed_bytes[card_uuid] + UNATTRIBUTED_SLACK_BYTES

@@ -48,6 +48,19 @@ class CardFacts:
     unattributed_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CardLoad:
+    """How busy a card is now; None is what its driver does not tell.
+
+    Attributes:
+        utilization_percent: Of the driver's last sample period, how long a kernel ran.
+        used_bytes: Of all processes and the driver together.
+    """
+
+    utilization_percent: int | None = None
+    used_bytes: int | None = None
+
+
 class CardSource(Protocol):
     """Knows the cards of one kind. Its methods may take milliseconds: the broker calls them from a thread."""
 
@@ -80,6 +93,9 @@ class CardSource(Protocol):
 
         Raises CardsUnavailable.
         """
+
+    def load(self, card_uuid: str) -> CardLoad:
+        """How busy a card is."""
 
     def close(self) -> None:
         """Let go of what was opened."""

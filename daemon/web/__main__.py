@@ -19,6 +19,7 @@ from gpulease.daemon.web.complaints import spare_the_log
 from gpulease.daemon.web.feed import Feed
 from gpulease.daemon.web.guard import App
 from gpulease.daemon.web.link import BrokerLink, BrokerSilent
+from gpulease.daemon.web.loads import Loads
 from gpulease.daemon.web.revoking import BrokerChannel
 from gpulease.daemon.web.serving import server_of
 from gpulease.daemon.web.view import Pseudonyms
@@ -58,15 +59,15 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
 
 
 def _site(told: dict[str, Any], page: Page, feed: Feed) -> tuple[App, BrokerChannel]:
-    access = Access(told["token_digest"])
-    to_broker = BrokerChannel(access.change)
-    site = Site(feed, access, Pseudonyms(told["secret"]), page, to_broker.revoke)
+    access, loads = Access(told["token_digest"]), Loads()
+    to_broker = BrokerChannel(access.change, loads.take)
+    site = Site(feed, access, Pseudonyms(told["secret"]), page, to_broker, loads)
     others = frozenset(told["others"])
     return site.app(others | frozenset(told["hosts"]), others), to_broker
 
 
 async def _rehearse(told: dict[str, Any], page: Page) -> None:
-    app, _ = _site(told, page, Feed())
+    app, _ = _site(told, page, Feed(told["node"]))
     server_of(app)
     await rehearse(app, told["hosts"][0])
 
@@ -76,7 +77,7 @@ async def _serve(
 ) -> None:
     """Raises BrokerSilent or ChannelClosed."""
     loop = asyncio.get_running_loop()
-    feed = Feed()
+    feed = Feed(told["node"])
     _, link = await loop.create_connection(lambda: BrokerLink(feed.heard), sock=broker)
     await link.greet()
     app, to_broker = _site(told, page, feed)

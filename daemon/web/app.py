@@ -6,7 +6,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -19,20 +19,22 @@ from starlette.routing import Route
 from gpulease.daemon import web
 from gpulease.daemon.web.complaints import WrongTokens
 from gpulease.daemon.web.feed import Feed
-from gpulease.daemon.web.guard import ACTING, LEASES, App, Guard, Receive, Scope, Send
+from gpulease.daemon.web.guard import DRAIN, FENCES, LEASES, REMOVING, SETTING, App, Guard, Receive, Scope, Send
 from gpulease.daemon.web.health import Health
 from gpulease.daemon.web.link import BrokerSilent
+from gpulease.daemon.web.loads import Loads
 from gpulease.daemon.web.metrics import Metrics
-from gpulease.daemon.web.revoking import MAX_REASON_CHARS, NotRevoked, Refused
-from gpulease.daemon.web.view import Pseudonyms, Snapshot, view_of
+from gpulease.daemon.web.revoking import MAX_REASON_CHARS, BrokerChannel, NotDone, Refused
+from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
 from gpulease.protocol.opcodes import RevokeOutcome
+
+SCRIPTS: Final = ("page.js", "words.js", "elements.js", "cards.js", "plots.js", "events.js", "stream.js", "acts.js")
 
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+} | {f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS}
 
 MAX_STREAMS: Final = 24
 """Pages that are fed at a time; one more is told to try later. Each is told the whole state every second."""
@@ -42,6 +44,9 @@ OPERATORS_STREAMS: Final = 8
 
 SAME_S: Final = 0.1
 """For how long a state that was put into JSON is given to others who ask: it says its age, which is off by that."""
+
+HISTORY_SAME_S: Final = 1.0
+"""The same for the cards' last hour, which has a sample every ten seconds."""
 
 STREAM_S: Final = 600.0
 """How long one stream lasts; its page asks for the next. So none is kept for ever for a reader who has gone."""
@@ -63,10 +68,12 @@ OUTCOMES: Final = {
 
 STATUS_OF: Final = {Refused.WRONG_TOKEN: 401, Refused.TOO_MANY: 429, Refused.DENIED: 409}
 
-_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+MAX_WITHIN_S: Final = 4_294_967
+"""Of a drain: what the protocol's DRAIN can say, 49 days."""
 
-RevokeLease = Callable[[str, str, bytes], Awaitable[RevokeOutcome]]
-"""By id, reason and token. Raises NotRevoked or BrokerSilent."""
+_LEASE_ID: Final = re.compile("[0-9a-f]{32}")
+_CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
+_SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class Access:
@@ -135,11 +142,19 @@ class Site:
     """All that is answered, from one feed."""
 
     def __init__(
-        self, feed: Feed, access: Access, pseudonyms: Pseudonyms, page: Page, revoke_lease: RevokeLease
+        self,
+        feed: Feed,
+        access: Access,
+        pseudonyms: Pseudonyms,
+        page: Page,
+        to_broker: BrokerChannel,
+        loads: Loads,
     ) -> None:
         self._feed = feed
         self._access = access
-        self._revoke_lease = revoke_lease
+        self._to_broker = to_broker
+        self._loads = loads
+        self._history: tuple[float, bytes] = 0.0, b""
         self._pseudonyms = pseudonyms
         self._health = Health(feed.ask)
         self._metrics = Metrics(feed.ask, pseudonyms)
@@ -153,12 +168,15 @@ class Site:
         routes += [
             Route("/api/v1/state", self._state),
             Route("/api/v1/events", self._events),
+            Route("/api/v1/history", self._cards_history),
             Route("/healthz", self._healthz),
             Route("/readyz", self._readyz),
             Route("/metrics", self._exposition),
-            Route(LEASES + "{lease_id}", self._revoke, methods=[ACTING]),
+            Route(LEASES + "{lease_id}", self._revoke, methods=REMOVING),
+            Route(FENCES + "{card}", self._clear_fences, methods=REMOVING),
+            Route(DRAIN, self._drain, methods=SETTING),
         ]
-        handlers: Mapping[Any, Any] = {BrokerSilent: _silent}
+        handlers: Mapping[Any, Any] = {BrokerSilent: _silent, NotDone: _not_done}
         app = Starlette(routes=routes, exception_handlers=handlers)
         # What is asked for is what is named, or it is nothing.
         app.router.redirect_slashes = False
@@ -227,13 +245,37 @@ class Site:
         reason = request.query_params.get("reason", "").strip() or REASON
         if len(reason) > MAX_REASON_CHARS:
             raise HTTPException(400, f"A reason has {MAX_REASON_CHARS} characters at most.")
-        try:
-            outcome = await self._revoke_lease(lease_id, reason, token)
-        except NotRevoked as refusal:
-            headers = {"WWW-Authenticate": "Bearer"} if refusal.why is Refused.WRONG_TOKEN else {}
-            raise HTTPException(STATUS_OF[refusal.why], str(refusal), headers) from None
+        outcome = await self._to_broker.revoke(lease_id, reason, token)
         status = 404 if outcome is RevokeOutcome.NOT_FOUND else 200
         return JSONResponse({"lease_id": lease_id, "outcome": OUTCOMES[outcome]}, status)
+
+    async def _drain(self, request: Request) -> Response:
+        token = self._access.token_of(request)
+        within_ms = None
+        if request.method == "PUT":
+            text = request.query_params.get("within_s", "")
+            if _SECONDS.fullmatch(text) is None or float(text) > MAX_WITHIN_S:
+                raise HTTPException(400, f"within_s is a number of seconds, {MAX_WITHIN_S} at most.")
+            within_ms = round(float(text) * MS_PER_S)
+        left_ms, leases = await self._to_broker.drain(within_ms, token)
+        left_s = None if left_ms is None else left_ms / MS_PER_S
+        return JSONResponse({"draining": left_s is not None, "left_s": left_s, "leases": leases})
+
+    async def _clear_fences(self, request: Request) -> Response:
+        token = self._access.token_of(request)
+        card = request.path_params["card"]
+        if _CARD.fullmatch(card) is None:
+            raise HTTPException(400, "This is no card's UUID.")
+        return JSONResponse({"card": card, "cleared": await self._to_broker.clear_fences(card, token)})
+
+    async def _cards_history(self, request: Request) -> Response:
+        self._access.is_operator(request)
+        now_s = time.monotonic()
+        at_s, encoded = self._history
+        if not encoded or now_s - at_s >= HISTORY_SAME_S:
+            encoded = json.dumps(self._loads.view(now_s), separators=(",", ":")).encode("ascii")
+            self._history = now_s, encoded
+        return Response(encoded, media_type="application/json")
 
     async def _healthz(self, request: Request) -> Response:
         await self._health.check_alive()
@@ -252,6 +294,11 @@ async def _silent(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", status_code=503, headers={"Retry-After": str(RETRY_S)})
 
 
+async def _not_done(request: Request, refusal: NotDone) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.why is Refused.WRONG_TOKEN else {}
+    return PlainTextResponse(str(refusal), status_code=STATUS_OF[refusal.why], headers=headers)
+
+
 async def rehearse(app: App, host: str) -> None:
     """Ask for everything once, without a broker: what is imported late is imported before files are out of reach."""
 
@@ -261,8 +308,9 @@ async def rehearse(app: App, host: str) -> None:
     async def send(message: Any) -> None:
         pass
 
-    reading = (*FILES, "/api/v1/state", "/api/v1/events", "/healthz", "/readyz", "/metrics", "/nothing")
-    for method, path in (*(("GET", path) for path in reading), (ACTING, f"{LEASES}{0:032x}")):
+    told = ("/api/v1/state", "/api/v1/events", "/api/v1/history", "/healthz", "/readyz", "/metrics", "/nothing")
+    acts = (("DELETE", f"{LEASES}{0:032x}"), ("DELETE", f"{FENCES}0"), ("PUT", DRAIN))
+    for method, path in (*(("GET", path) for path in (*FILES, *told)), *acts):
         scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
         scope |= {"query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1", "scheme": "http"}
         scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "", "state": {}}

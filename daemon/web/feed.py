@@ -27,6 +27,9 @@ SOONER_S: Final = 0.2
 MAX_HAPPENINGS: Final = 100
 """Events that are kept to be shown."""
 
+ENDING: Final = frozenset({"grace", "teardown", "ended"})
+"""Phases of a lease's end; the last of them that came is shown."""
+
 HISTORY: Final = 60
 """Looks whose rates are kept for a card."""
 
@@ -45,9 +48,14 @@ LOOK_UP_PAUSE_S: Final = 0.05
 
 
 class Feed:
-    """The latest look, the events, and who waits for the next."""
+    """The latest look, the events, and who waits for the next.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        node: The host's name.
+    """
+
+    def __init__(self, node: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._node = node
         self._clock = clock
         self._link: BrokerLink | None = None
         self._snapshot: Snapshot | None = None
@@ -78,6 +86,8 @@ class Feed:
         self._number += 1
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
         tenant, card = self._owners.get(lease_id, ("", ""))
+        if phase in ENDING:
+            self._forget_end(lease_id)
         self._happenings.append(
             Happening(self._number, self._clock(), lease_id, phase, event.cause, event.reason, tenant, card)
         )
@@ -85,6 +95,12 @@ class Feed:
             self._to_look_up.append(lease_id)
             self._looks_up.set()
         self._moved.set()
+
+    def _forget_end(self, lease_id: str) -> None:
+        """A lease's end is one event, which says how far it has come."""
+        before = next((one for one in self._happenings if one.lease_id == lease_id and one.phase in ENDING), None)
+        if before is not None:
+            self._happenings.remove(before)
 
     async def latest(self, fresh_s: float = FRESH_S) -> Snapshot:
         """A look that is not older than that. Raises BrokerSilent."""
@@ -159,6 +175,7 @@ class Feed:
         self._fill_in()
         self._snapshot = Snapshot(
             at_s,
+            self._node,
             "" if self._link is None else self._link.agent,
             inventory.details,
             leases,

@@ -35,15 +35,33 @@ HEADERS: Final = (
     (b"cache-control", b"no-store"),
 )
 
-ACTING: Final = "DELETE"
-"""The one method that changes something. No form sends it, and no other site's script before this server allows it,
-which it never does (Fetch Standard, CORS preflight)."""
 
 LEASES: Final = "/api/v1/leases/"
-"""Below it is what can be deleted."""
+"""Below it is what can be revoked."""
+
+FENCES: Final = "/api/v1/fences/"
+"""Below it are cards whose fenced memory can be let go."""
+
+DRAIN: Final = "/api/v1/drain"
+"""What begins and ends a drain."""
+
+REMOVING: Final = ("DELETE",)
+
+SETTING: Final = ("PUT", "DELETE")
 
 PAGE_PATHS: Final = ("/",)
 """What a link on somebody else's page may lead to; all else is for this server's own page, and for programs."""
+
+
+def acting_methods(path: str) -> tuple[str, ...]:
+    """The methods that change something there.
+
+    No form sends any of them, and no other site's script before this server allows it, which it never does (Fetch
+    Standard, CORS preflight).
+    """
+    if path == DRAIN:
+        return SETTING
+    return REMOVING if path.startswith((LEASES, FENCES)) else ()
 
 
 class Guard:
@@ -75,14 +93,14 @@ class Guard:
         head = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
         head.append((b"connection", b"close"))
         if status == 405:
-            allowed = (ACTING,) if scope["path"].startswith(LEASES) else READING
+            allowed = acting_methods(scope["path"]) or READING
             head.append((b"allow", ", ".join(allowed).encode()))
         await say({"type": "http.response.start", "status": status, "headers": head})
         await say({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = headers_of(scope["headers"])
-        is_act = scope["method"] == ACTING and scope["path"].startswith(LEASES)
+        is_act = scope["method"] in acting_methods(scope["path"])
         refused = refusal(headers, self._known, is_act=is_act, is_linked=scope["path"] in PAGE_PATHS)
         if refused is not None:
             return refused

@@ -1,15 +1,15 @@
-"""The web process's end of a revocation: passed on to the broker with the token that came with it, and its outcome.
+"""The web process's end of what an operator asks for: a revocation, a drain, a fence to be cleared; and the outcome.
 
-It goes by the channel that the broker started this process with. The connection of its view changes nothing.
+Each is passed on to the broker with the token that came with it. It goes by the channel that the broker started this process with. The connection of its view changes nothing.
 """
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.web.link import BrokerSilent
@@ -19,8 +19,8 @@ MAX_REASON_CHARS: Final = 512
 """Of what a tenant is told: what the audit log keeps of it."""
 
 OUTCOME_S: Final = 30.0
-"""For the broker to tell what came of a revocation: to end a worker and prove its memory free takes a second, and where
-that fails, the broker gives up by itself before."""
+"""For the broker to tell what came of it: to end a worker and prove its memory free takes a second, and where that
+fails, the broker gives up by itself before."""
 
 
 class Refused(Enum):
@@ -31,7 +31,7 @@ class Refused(Enum):
     DENIED = "denied"
 
 
-class NotRevoked(Exception):
+class NotDone(Exception):
     """The message is for people."""
 
     def __init__(self, why: Refused, message: str) -> None:
@@ -39,15 +39,25 @@ class NotRevoked(Exception):
         self.why = why
 
 
+class Drained(NamedTuple):
+    """What came of a drain: how long what is left may last, None if nothing is drained; and how many leases are left.
+    """
+
+    left_ms: int | None
+    leases: int
+
+
 class BrokerChannel:
     """The channel, once this process serves.
 
     Args:
         on_token: Told the SHA-256 of the operator's token when it is another.
+        on_loads: Told samples of a card: see `loads`.
     """
 
-    def __init__(self, on_token: Callable[[bytes], None]) -> None:
+    def __init__(self, on_token: Callable[[bytes], None], on_loads: Callable[[Mapping[str, Any]], None]) -> None:
         self._on_token = on_token
+        self._on_loads = on_loads
         self._channel: socket.socket | None = None
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -59,15 +69,28 @@ class BrokerChannel:
         asyncio.get_running_loop().add_reader(channel, self._read)
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
-        """End a lease. Raises NotRevoked, or BrokerSilent if nobody knows what came of it."""
+        """End a lease. Raises NotDone, or BrokerSilent if nobody knows what came of it."""
+        answer = await self._ask({"op": "revoke", "lease_id": lease_id, "reason": reason, "token": token})
+        return RevokeOutcome(answer["outcome"])
+
+    async def drain(self, within_ms: int | None, token: bytes) -> Drained:
+        """Drain the node, or end the drain if `within_ms` is None. Raises as `revoke` does."""
+        answer = await self._ask({"op": "drain", "within_ms": within_ms, "token": token})
+        return Drained(answer["left_ms"], answer["leases"])
+
+    async def clear_fences(self, card: str, token: bytes) -> int:
+        """Grant a card's fenced memory again; returns how many slices it was. Raises as `revoke` does."""
+        answer = await self._ask({"op": "clear_fences", "card": card, "token": token})
+        return int(answer["count"])
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._channel is None:
             raise BrokerSilent("the daemon has not answered yet")
         number = next(self._numbers)
         told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = told
         try:
-            message = {"op": "revoke", "number": number, "lease_id": lease_id, "reason": reason, "token": token}
-            send_message(self._channel, message)
+            send_message(self._channel, message | {"number": number})
             answer = await asyncio.wait_for(told, OUTCOME_S)
         except (BlockingIOError, ChannelClosed):
             raise BrokerSilent("the daemon can't be told") from None
@@ -76,8 +99,8 @@ class BrokerChannel:
         finally:
             self._waiting.pop(number, None)
         if answer["op"] == "refused":
-            raise NotRevoked(Refused(answer["why"]), answer["message"])
-        return RevokeOutcome(answer["outcome"])
+            raise NotDone(Refused(answer["why"]), answer["message"])
+        return answer
 
     def _read(self) -> None:
         assert self._channel is not None
@@ -97,6 +120,8 @@ class BrokerChannel:
                     send_message(self._channel, {"op": "pong"})
             case {"op": "token", "digest": bytes(digest)}:
                 self._on_token(digest)
-            case {"op": "revoked" | "refused", "number": int(number)}:
+            case {"op": "loads"}:
+                self._on_loads(message)
+            case {"op": "revoked" | "drain_set" | "fences_cleared" | "refused", "number": int(number)}:
                 if (told := self._waiting.get(number)) is not None and not told.done():
                     told.set_result(message)

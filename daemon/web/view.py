@@ -75,6 +75,8 @@ class Snapshot:
 
     Attributes:
         at_s: When, monotonic.
+        node: The host's name.
+        agent: How the broker introduced itself.
         cards: The maps of GET_INVENTORY.
         leases: Those of LEASE_LIST_ACTIVE.
         rates: Launches a second by lease id, where two looks are known.
@@ -83,6 +85,7 @@ class Snapshot:
     """
 
     at_s: float
+    node: str
     agent: str
     cards: Sequence[Report]
     leases: Sequence[Report]
@@ -100,6 +103,7 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
         slices.setdefault(lease["card_uuid"], []).append(found)
     left_ms = next((card.get("drain_left_ms") for card in snapshot.cards), None)
     return {
+        "host": snapshot.node,
         "version": snapshot.agent,
         "named": is_named,
         "age_s": _rounded(age_s),
@@ -124,6 +128,7 @@ def _slice(
         "phase": lease.get("phase"),
         "cause": lease["cause"],
         "size_bytes": lease["size_bytes"],
+        "allocated_bytes": _allocated(lease),
         "exclusivity": lease["exclusivity"],
         "age_s": _rounded(lease["age_ms"] / MS_PER_S + age_s),
         "ttl_s": lease["ttl_ms"] / MS_PER_S,
@@ -133,9 +138,14 @@ def _slice(
     if is_named:
         found["lease_id"] = lease["lease_id"]
         found["reason"] = lease["reason"]
-        found["allocated_bytes"] = lease.get("allocated_bytes")
         found["launches_per_s"] = rates.get(lease["lease_id"])
     return found
+
+
+def _allocated(lease: Report) -> int | None:
+    """What its session holds: its worker's word, so no more than it has; None where no worker tells."""
+    allocated = lease.get("allocated_bytes")
+    return None if allocated is None else min(allocated, lease["size_bytes"])
 
 
 def _event(one: Happening, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:

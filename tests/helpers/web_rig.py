@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, Self
 from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.side_process import Patience
 from gpulease.daemon.broker.web import WebDoor
-from gpulease.daemon.core import Outcome, RevokeDone
+from gpulease.daemon.core import DrainSet, FenceCleared, Outcome, RevokeDone
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
@@ -81,7 +82,10 @@ class Scene:
         asked: What it was asked, in order.
         outcome: What comes of each revocation; None if that is never told.
         revoked: What was revoked, with the reasons.
-        refusals: How often somebody was not let do so.
+        drained: Each drain that was asked for, in milliseconds; None for the end of one.
+        cleared: The cards whose fences were cleared.
+        refusals: The operations that somebody was not let do.
+        loads: What the broker kept of the cards' last hour.
     """
 
     cards: list[dict[str, Any]] = field(default_factory=lambda: [card()])
@@ -92,15 +96,27 @@ class Scene:
     asked: list[Opcode] = field(default_factory=list)
     outcome: Outcome | None = field(default_factory=lambda: RevokeDone(0, RevokeOutcome.TORN_DOWN))
     revoked: list[tuple[int, str]] = field(default_factory=list)
-    refusals: int = 0
+    drained: list[int | None] = field(default_factory=list)
+    cleared: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
 
     def revoke(self, lease_id: int, reason: str, on_outcome: Callable[[Outcome], None]) -> None:
         self.revoked.append((lease_id, reason))
         if self.outcome is not None:
             on_outcome(self.outcome)
 
-    def refused(self, lease_id: int, message: str) -> None:
-        self.refusals += 1
+    def drain(self, within_ms: int | None, on_outcome: Callable[[Outcome], None]) -> None:
+        self.drained.append(within_ms)
+        deadline_ns = None if within_ms is None else time.monotonic_ns() + within_ms * 1_000_000
+        on_outcome(DrainSet(0, deadline_ns, len(self.leases)))
+
+    def clear_fences(self, card_uuid: str, on_outcome: Callable[[Outcome], None]) -> None:
+        self.cleared.append(card_uuid)
+        on_outcome(FenceCleared(0, 2, (8,)))
+
+    def refused(self, operation: str, lease_id: int, message: str) -> None:
+        self.refusals.append(operation)
 
     def answer(self, request: Request) -> Body:
         """To one request."""
@@ -177,7 +193,8 @@ class WebRig:
         self._settings = HttpSettings(TcpAddress("127.0.0.1", 0), hosts, token_file)
         self._loop = asyncio.new_event_loop()
         self._brokers: list[ScriptedBroker] = []
-        self._door = WebDoor(self._settings, SandboxSettings(), self._connect, scene, patience)
+        sandbox = SandboxSettings()
+        self._door = WebDoor(self._settings, sandbox, self._connect, scene, patience, lambda: scene.loads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
 
     def __enter__(self) -> Self:

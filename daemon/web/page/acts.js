@@ -1,0 +1,165 @@
+// What an operator does by the page: shows names by a token, revokes, drains, clears fences.
+//
+// What is asked for is what the dialog says, however the page goes on meanwhile. Each goes to the broker with the
+// token, which the broker looks at.
+
+import { by, say } from "./elements.js";
+import { bearer, keepToken } from "./stream.js";
+import { count, size, span } from "./words.js";
+
+const SENDABLE = /^[!-~]+$/; // With others fetch fails as if there were no daemon: one that was copied from a text, say.
+const DRAIN_MIN = 10;
+const MOST_DRAIN_MIN = 71582; // What the protocol's DRAIN can say.
+
+// --- names ---
+
+export function askForToken(error = "") {
+  say(by("token-error"), error.trim());
+  if (!by("token-dialog").open) by("token-dialog").showModal();
+  by("token").focus();
+}
+
+// The form's own submit, not a key: Enter belongs to the field, and is over when the dialog closes.
+by("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const token = by("token").value.trim();
+  by("token").value = "";
+  if (token && !SENDABLE.test(token)) {
+    askForToken("This is not the operator's token: it has a character that none can have.");
+    return;
+  }
+  by("token-dialog").close();
+  keepToken(token);
+});
+by("token-cancel").addEventListener("click", () => by("token-dialog").close());
+
+// --- acts, each asked for once more in one dialog ---
+
+let asked = null; // what the dialog is about
+
+/**
+ * Asks whether something is to be done.
+ *
+ * `act`: its `title`, its `about` (texts and elements), its `field` (label, value, type) or null, the `word` on its
+ * button, its `request` (of the field's text: method and path), and its `told` (of the answer's JSON: text and isDone).
+ */
+function ask(act) {
+  asked = act;
+  say(by("act-title"), act.title);
+  by("act-about").replaceChildren(...act.about);
+  by("act-field").hidden = act.field === null;
+  if (act.field !== null) {
+    say(by("act-label"), act.field.label);
+    Object.assign(by("act-input"), { type: "text", min: "", max: "" }, act.field.input);
+  }
+  say(by("act-do"), act.word);
+  tell("", false);
+  by("act-do").disabled = by("act-input").disabled = false;
+  say(by("act-cancel"), "Cancel");
+  by("act-dialog").showModal();
+  // Whoever presses Enter without looking has done nothing.
+  by("act-cancel").focus();
+}
+
+function tell(text, isFailure) {
+  say(by("act-told"), text);
+  by("act-told").classList.toggle("failed", isFailure);
+}
+
+async function perform(act) {
+  if (!by("act-input").checkValidity()) {
+    tell(by("act-input").validationMessage, true);
+    return;
+  }
+  by("act-do").disabled = by("act-input").disabled = true;
+  tell("Being done …", false);
+  const [method, path] = act.request(by("act-input").value.trim());
+  let outcome = { text: "", isDone: false };
+  try {
+    const answer = await fetch(path, { method, headers: bearer(), cache: "no-store" });
+    const isOutcome = answer.headers.get("content-type") === "application/json";
+    outcome = isOutcome ? act.told(await answer.json()) : { text: (await answer.text()).trim(), isDone: false };
+  } catch {
+    outcome = { text: "No connection to the daemon: look whether it was done.", isDone: false };
+  }
+  if (asked !== act || !by("act-dialog").open) return;
+  tell(outcome.text, !outcome.isDone);
+  by("act-do").disabled = by("act-input").disabled = outcome.isDone;
+  say(by("act-cancel"), "Close");
+  by("act-cancel").focus();
+}
+
+by("act-do").addEventListener("click", () => perform(asked));
+by("act-cancel").addEventListener("click", () => by("act-dialog").close());
+
+function mark(tag, text) {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  return element;
+}
+
+const OUTCOMES = {
+  torndown: { text: "The lease is torn down and its memory is free.", isDone: true },
+  fenced: { text: "The lease is over, but its memory could not be proved free and is fenced.", isDone: false },
+  notfound: { text: "There is no such lease any more.", isDone: true },
+};
+
+export function askToRevoke(slice) {
+  const about = ["Lease ", mark("code", slice.lease_id), " of tenant ", mark("bdi", slice.tenant)];
+  ask({
+    title: "Revoke this lease?",
+    about: [...about, `, ${size(slice.size_bytes)}, ends at once, whatever it is doing. What it holds on the card is lost.`],
+    field: { label: "What its tenant is told (may be left out)", input: { value: "", maxLength: 512 } },
+    word: "Revoke",
+    request: (reason) => {
+      const query = reason ? `?reason=${encodeURIComponent(reason)}` : "";
+      return ["DELETE", `/api/v1/leases/${slice.lease_id}${query}`];
+    },
+    told: ({ outcome }) => OUTCOMES[outcome] ?? { text: `The daemon says: ${outcome}`, isDone: false },
+  });
+}
+
+export function askToDrain() {
+  ask({
+    title: "Drain this host?",
+    about: ["No new leases are granted from now on, tenants are warned, and every lease that is left at the deadline is ended."],
+    field: {
+      label: `Minutes until what is left is ended (0 to ${MOST_DRAIN_MIN})`,
+      input: { type: "number", min: "0", max: String(MOST_DRAIN_MIN), value: String(DRAIN_MIN) },
+    },
+    word: "Drain",
+    request: (minutes) => ["PUT", `/api/v1/drain?within_s=${Math.round(Number(minutes) * 60)}`],
+    told: toldOfDrain,
+  });
+}
+
+export function askToEndDrain() {
+  ask({
+    title: "End the drain?",
+    about: ["New leases are granted again, and those that are left keep the time they had."],
+    field: null,
+    word: "End the drain",
+    request: () => ["DELETE", "/api/v1/drain"],
+    told: toldOfDrain,
+  });
+}
+
+function toldOfDrain({ draining, left_s, leases }) {
+  if (!draining) return { text: "The host is not drained: it grants leases.", isDone: true };
+  const left = leases ? `${count(leases, "lease is", "leases are")} left, and ended in ${span(left_s)} at most` : "Nothing is leased";
+  return { text: `The host grants nothing any more. ${left}.`, isDone: true };
+}
+
+export function askToClearFences(card) {
+  ask({
+    title: "Clear the fence?",
+    about: [
+      `${size(card.fenced_bytes)} of GPU ${card.index} could not be proved free. Cleared, they are granted again: `,
+      "you vouch that no process holds them. Look at what ", mark("code", "nvidia-smi"), " shows first.",
+    ],
+    field: null,
+    word: "Clear the fence",
+    request: () => ["DELETE", `/api/v1/fences/${card.uuid}`],
+    told: ({ cleared }) => ({ text: `${count(cleared, "fenced slice was", "fenced slices were")} let go.`, isDone: true }),
+  });
+}

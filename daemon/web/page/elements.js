@@ -1,0 +1,72 @@
+// The page's elements: found, filled with text, kept in order, coloured by a tenant's name, and copied from.
+
+const HUES = 12;
+const FIRST_HUE = 50; // Red is for what is wrong.
+const HUE_STEP = 25;
+const COPIED_MS = 1500;
+
+export const by = (id) => document.getElementById(id);
+
+/** Sets an element's text, as a text node, if it is another. */
+export const say = (element, text) => {
+  if (element.textContent !== text) element.textContent = text;
+};
+
+export const dress = (element, ...names) => {
+  const wanted = names.join(" ");
+  if (element.className !== wanted) element.className = wanted;
+};
+
+export const label = (element, text) => {
+  if (element.getAttribute("aria-label") !== text) element.setAttribute("aria-label", text);
+};
+
+export const copyOf = (id) => by(id).content.firstElementChild.cloneNode(true);
+
+/** Has `parent` hold the elements of `items`, in their order; `known` keeps them by key, `make` makes one. */
+export function arrange(parent, known, items, keyOf, make) {
+  const keys = new Set(items.map(keyOf));
+  for (const [key, element] of known) {
+    if (keys.has(key)) continue;
+    element.remove();
+    known.delete(key);
+  }
+  let before = parent.firstElementChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    if (!known.has(key)) known.set(key, make(item));
+    const element = known.get(key);
+    if (element === before) before = before.nextElementSibling;
+    else parent.insertBefore(element, before);
+  }
+}
+
+/** Gives an element its tenant's colour, a function of the name alone: 12 hues, each light or deep. */
+export function paint(element, tenant) {
+  if (element.dataset.painted === tenant) return;
+  element.dataset.painted = tenant;
+  const hash = hashOf(tenant);
+  element.style.setProperty("--hue", FIRST_HUE + HUE_STEP * (hash % HUES));
+  element.style.setProperty("--tone", `var(--tone-${(hash >>> 8) % 2})`);
+}
+
+/** FNV-1a with a last mixing, so that names that differ in their last letter differ in colour. */
+function hashOf(text) {
+  let hash = 0x811c9dc5;
+  for (const unit of new TextEncoder().encode(text)) hash = Math.imul(hash ^ unit, 0x01000193);
+  hash = Math.imul(hash ^ (hash >>> 16), 0x45d9f3b);
+  return (hash ^ (hash >>> 16)) >>> 0;
+}
+
+/** Puts a button's text to the clipboard and says so, on the button and to screen readers. */
+async function copy(button) {
+  const isDone = await navigator.clipboard.writeText(button.dataset.copies).then(() => true, () => false);
+  say(by("copied"), isDone ? `Copied ${button.dataset.copies}` : "The browser does not let this page copy.");
+  button.classList.toggle("done", isDone);
+  setTimeout(() => button.classList.remove("done"), COPIED_MS);
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button.copy");
+  if (button) copy(button);
+});

@@ -1,0 +1,40 @@
+// Sizes, times and states in words: the command line's own (`gpulease leases`), so that both say the same.
+
+const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+const PHASES = { active: "began", warning: "ends soon", grace: "is ending", teardown: "is being torn down", ended: "ended" };
+const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+
+/** Bytes with four digits at most: "1.5 GiB". */
+export function size(bytes) {
+  const [unit, scale] = UNITS.find(([, least]) => bytes >= least) ?? ["B", 1];
+  return `${Number((bytes / scale).toPrecision(4))} ${unit}`;
+}
+
+/** A time span: "2 h 05 min", "3 min 20 s", "4.2 s". */
+export function span(seconds) {
+  const two = (number) => String(Math.floor(number)).padStart(2, "0");
+  if (seconds >= 3600) return `${Math.floor(seconds / 3600)} h ${two((seconds % 3600) / 60)} min`;
+  if (seconds >= 60) return `${Math.floor(seconds / 60)} min ${two(seconds % 60)} s`;
+  return `${seconds.toFixed(1)} s`;
+}
+
+export const rate = (perSecond) => integer.format(perSecond);
+
+export const count = (number, one, many = `${one}s`) => `${integer.format(number)} ${number === 1 ? one : many}`;
+
+/** What a lease is doing. Whatever is told of a lease's state gets its words here, and nowhere else. */
+export function stateOf(slice) {
+  if (slice.state === "fenced") return "fenced";
+  if (slice.state === "pending") return "starting";
+  if (slice.state === "draining") return slice.cause ? `ending, ${spaced(slice.cause)}` : "ending";
+  if (slice.orphaned_in_s != null) return `orphaned, ends in ${span(slice.orphaned_in_s)}`;
+  return slice.phase === "warning" ? "ends soon" : "active";
+}
+
+/** What happened to a lease, of which its end is one event. */
+export function happened(event) {
+  const what = PHASES[event.phase] ?? event.phase;
+  return event.cause && event.phase !== "active" ? `${what}, ${spaced(event.cause)}` : what;
+}
+
+const spaced = (word) => String(word).replaceAll("_", " ");
