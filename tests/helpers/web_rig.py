@@ -229,6 +229,14 @@ class WebRig:
 
         self._in_loop(change())
 
+    def tell_load(self, message: dict[str, Any]) -> None:
+        """A sample of a card is taken."""
+
+        async def tell() -> None:
+            self._door.tell_load(message)
+
+        self._in_loop(tell())
+
     def _connect(self, peer: Peer) -> ScriptedBroker:
         assert peer.is_reader
         self._brokers.append(ScriptedBroker(self.scene))

@@ -47,14 +47,15 @@ export function paint(element, tenant) {
   element.dataset.painted = tenant;
   const hash = hashOf(tenant);
   element.style.setProperty("--hue", FIRST_HUE + HUE_STEP * (hash % HUES));
-  element.style.setProperty("--tone", `var(--tone-${(hash >>> 8) % 2})`);
+  element.style.setProperty("--tone", `var(--tone-${Math.floor(hash / HUES) % 2})`);
 }
 
-/** FNV-1a with a last mixing, so that names that differ in their last letter differ in colour. */
+/** FNV-1a, with MurmurHash3's last mixing: names that differ in one letter have colours of their own. */
 function hashOf(text) {
   let hash = 0x811c9dc5;
   for (const unit of new TextEncoder().encode(text)) hash = Math.imul(hash ^ unit, 0x01000193);
-  hash = Math.imul(hash ^ (hash >>> 16), 0x45d9f3b);
+  hash = Math.imul(hash ^ (hash >>> 16), 0x85ebca6b);
+  hash = Math.imul(hash ^ (hash >>> 13), 0xc2b2ae35);
   return (hash ^ (hash >>> 16)) >>> 0;
 }
 

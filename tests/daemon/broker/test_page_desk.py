@@ -14,7 +14,7 @@ from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
 from gpulease.daemon.broker.page_desk import (
     BY_PAGE,
-    MAX_REVOKING,
+    MAX_ACTING,
     MAX_WRONG_TOKENS,
     WRONG_TOKEN_S,
     Guesses,
@@ -140,6 +140,14 @@ def test_a_daemon_without_a_token_ends_none_by_its_page(token: bytes) -> None:
         {"lease_id": "0" * 32 + "\n"},
         {"reason": None},
         {"reason": "x" * 513},
+        {"op": "drain"},
+        {"op": "drain", "within_ms": -1},
+        {"op": "drain", "within_ms": 1 << 32},
+        {"op": "drain", "within_ms": "1"},
+        {"op": "clear_fences"},
+        {"op": "clear_fences", "card": ""},
+        {"op": "clear_fences", "card": "GPU-1\n"},
+        {"op": "clear_fences", "card": "x" * 65},
         {"token": TOKEN.decode()},
         {"token": None},
     ],
@@ -183,16 +191,56 @@ def test_guesses_come_back_and_no_more_than_there_may_be() -> None:
 
 def test_revocations_under_way_are_bounded_and_given_back() -> None:
     def play(page: Page) -> None:
-        answers = [page.say(number=number) for number in range(MAX_REVOKING + 1)]
-        assert answers[:-1] == [[]] * MAX_REVOKING
+        answers = [page.say(number=number) for number in range(MAX_ACTING + 1)]
+        assert answers[:-1] == [[]] * MAX_ACTING
         assert answers[-1][0]["why"] == "too_many"
 
     def again(page: Page) -> None:
-        assert len(page.answers) == MAX_REVOKING + 1
+        assert len(page.answers) == MAX_ACTING + 1
         page.say()
         assert page.answers[-1]["op"] == "revoked"
 
     in_a_broker(play, then=again)
+
+
+DRAIN = {"op": "drain", "within_ms": 60_000}
+END = {"op": "drain", "within_ms": None}
+CLEAR = {"op": "clear_fences", "card": "GPU-of-nobody"}
+
+
+def test_with_the_token_it_drains_and_ends_the_drain() -> None:
+    def play(page: Page) -> None:
+        by: list[str] = []
+        page.scene.runtime.recorder.asked_by = lambda _, peer: by.append(peer)  # type: ignore[method-assign]
+        page.say(**DRAIN)
+        assert page.scene.table.drain_ns is not None
+        page.say(**END)
+        assert page.scene.table.drain_ns is None
+        page.say(**CLEAR)
+        assert by == [BY_PAGE] * 3
+
+    def check(page: Page) -> None:
+        begun, ended, cleared = page.answers
+        assert (begun["op"], begun["number"], begun["leases"]) == ("drain_set", 7, 1)
+        assert begun["left_ms"] is not None
+        assert (ended["op"], ended["left_ms"]) == ("drain_set", None)
+        assert (cleared["op"], cleared["why"]) == ("refused", "denied"), "there is no such card"
+        assert page.state is LeaseState.ACTIVE
+
+    in_a_broker(play, then=check)
+
+
+@pytest.mark.parametrize(
+    ("changes", "operation"), [(DRAIN, "DRAIN"), (END, "DRAIN_CANCEL"), (CLEAR, "FENCE_CLEAR")]
+)
+def test_without_it_it_does_neither(changes: dict[str, Any], operation: str) -> None:
+    def play(page: Page) -> None:
+        (answer,) = page.say(**changes, token=TOKEN[::-1])
+        assert (answer["op"], answer["why"]) == ("refused", "wrong_token")
+        assert page.refused == [(operation, BY_PAGE, 0)]
+        assert page.scene.table.drain_ns is None
+
+    in_a_broker(play)
 
 
 def test_another_token() -> None:

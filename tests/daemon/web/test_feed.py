@@ -44,7 +44,7 @@ def fed(play: Callable[[Feed, Scene, Clock], Coroutine[Any, Any, None]], scene: 
     scene, clock = scene or Scene(), Clock()
 
     async def run() -> None:
-        feed = Feed(clock)
+        feed = Feed("gpu1", clock)
         running = asyncio.create_task(feed.run(Link(scene)))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         try:
@@ -111,6 +111,24 @@ def test_a_watcher_is_told_soon_of_what_happens(monkeypatch: pytest.MonkeyPatch)
         assert second is not None
         assert [one.tenant for one in second.happenings] == ["ann"]
         await looks.aclose()  # type: ignore[attr-defined]
+
+    fed(play)
+
+
+def test_an_end_is_one_event() -> None:
+    async def play(feed: Feed, scene: Scene, clock: Clock) -> None:
+        for phase in (Phase.ACTIVE, Phase.WARNING, Phase.GRACE, Phase.TEARDOWN):
+            feed.heard(event(1, phase))
+        feed.heard(event(2, Phase.GRACE))
+        feed.heard(event(1, Phase.ENDED))
+        found = await feed.latest()
+        assert [(one.lease_id[-1], one.phase) for one in found.happenings] == [
+            ("1", "active"),
+            ("1", "warning"),
+            ("2", "grace"),
+            ("1", "ended"),
+        ]
+        assert found.node == "gpu1"
 
     fed(play)
 

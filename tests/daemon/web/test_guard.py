@@ -90,6 +90,7 @@ def test_other_pages_get_nothing(site: bytes, path: str, status: int) -> None:
 
 
 LEASE = f"/api/v1/leases/{1:032x}"
+FENCE = "/api/v1/fences/GPU-1"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,16 @@ LEASE = f"/api/v1/leases/{1:032x}"
 )
 def test_whose_page_may_change_something(headers: list[tuple[bytes, bytes]], status: int) -> None:
     assert asked(LEASE, HOST, *headers, method="DELETE")[0] == status
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/api/v1/drain"), ("DELETE", "/api/v1/drain"), ("DELETE", FENCE)])
+def test_the_other_acts_are_guarded_as_a_revocation_is(method: str, path: str) -> None:
+    assert asked(path, HOST, method=method)[0] == 200
+    for foreign in ((b"origin", b"http://evil.example"), (b"sec-fetch-site", b"same-site"), (b"origin", b"null")):
+        assert asked(path, HOST, foreign, method=method)[0] == 403
+    assert asked(path, (b"host", b"evil.example"), method=method)[0] == 421
+    assert asked(path, HOST, (b"content-length", b"1"), method=method)[0] == 413
+    assert asked(path, HOST, method="POST")[0] == 405
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "OPTIONS", "PATCH"])

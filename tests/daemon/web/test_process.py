@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -15,14 +16,16 @@ import httpx
 import pytest
 
 from gpulease.daemon.broker.side_process import ordinary_patience
+from gpulease.daemon import web
 from gpulease.daemon.core import Denied, RevokeDone
 from gpulease.daemon.core.denials import invalid
 from gpulease.daemon.logs.telling import ATTRIBUTE
 from gpulease.daemon.processes import name_of
-from gpulease.daemon.web.app import MAX_STREAMS
+from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
+from gpulease.daemon.web.loads import LoadSample, message_of
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
-from helpers.web_rig import Scene, WebRig, lease
+from helpers.web_rig import CARD, GIB, Scene, WebRig, lease
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -67,7 +70,7 @@ def test_the_page_loads_nothing_from_elsewhere(rig: WebRig) -> None:
     for path, kind in (
         ("", "text/html"),
         ("page.css", "text/css"),
-        ("page.js", "text/javascript"),
+        *((name, "text/javascript") for name in SCRIPTS),
         ("icon.svg", "image"),
     ):
         answer = asked(rig, path)
@@ -75,7 +78,10 @@ def test_the_page_loads_nothing_from_elsewhere(rig: WebRig) -> None:
         assert answer.headers["content-type"].startswith(kind)
         assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
     assert "style=" not in asked(rig, "").text, "the policy forbids it"
-    assert "innerHTML" not in asked(rig, "page.js").text
+    for name in SCRIPTS:
+        assert "innerHTML" not in asked(rig, name).text
+    scripts = (Path(web.__file__).parent / "page").glob("*.js")
+    assert {path.name for path in scripts} == set(SCRIPTS), "each is served"
     assert asked(rig, "nothing").status_code == 404
 
 
@@ -176,7 +182,46 @@ def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
         assert deleted(rig, nothing).status_code in (400, 404)
     assert deleted(rig, reason="x" * 513).status_code == 400
     assert asked(rig, f"api/v1/leases/{ONE}", BEARER).status_code == 405
-    assert (scene.revoked, scene.refusals) == ([], 0), "none of it came to the broker"
+    assert (scene.revoked, scene.refusals) == ([], []), "none of it came to the broker"
+
+
+def acted(rig: WebRig, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    headers = BEARER if headers is None else headers
+    return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=10, trust_env=False)
+
+
+def test_an_operator_drains_and_clears_fences(rig: WebRig, scene: Scene) -> None:
+    begun = acted(rig, "PUT", "drain?within_s=90.5").json()
+    assert (begun["draining"], begun["leases"]) == (True, 2)
+    assert 0 < begun["left_s"] <= 90.5
+    assert acted(rig, "DELETE", "drain").json() == {"draining": False, "left_s": None, "leases": 2}
+    assert acted(rig, "DELETE", "fences/GPU-1").json() == {"card": "GPU-1", "cleared": 2}
+    done = ([90_500, None], ["GPU-1"])
+    for nothing in ("drain", "drain?within_s=", "drain?within_s=-1", "drain?within_s=1e3", "drain?within_s=9999999"):
+        assert acted(rig, "PUT", nothing).status_code == 400
+    assert acted(rig, "DELETE", "fences/GPU_1").status_code == 400
+    for method, path in (("PUT", "drain?within_s=1"), ("DELETE", "drain"), ("DELETE", "fences/GPU-1")):
+        for wrong in ({}, {"Authorization": "Bearer x"}):
+            assert acted(rig, method, path, wrong).status_code == 401
+        assert acted(rig, method, path, BEARER | {"Origin": "http://evil.example"}).status_code == 403
+    assert (scene.drained, scene.cleared) == done, "no more came to the broker"
+
+
+def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene: Scene) -> None:
+    def known() -> list[Any]:
+        with suppress(httpx.TransportError):
+            cards = asked(rig, "api/v1/history").json()["cards"]
+            return [] if CARD not in cards else [cards[CARD]["utilization_percent"], cards[CARD]["used_bytes"]]
+        return []
+
+    now_ns = time.monotonic_ns()
+    # As a sample that was taken while the process started, and then the history with it in it.
+    rig.tell_load(message_of(CARD, [LoadSample(now_ns, None, GIB, GIB)]))
+    scene.loads = [message_of(CARD, [LoadSample(now_ns - 10**9, 40, 2 * GIB, GIB), LoadSample(now_ns, None, GIB, GIB)])]
+    wait_until(lambda: known() == [[None], [GIB]], "the sample is told", seen=known)
+    os.kill(rig.process_id, signal.SIGKILL)
+    wait_until(lambda: known() == [[40, None], [2 * GIB, GIB]], "the next process knows all", seen=known)
+    assert asked(rig, "api/v1/history", {"Authorization": "Bearer x"}).status_code == 401
 
 
 def test_another_token_counts_from_when_it_is_read(rig: WebRig, scene: Scene) -> None:

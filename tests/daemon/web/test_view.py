@@ -10,8 +10,8 @@ from helpers.web_rig import CARD, GIB, card, lease
 SECRET = b"s" * 32
 NAMES = Pseudonyms(SECRET)
 LEASES = (
-    lease(0xABC, "ann", reason="<b>because</b>", launches=7),
-    lease(2, "bob", state="fenced", cause="revoked", remaining_ms=0),
+    lease(0xABC, "ann", reason="<b>because</b>", launches=7, allocated_bytes=5),
+    {key: value for key, value in lease(2, "bob", state="fenced", cause="revoked").items() if key != "allocated_bytes"},
     lease(3, "ann", state="pending", remaining_ms=0),
 )
 
@@ -23,7 +23,14 @@ def snapshot(*leases: dict[str, Any], **changes: Any) -> Snapshot:
     )
     found = card(**changes)
     return Snapshot(
-        100.0, "gpuleased/1", [found], leases or LEASES, {f"{0xABC:032x}": 3.04}, {CARD: (None, 2.26)}, happenings
+        100.0,
+        "gpu1",
+        "gpuleased/1",
+        [found],
+        leases or LEASES,
+        {f"{0xABC:032x}": 3.04},
+        {CARD: (None, 2.26)},
+        happenings,
     )
 
 
@@ -58,7 +65,7 @@ def test_with_the_token_all_are() -> None:
 @pytest.mark.parametrize("is_named", [False, True])
 def test_what_both_see(is_named: bool) -> None:
     view = view_of(snapshot(drain_left_ms=5000), NAMES, 101.5, is_named=is_named)
-    assert (view["version"], view["named"], view["age_s"]) == ("gpuleased/1", is_named, 1.5)
+    assert (view["host"], view["version"], view["named"], view["age_s"]) == ("gpu1", "gpuleased/1", is_named, 1.5)
     assert view["drain_left_s"] == 3.5
     shown = view["cards"][0]
     assert (shown["uuid"], shown["capacity_bytes"], shown["launches_per_s"]) == (CARD, 79 * GIB, [None, 2.3])
@@ -67,6 +74,10 @@ def test_what_both_see(is_named: bool) -> None:
     assert (ann["remaining_s"], ann["ttl_s"], ann["age_s"]) == (58.5, 120.0, 61.5)
     assert (bob["state"], bob["cause"], bob["remaining_s"]) == ("fenced", "revoked", None)
     assert (other["state"], other["remaining_s"]) == ("pending", None)
+    # A worker's word: no more than its lease has; unknown where there is no worker.
+    assert (ann["allocated_bytes"], bob["allocated_bytes"]) == (5, None)
+    lying = snapshot(lease(1, "ann", size_bytes=GIB, allocated_bytes=9 * GIB))
+    assert view_of(lying, NAMES, 100.0, is_named=is_named)["cards"][0]["slices"][0]["allocated_bytes"] == GIB
 
 
 def test_no_time_runs_below_zero() -> None:
