@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from gpulease.daemon.broker.readings import held_bytes
 from gpulease.daemon.broker.workers import Workers

@@ -1,6 +1,7 @@
 """The web process's end of what an operator asks for: a revocation, a drain, a fence to be cleared; and the outcome.
 
-Each is passed on to the broker with the token that came with it. It goes by the channel that the broker started this process with. The connection of its view changes nothing.
+Each is passed on to the broker with the token that came with it, by the channel that the broker started this process
+with. The connection of its view changes nothing.
 """
 
 import asyncio
@@ -40,7 +41,11 @@ class NotDone(Exception):
 
 
 class Drained(NamedTuple):
-    """What came of a drain: how long what is left may last, None if nothing is drained; and how many leases are left.
+    """What came of a drain.
+
+    Attributes:
+        left_ms: Until what is left is ended; None if the node is not drained.
+        leases: How many are active.
     """
 
     left_ms: int | None

@@ -1,7 +1,7 @@
 // Sizes, times and states in words: the command line's own (`gpulease leases`), so that both say the same.
 
 const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-const PHASES = { active: "began", warning: "ends soon", grace: "is ending", teardown: "is being torn down", ended: "ended" };
+const PHASES = { active: "began", warning: "was warned", grace: "is ending", teardown: "is being torn down", ended: "ended" };
 const integer = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 /** Bytes with four digits at most: "1.5 GiB". */
@@ -28,7 +28,7 @@ export function stateOf(slice) {
   if (slice.state === "pending") return "starting";
   if (slice.state === "draining") return slice.cause ? `ending, ${spaced(slice.cause)}` : "ending";
   if (slice.orphaned_in_s != null) return `orphaned, ends in ${span(slice.orphaned_in_s)}`;
-  return slice.phase === "warning" ? "ends soon" : "active";
+  return slice.phase === "warning" ? "active, warned" : "active";
 }
 
 /** What happened to a lease, of which its end is one event. */

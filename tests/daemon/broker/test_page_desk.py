@@ -211,7 +211,7 @@ CLEAR = {"op": "clear_fences", "card": "GPU-of-nobody"}
 def test_with_the_token_it_drains_and_ends_the_drain() -> None:
     def play(page: Page) -> None:
         by: list[str] = []
-        page.scene.runtime.recorder.asked_by = lambda _, peer: by.append(peer)  # type: ignore[method-assign]
+        page.scene.runtime.recorder.asked_by = lambda request, peer: by.append(peer)  # type: ignore[method-assign]
         page.say(**DRAIN)
         assert page.scene.table.drain_ns is not None
         page.say(**END)
@@ -230,9 +230,7 @@ def test_with_the_token_it_drains_and_ends_the_drain() -> None:
     in_a_broker(play, then=check)
 
 
-@pytest.mark.parametrize(
-    ("changes", "operation"), [(DRAIN, "DRAIN"), (END, "DRAIN_CANCEL"), (CLEAR, "FENCE_CLEAR")]
-)
+@pytest.mark.parametrize(("changes", "operation"), [(DRAIN, "DRAIN"), (END, "DRAIN_CANCEL"), (CLEAR, "FENCE_CLEAR")])
 def test_without_it_it_does_neither(changes: dict[str, Any], operation: str) -> None:
     def play(page: Page) -> None:
         (answer,) = page.say(**changes, token=TOKEN[::-1])

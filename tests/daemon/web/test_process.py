@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gpulease.daemon.broker.side_process import ordinary_patience
 from gpulease.daemon import web
+from gpulease.daemon.broker.side_process import ordinary_patience
 from gpulease.daemon.core import Denied, RevokeDone
 from gpulease.daemon.core.denials import invalid
 from gpulease.daemon.logs.telling import ATTRIBUTE

@@ -1,0 +1,257 @@
+"""The page as people see it: screens of three widths in two colour schemes, and what each must show; in a browser."""
+
+import base64
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.client.cli.tables import seconds_text, size_text
+from gpulease.daemon.web.loads import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
+from gpulease.protocol.opcodes import Phase
+from helpers.browser import Browser, lacks_browser
+from helpers.waiting import wait_until
+from helpers.web_rig import CARD, GIB, Scene, WebRig, card, lease
+
+pytestmark = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
+
+TOKEN = "0123456789abcdef0123456789ABCDEF"
+OTHER = CARD[:-1] + "2"
+NS_PER_S = 1_000_000_000
+GAP = range(100, 140)
+"""Samples that were not taken."""
+
+
+def history(*, is_told: bool) -> list[LoadSample]:
+    now_ns = time.monotonic_ns()
+    found = []
+    for number in range(MAX_SAMPLES):
+        if number not in GAP:
+            at_ns = now_ns - int((MAX_SAMPLES - 1 - number) * SAMPLE_S * NS_PER_S)
+            percent = round(50 + 45 * math.sin(number / 17)) if is_told else None
+            used = int((30 + 12 * math.sin(number / 40)) * GIB) if is_told else 0
+            found.append(LoadSample(at_ns, percent, used, (44 if number > 200 else 36) * GIB))
+    return found
+
+
+@pytest.fixture
+def scene() -> Scene:
+    name = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
+    leases = [
+        lease(0xA1 << 120, "ann", size_bytes=20 * GIB, allocated_bytes=13 * GIB, remaining_ms=4_800_000),
+        lease(0xA2 << 120, "ann", size_bytes=4 * GIB, state="pending", remaining_ms=0),
+        lease(0xB1 << 120, name, size_bytes=8 * GIB, allocated_bytes=2 * GIB, remaining_ms=20_000, phase="warning"),
+        lease(0xC1 << 120, "carol", size_bytes=10 * GIB, state="draining", cause="expired", remaining_ms=0),
+        lease(0xD1 << 120, "dora", size_bytes=6 * GIB, state="fenced", cause="revoked", remaining_ms=0),
+    ]
+    cards = [
+        card(held_bytes=50 * GIB, fenced_bytes=6 * GIB, warm_bytes=GIB, warm_contexts=2, available_bytes=20 * GIB),
+        card(uuid=OTHER, index=1, name="embedded CPU card", capacity_bytes=6 * GIB, available_bytes=6 * GIB),
+    ]
+    loads = [message_of(CARD, history(is_told=True)), message_of(OTHER, history(is_told=False))]
+    return Scene(cards, leases, loads=loads)
+
+
+@pytest.fixture
+def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    with WebRig(scene, path) as rig:
+        yield rig
+
+
+@pytest.fixture
+def browser(rig: WebRig) -> Iterator[Browser]:
+    """With the page of an operator."""
+    with Browser() as browser:
+        browser.open(rig.url)
+        browser.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
+        browser.open(rig.url)
+        browser.wait_for("#totals", "5 leases of 4 tenants")
+        drawn = "return document.querySelector('.plot .line.used').getAttribute('d')?.length > 0"
+        wait_until(lambda: browser.run(drawn), "the plots are drawn")
+        yield browser
+
+
+def look_at(browser: Browser, width: int, scheme: str) -> None:
+    browser.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.devtools("Emulation.setDeviceMetricsOverride", **size)
+
+
+def keep_screen(browser: Browser, path: Path) -> None:
+    """The whole page, however long."""
+    box = browser.run("const e = document.documentElement; return [e.scrollWidth, e.scrollHeight]")
+    clip = {"x": 0, "y": 0, "width": box[0], "height": box[1], "scale": 1}
+    found = browser.devtools("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    path.write_bytes(base64.b64decode(found["data"]))
+
+
+CUT = """
+const wide = document.documentElement.clientWidth;
+return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisibility()).filter(one => {
+  const box = one.getBoundingClientRect();
+  const isClipped = one.clientWidth && one.scrollWidth > one.clientWidth + 1;
+  return box.left < 0 || box.right > wide || box.width === 0 || isClipped;
+}).map(one => one.className);
+"""
+SHOWN = "return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisibility()).length"
+
+
+def test_screens_and_that_nothing_is_cut(browser: Browser, tmp_path: Path) -> None:
+    for scheme in ("light", "dark"):
+        for width in (390, 768, 1440):
+            look_at(browser, width, scheme)
+            keep_screen(browser, tmp_path / f"page-{width}-{scheme}.png")
+            assert browser.run("return document.documentElement.scrollWidth") <= width
+            matters = "tbody .leased, tbody .used, tbody .word, tbody .seconds, .revoke, .id"
+            # A wide table shortens what is longer than its column, and tells it whole to whoever points at it.
+            assert browser.run(CUT, matters + (", tbody .tenant" if width < 1000 else "")) == []
+            # Five leases, two of which have time left; three can be revoked.
+            for of, count in ((".tenant", 5), (".leased", 5), (".used", 5), (".revoke", 3)):
+                assert browser.run(SHOWN, f"tbody {of}") == count, (width, of)
+            times = [text for text in browser.texts("tbody .seconds") if text[:1].isdigit()]
+            assert len(times) == 2
+            faint = browser.run(CONTRAST)
+            assert not faint, (width, scheme, faint)
+    assert browser.complaints() == []
+
+
+# Each text's contrast with what is behind it (WCAG 2.2, 1.4.3), colours of any space drawn to sRGB by a canvas.
+CONTRAST = """
+const brush = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgba = colour => {
+  brush.clearRect(0, 0, 1, 1); brush.fillStyle = colour; brush.fillRect(0, 0, 1, 1);
+  return [...brush.getImageData(0, 0, 1, 1).data];
+};
+const over = (top, under) => top.slice(0, 3).map((one, at) => (one * top[3] + under[at] * (255 - top[3])) / 255);
+const behind = one => {
+  const stack = [];
+  for (; one; one = one.parentElement) stack.push(rgba(getComputedStyle(one).backgroundColor));
+  return stack.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+};
+const light = rgb => {
+  const [r, g, b] = rgb.map(one => one / 255).map(one => one <= .04045 ? one / 12.92 : ((one + .055) / 1.055) ** 2.4);
+  return .2126 * r + .7152 * g + .0722 * b;
+};
+const faint = [];
+for (const one of document.querySelectorAll('body *')) {
+  const isText = [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+  if (!isText || !one.checkVisibility()) continue;
+  const fill = one.parentElement?.matches('.bar > .owned') && one.parentElement.querySelector('.fill');
+  for (const ground of fill ? [one, fill] : [one]) {
+    const under = behind(ground), text = over(rgba(getComputedStyle(one).color), under);
+    const [more, less] = [light(text), light(under)].sort((a, b) => b - a);
+    const ratio = (more + .05) / (less + .05);
+    if (ratio < 4.5) faint.push(`${one.className} ${one.innerText}: ${ratio.toFixed(2)}`);
+  }
+}
+return faint;
+"""
+
+
+def test_what_a_plot_shows_of_an_hour(browser: Browser) -> None:
+    paths = "return [...document.querySelectorAll('.plot .line.used')].map(one => one.getAttribute('d'))"
+    busy, memory, untold, embedded = browser.run(paths)
+    for line in (busy, memory, embedded):
+        assert line.count("M") == 2, "a gap is a gap"
+    assert untold == "", "what is unknown is not drawn, as zero neither"
+    assert browser.run(SHOWN, "p.untold") == 1
+    labels = browser.run(
+        "return [...document.querySelectorAll('.plot svg')].map(one => one.getAttribute('aria-label'))"
+    )
+    assert labels[0].startswith("GPU utilisation over the last hour: ")
+    assert labels[2] == "GPU utilisation over the last hour: unknown"
+    assert browser.texts(".plot .y")[1].split("\n") == ["79 GiB", "39.5 GiB", "0 B"]
+
+
+def test_sizes_and_times_are_the_command_lines(browser: Browser) -> None:
+    sizes = [0, 1, 1023, 1024, 1536, 10**6, 10**7, GIB - 1, GIB, 3 * GIB // 2, 79 * GIB, 12345678901, 999 * GIB]
+    spans = [0, 0.04, 4.2, 9.96, 59.94, 59.99, 60, 61.7, 200, 3599.9, 3600, 7500, 86399, 200_000]
+    script = """
+        return import('/words.js').then(words => [arguments[0].map(words.size), arguments[1].map(words.span)]);
+    """
+    assert browser.run(script, sizes, spans) == [
+        [size_text(one) for one in sizes],
+        [seconds_text(one) for one in spans],
+    ]
+
+
+def test_a_tenants_colour_is_its_names(browser: Browser, scene: Scene) -> None:
+    def colours() -> dict[str, str]:
+        script = (
+            "return [...document.querySelectorAll('tbody tr')].map(row => [row.querySelector('.tenant').textContent,"
+        )
+        script += " getComputedStyle(row.querySelector('.key')).getPropertyValue('--own')])"
+        return {str(name): str(colour) for name, colour in browser.run(script)}
+
+    before = colours()
+    assert len({before[name] for name in ("ann", "carol", "dora")}) == 3
+    scene.leases = [lease(7, "aaa"), *(one for one in scene.leases if one["tenant"] in ("ann", "dora"))]
+    browser.wait_for("#totals", "4 leases of 3 tenants")
+    assert {name: colours()[name] for name in ("ann", "dora")} == {name: before[name] for name in ("ann", "dora")}
+
+
+def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
+    def shown() -> list[str]:
+        script = "return [...document.querySelectorAll('tbody .tenant')].filter(one => one.checkVisibility())"
+        return [str(text) for text in browser.run(f"{script}.map(one => one.textContent)")]
+
+    for phase in (Phase.GRACE, Phase.TEARDOWN, Phase.ENDED):
+        rig.tell(0xC1 << 120, phase, "expired")
+    browser.wait_for("#events", "ended, expired")
+    assert browser.texts("#events .tenant") == ["carol"], "one event an end"
+    browser.press("/ANN")
+    assert shown() == ["ann", "ann"]
+    assert browser.run("return document.querySelectorAll('.bar > .out').length") == 3
+    assert browser.texts("#events .tenant") == []
+    browser.press("\ue00c")
+    assert len(shown()) == 5
+    browser.press("d1000000")
+    assert shown() == ["dora"]
+    browser.press("\ue00c")
+    # A headless browser has a clipboard of its own, for pages that may write to it.
+    browser.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    browser.run("document.querySelector('tbody [data-copies^=a1]').click()")
+    browser.wait_for("#copied", f"Copied {0xA1 << 120:032x}")
+    assert browser.run("return navigator.clipboard.readText()") == f"{0xA1 << 120:032x}"
+
+
+def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -> None:
+    def do(opener: str, says: str) -> str:
+        browser.run(f"document.querySelector('{opener}').click()")
+        said = browser.text("#act-dialog")
+        browser.run("document.getElementById('act-do').click()")
+        browser.wait_for("#act-told", says)
+        browser.press("\ue007")
+        assert not browser.run("return document.getElementById('act-dialog').open"), "Enter closes it"
+        return said
+
+    assert "6 GiB of GPU 0 could not be proved free" in do(".clear", "2 fenced slices were let go.")
+    assert scene.cleared == [CARD]
+    assert "Minutes until what is left is ended" in do("#drain-begin", "5 leases are left, and ended in")
+    for one in scene.cards:
+        one["drain_left_ms"] = 600_000
+    browser.wait_for("#drain-text", "This host is being drained: it grants nothing, and what is left ends in")
+    do("#drain-end", "it grants leases.")
+    assert scene.drained == [600_000, None]
+    browser.run("document.querySelector('#drain-begin').click()")
+    browser.run("const field = document.getElementById('act-input'); field.value = '-1'; field.focus()")
+    browser.run("document.getElementById('act-do').click()")
+    assert browser.text("#act-told")
+    assert scene.drained == [600_000, None], "what makes no sense is not sent"
+
+
+def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
+    with Browser() as browser:
+        browser.open(rig.url)
+        browser.wait_for("#totals", "5 leases of 4 tenants")
+        found: Any = browser.run(
+            "return [...document.querySelectorAll('main button, header button')]"
+            ".filter(one => one.checkVisibility() && !one.closest('.bar')).map(one => one.id || one.className)"
+        )
+        assert set(found) == {"names", "copy"}
