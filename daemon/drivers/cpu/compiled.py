@@ -12,11 +12,13 @@ import msgpack
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Relocation
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Relocation, Special
 from gpulease.daemon.drivers.cpu.rejection import rejected
-from gpulease.daemon.drivers.cpu.translate.linking import link
+from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
 from gpulease.daemon.drivers.cpu.translate.module import Part, translate
+from gpulease.daemon.drivers.cpu.translate.specials import GRID_BARRIER
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, Parameter
+from gpulease.daemon.drivers.unsupported import refuse_managed_text
 from gpulease.daemon.native.compiler import BadIr, emit_object
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
@@ -32,6 +34,7 @@ class KernelFacts:
         dynamic_shared_offset: Where shared memory asked for at launch begins.
         part: Which of the image's objects it is in.
         symbol: Its name there.
+        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
         needs: What a block of it takes beside.
     """
 
@@ -44,6 +47,7 @@ class KernelFacts:
     dynamic_shared_offset: int
     part: int
     symbol: str
+    is_cooperative: bool
     needs: Needs
 
 
@@ -127,6 +131,7 @@ def _decode(image: bytes) -> str:
         )
     if len(image) > MAX_IMAGE_BYTES:
         raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
+    refuse_managed_text(image)
     try:
         # The driver API takes C strings: zeros behind the text belong to them.
         return image.rstrip(b"\0").decode("utf-8")
@@ -138,10 +143,31 @@ def _decode(image: bytes) -> str:
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: found for part in parts for name, found in part.needs.items()}
-    return tuple(_facts(function, needs[function.name], *places[function.name]) for function in tree.functions)
+    cooperative = _cooperative(tree)
+    return tuple(
+        _facts(function, needs[function.name], *places[function.name], is_cooperative=function.name in cooperative)
+        for function in tree.functions
+    )
 
 
-def _facts(function: Function, needs: Needs, part: int, symbol: str) -> KernelFacts:
+def _cooperative(tree: Image) -> frozenset[str]:
+    """The kernels that reach both a read of the grid's barrier and a trap, as drivers/cuda/elf.py finds in cubins."""
+    functions = (*tree.functions, *tree.subroutines)
+    reads = {function.name for function in functions if _reads_grid_barrier(function)}
+    traps = {function.name for function in functions if any(i.opcode == "trap" for i in function.instructions)}
+    if not reads or not traps:
+        return frozenset()
+    graph = CallGraph(tree)
+    reached = {kernel.name: {kernel.name, *graph.reached(kernel)} for kernel in tree.functions}
+    return frozenset(name for name, found in reached.items() if found & reads and found & traps)
+
+
+def _reads_grid_barrier(function: Function) -> bool:
+    operands = (operand for i in function.instructions for operand in i.operands)
+    return any(isinstance(operand, Special) and operand.name[1:] in GRID_BARRIER for operand in operands)
+
+
+def _facts(function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool) -> KernelFacts:
     threads = min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
     if not needs.fit(threads):
         raise rejected(f"a block of {threads} threads keeps more than there is room for", line=function.line)
@@ -155,5 +181,6 @@ def _facts(function: Function, needs: Needs, part: int, symbol: str) -> KernelFa
         dynamic_shared_offset=function.dynamic_shared_offset,
         part=part,
         symbol=symbol,
+        is_cooperative=is_cooperative,
         needs=needs,
     )

@@ -36,6 +36,7 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
 )
 from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
+from gpulease.daemon.drivers.unsupported import cooperative_refused
 
 _MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
 _MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
@@ -227,6 +228,8 @@ class CpuContext:
         """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
+        if kernel.is_cooperative:
+            raise cooperative_refused(kernel.name)
         _check_shape(kernel, grid, block)
         shared = kernel.static_shared_bytes
         if shared_bytes:

@@ -30,6 +30,7 @@ class CpuKernel:
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
         pace: Host address of how long its blocks took last (native/layout.py).
+        is_cooperative: Whether only a cooperative launch could run it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class CpuKernel:
     variables: int
     needs: Needs
     pace: int
+    is_cooperative: bool = False
     kept_bytes: int = 0
 
 
@@ -133,4 +135,5 @@ def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace
         variables=variables,
         needs=facts.needs,
         pace=pace,
+        is_cooperative=facts.is_cooperative,
     )

@@ -34,6 +34,7 @@ from gpulease.daemon.drivers.interface import (
     keep_waiting,
 )
 from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
+from gpulease.daemon.drivers.unsupported import cooperative_refused
 from gpulease.daemon.worker.heap import is_heap_wiped
 
 SPIN_S: Final = 200e-6
@@ -340,6 +341,8 @@ class CudaContext(Replays):
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch: the parameter buffer goes to the driver as it is."""
+        if kernel.is_cooperative:
+            raise cooperative_refused(kernel.name)
         if self._markers is not None:
             self._markers.make_room()
         result = self._launcher.launch(kernel, grid, block, shared_bytes, params, tag)

@@ -3,14 +3,23 @@
 Allocated sections are what is placed on the card: code, constants, and variables (.nv.global*), for which the file has
 no bytes. The headers' sizes of those have 32 bits only, whatever their variables sum up to (seen with ptxas 13.0), so
 the symbols in a section count too. Whatever a forged header hides shows in NVML's figure after the load.
+
+Symbols also tell managed variables, which are refused, and code tells which kernels need a cooperative launch.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, SHARING_BYTES, whole_pages
 from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.drivers.unsupported import managed_refused
+
+MAX_NAME_BYTES: Final = 32 << 10
+"""Of one symbol. Stops a file of symbols whose names never end from being searched to its end for each."""
 
 MODULE_GRAIN_BYTES: Final = 64 << 10
 """A module counts as a multiple of this: its small parts lie in pages shared with other modules, with gaps."""
@@ -21,12 +30,24 @@ SECTION_GRAIN_BYTES: Final = 512
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION: Final = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL: Final = struct.Struct("<IBBHQQ")
+_CALL: Final = struct.Struct("<II")
 _CLASS_64_LITTLE: Final = b"\x7fELF\x02\x01"
+_CUDA: Final = 190
 _SYMTAB: Final = 2
+_DYNAMIC_SYMTAB: Final = 11
+_CALL_GRAPH: Final = 0x70000001
 _WRITABLE: Final = 1
 _ALLOCATED: Final = 2
-_OBJECT: Final = 1
+_EXECUTABLE: Final = 4
 _FUNCTION: Final = 2
+_SECTION_SYMBOL: Final = 3
+_OBJECT: Final = 1
+_MANAGED: Final = 0x04
+"""In a variable's st_other: all in which cubins with and without `__managed__` differ (seen with nvcc 13.0)."""
+
+_ENTRY: Final = 0x10
+"""In a kernel's st_other."""
+
 _ON_CHIP: Final = b".nv.shared"
 _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 
@@ -41,12 +62,14 @@ class Weight:
         has_system_calls: Whether it calls functions of the driver's own that make the context grow.
         leaves_traces: Whether kernels may leave something in what the driver keeps when it is unloaded: in variables,
             or by the driver's own functions, in the heap or what is printed.
+        cooperative: The kernels that synchronise their grid, so that only a cooperative launch can run them.
     """
 
     device_bytes: int
     shared_bytes: int
     has_system_calls: bool
     leaves_traces: bool
+    cooperative: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +84,94 @@ class _Section:
     link: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Symbol:
+    """A symbol's fields; `names` is the section its name is in."""
+
+    name_at: int
+    kind: int
+    other: int
+    section: int
+    value: int
+    size: int
+    names: _Section
+
+
+@dataclass(slots=True)
+class _File:
+    """A cubin by its parts; `left_bytes` is how much of its sections' contents may yet be read.
+
+    Sections of an honest file do not overlap. Many that do would have the same bytes read again and again.
+    """
+
+    content: bytes
+    sections: list[_Section]
+    names: _Section
+    architecture: int
+    left_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_bytes = len(self.content)
+
+    def read(self, section: _Section, row_bytes: int) -> memoryview:
+        """A section's whole rows."""
+        end = section.start + section.size
+        if end > len(self.content):
+            raise ValueError("a section lies outside of the file")
+        self.left_bytes -= section.size
+        if self.left_bytes < 0:
+            raise ValueError("sections overlap")
+        return memoryview(self.content)[section.start : end - section.size % row_bytes]
+
+    def text(self, strings: _Section, offset: int) -> bytes:
+        """A name."""
+        start = strings.start + offset
+        return self.content[start : self.content.index(b"\0", start, start + MAX_NAME_BYTES)]
+
+    def name_of(self, symbol: _Symbol) -> bytes:
+        """A symbol's name."""
+        return self.text(symbol.names, symbol.name_at)
+
+    def symbols(self) -> Iterator[_Symbol]:
+        """All symbols of all tables, in order."""
+        for table in self.sections:
+            if table.kind in (_SYMTAB, _DYNAMIC_SYMTAB):
+                strings = self.sections[table.link]
+                for name_at, info, other, index, value, size in _SYMBOL.iter_unpack(self.read(table, _SYMBOL.size)):
+                    yield _Symbol(name_at, info & 0xF, other, index, value, size, strings)
+
+
 def weigh(cubin: bytes) -> Weight:
-    """What a cubin takes. Raises ImageRejected if its headers can't be followed."""
+    """What a cubin takes. Raises ImageRejected if its headers can't be followed, or for a managed variable."""
     try:
-        return _weigh(cubin)
+        return _weigh(cubin, _open(cubin))
     except (struct.error, IndexError, ValueError) as error:
         raise ImageRejected(f"the cubin's headers can't be followed: {error}", hint="Compile it again.") from None
 
 
-def _weigh(cubin: bytes) -> Weight:
-    sections, names = _sections(cubin)
+def _weigh(cubin: bytes, file: _File) -> Weight:
     sizes = {
         index: section.size
-        for index, section in enumerate(sections)
-        if section.flags & _ALLOCATED and not _text(cubin, names, section.name_at).startswith(_ON_CHIP)
+        for index, section in enumerate(file.sections)
+        if section.flags & _ALLOCATED and not cubin.startswith(_ON_CHIP, file.names.start + section.name_at)
     }
     sums: dict[int, int] = {}
+    symbols = list(file.symbols())
     has_system_calls = leaves_traces = False
-    for table in sections:
-        if table.kind != _SYMTAB:
-            continue
-        strings = sections[table.link]
-        symbols = _bytes_of(cubin, table)
-        for name_at, info, _, index, value, size in _SYMBOL.iter_unpack(symbols):
-            if info & 0xF == _FUNCTION and index == 0:
-                leaves_traces = True
-                has_system_calls |= _text(cubin, strings, name_at) not in _FREE_OF_CHARGE
-            elif info & 0xF == _OBJECT and index in sizes:
-                sums[index] = sums.get(index, 0) + size
-                sizes[index] = max(sizes[index], value + size, sums[index])
-    leaves_traces |= any(sections[index].flags & _WRITABLE for index in sizes if sizes[index])
+    for symbol in symbols:
+        if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):
+            raise managed_refused(file.name_of(symbol).decode(errors="replace"))
+        if symbol.kind == _FUNCTION and symbol.section == 0:
+            leaves_traces = True
+            has_system_calls |= file.name_of(symbol) not in _FREE_OF_CHARGE
+        elif symbol.kind == _OBJECT and (index := symbol.section) in sizes:
+            sums[index] = sums.get(index, 0) + symbol.size
+            sizes[index] = max(sizes[index], symbol.value + symbol.size, sums[index])
+    leaves_traces |= any(file.sections[index].flags & _WRITABLE for index in sizes if sizes[index])
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
     shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
-    return Weight(own + shared, shared, has_system_calls, leaves_traces)
+    return Weight(own + shared, shared, has_system_calls, leaves_traces, _cooperative(file, symbols))
 
 
 def _share(size: int) -> int:
@@ -103,11 +180,13 @@ def _share(size: int) -> int:
     return PAGE_BYTES // (PAGE_BYTES // grains) if grains else 0
 
 
-def _sections(cubin: bytes) -> tuple[list[_Section], _Section]:
+def _open(cubin: bytes) -> _File:
     header = _HEADER.unpack_from(cubin)
     ident, table_at, row_bytes, count, names = header[0], header[6], header[11], header[12], header[13]
     if not ident.startswith(_CLASS_64_LITTLE) or row_bytes != _SECTION.size:
         raise ValueError("it is no 64-bit little-endian ELF file")
+    if header[2] != _CUDA:
+        raise ValueError(f"it is code of machine {header[2]}, not of a GPU")
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
     if count == 0:
@@ -117,16 +196,94 @@ def _sections(cubin: bytes) -> tuple[list[_Section], _Section]:
         raise ValueError(f"{count} sections in {len(cubin)} bytes")
     rows = [_SECTION.unpack_from(cubin, table_at + _SECTION.size * number) for number in range(count)]
     sections = [_Section(row[0], row[1], row[2], row[4], row[5], row[6]) for row in rows]
-    return sections, sections[names if names != 0xFFFF else rows[0][6]]
+    # Since ABI version 8 (CUDA 13) the architecture stands one byte higher.
+    architecture = header[7] >> 8 & 0xFFFF if ident[8] >= _ABI_OF_CUDA_13 else header[7] & 0xFF
+    return _File(cubin, sections, sections[names if names != 0xFFFF else rows[0][6]], architecture)
 
 
-def _bytes_of(cubin: bytes, section: _Section) -> memoryview:
-    end = section.start + section.size
-    if end > len(cubin):
-        raise ValueError("a section lies outside of the file")
-    return memoryview(cubin)[section.start : end - section.size % _SYMBOL.size]
+# --- Cooperative launches ----------------------------------------------------------------------------------------
+#
+# nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2, and traps if it is 0,
+# as it is in any but a cooperative launch. No attribute in the file says so. The machine code does: it reads the two
+# registers at fixed places of constant bank 0, and has an instruction that traps.
+
+_ABI_OF_CUDA_13: Final = 8
+
+_ENVIRONMENT_AT: Final = ((100, 0x250), (90, 0x40), (0, 0x88))
+"""From which architecture on, %envreg0 lies where in constant bank 0 (seen with ptxas 13.0, sm_75 to sm_121)."""
+
+_INSTRUCTION_BYTES: Final = 16
+_CONSTANT_FORMS: Final = (0x600, 0xA00)
+"""Bits 9 to 11 of an instruction one of whose operands is in a constant bank: bank and word in bits 40 to 58."""
+
+_UNIFORM_LOAD: Final = 0x7AC
+"""LDCU, since sm_100: bank and byte in bits 37 to 58."""
+
+_TRAP: Final = 0x95C
+
+_MARKS: Final = 0xFFFFFFFC
+"""Callees from this on begin a part of .nv.callgraph: -1 calls, -2 functions whose address is taken, -3 functions that
+call through a pointer, -4 what such calls may reach."""
 
 
-def _text(cubin: bytes, strings: _Section, offset: int) -> bytes:
-    start = strings.start + offset
-    return cubin[start : cubin.index(b"\0", start)]
+def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
+    """The kernels that reach, in their own code and what they call, both a read of the grid's barrier and a trap."""
+    reads, traps = set[int](), set[int]()
+    for index, section in enumerate(file.sections):
+        if section.flags & _EXECUTABLE and section.kind == 1:
+            code = np.frombuffer(file.read(section, _INSTRUCTION_BYTES), "<u8")[::2]
+            if _reads_grid_barrier(code, file.architecture):
+                reads.add(index)
+            if bool(np.any(code & np.uint64(0xFFF) == _TRAP)):
+                traps.add(index)
+    if not reads or not traps:
+        return frozenset()
+    calls = _calls(file, symbols)
+    reading, trapping = _callers_of(reads, calls), _callers_of(traps, calls)
+    return frozenset(
+        file.name_of(symbol).decode(errors="replace")
+        for symbol in symbols
+        if symbol.kind == _FUNCTION and symbol.other & _ENTRY and symbol.section in reading & trapping
+    )
+
+
+def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]", architecture: int) -> bool:
+    """Whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
+    at = next(at for since, at in _ENVIRONMENT_AT if architecture >= since)
+    words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
+    is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
+    has_constant = np.isin(code & np.uint64(0xE00), np.array(_CONSTANT_FORMS, "u8")) & ~is_uniform
+    found = [(has_constant & (words == place // 4)) | (is_uniform & (bytes_ == place)) for place in (at + 4, at + 8)]
+    return bool(np.any(found))
+
+
+def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
+    """By section of code, the sections of those who may call into it."""
+    callers: dict[int, set[int]] = {}
+    addressed, calling = set[int](), set[int]()
+    for graph in file.sections:
+        part = 0
+        for caller, callee in _CALL.iter_unpack(file.read(graph, _CALL.size) if graph.kind == _CALL_GRAPH else b""):
+            if callee >= _MARKS:
+                part = callee - (1 << 32)
+            elif part == -2:
+                addressed.add(symbols[caller].section)
+            elif part == -3:
+                calling.add(symbols[caller].section)
+            else:
+                callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
+    # Behind a pointer may be any function whose address is taken; -1 stands for the pointer.
+    for section in addressed:
+        callers.setdefault(section, set()).add(-1)
+    callers[-1] = calling
+    return callers
+
+
+def _callers_of(sections: set[int], callers: dict[int, set[int]]) -> set[int]:
+    """The sections, and all that call into them directly or not."""
+    found, pending = set(sections), list(sections)
+    while pending:
+        fresh = callers.get(pending.pop(), set()) - found
+        found |= fresh
+        pending.extend(fresh)
+    return found

@@ -18,6 +18,7 @@ from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.interface import LaunchRejected, Poll
 from gpulease.daemon.drivers.steps import SEGMENT_STEPS, CopyStep, DataStep, KernelStep, Step
+from gpulease.daemon.drivers.unsupported import cooperative_refused
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cuda.context import CudaContext
@@ -170,6 +171,8 @@ class CudaGraph:
         places = [start + parameter.offset for parameter in step.kernel.parameters]
         pointers = (ctypes.c_void_p * max(1, len(places)))(*places)
         kernel: Any = step.kernel
+        if kernel.is_cooperative:
+            raise cooperative_refused(kernel.name)
         given = api.CUDA_KERNEL_NODE_PARAMS()
         given.func = api.CUfunction(kernel.function)
         given.gridDimX, given.gridDimY, given.gridDimZ = step.grid

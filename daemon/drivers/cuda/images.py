@@ -17,17 +17,26 @@ from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter
+from gpulease.daemon.drivers.unsupported import refuse_managed_text
 
 LOG_BYTES: Final = 64 << 10
 """Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
 
 _ELF: Final = b"\x7fELF"
+_FATBINS: Final = (b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46")
+"""How a fatbin and the wrapper that nvcc puts around one begin. They hold images that nothing here looks into."""
+
 _LINE: Final = re.compile(r"\bline (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One entry of a module; `function` is its CUfunction."""
+    """One entry of a module.
+
+    Attributes:
+        function: Its CUfunction.
+        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -35,6 +44,7 @@ class CudaKernel:
     max_threads_per_block: int
     kept_bytes: int
     function: int
+    is_cooperative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ def load_image(
 
     `on_weighed` is told what it is before the driver has any of it, which may keep it though it refuses it.
     """
-    cubin = image if image.startswith(_ELF) else compiled.of(image, _compile)
+    cubin = machine_code(image, compiled)
     weight = weigh(cubin)
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
@@ -64,11 +74,26 @@ def load_image(
     error, loaded = api.cuModuleLoadData(cubin)
     _check(error)
     try:
-        kernels = {name: _kernel(loaded, name, parameters, local) for name, parameters in listed.items()}
+        kernels = {
+            name: _kernel(loaded, name, parameters, local, is_cooperative=name in weight.cooperative)
+            for name, parameters in listed.items()
+        }
     except ImageRejected:
         unload(loaded)
         raise
     return CudaModule(kernels, weight.device_bytes, weight.shared_bytes, kept_bytes, loaded)
+
+
+def machine_code(image: bytes, compiled: Compiled) -> bytes:
+    """An image as a cubin, which `weigh` has yet to look at. Raises ImageRejected."""
+    if image.startswith(_ELF):
+        return image
+    if image.startswith(_FATBINS):
+        raise ImageRejected(
+            "this image is a fatbin, which is not supported", hint="Load one of its images: nvcc -cubin or nvcc -ptx."
+        )
+    refuse_managed_text(image)
+    return compiled.of(image, _compile)
 
 
 def unload(loaded: Any) -> None:
@@ -76,7 +101,9 @@ def unload(loaded: Any) -> None:
     api.cuModuleUnload(loaded)
 
 
-def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory) -> CudaKernel:
+def _kernel(
+    loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory, *, is_cooperative: bool
+) -> CudaKernel:
     error, function = api.cuModuleGetFunction(loaded, name.encode())
     _check(error)
     attribute = api.CUfunction_attribute
@@ -88,6 +115,7 @@ def _kernel(loaded: Any, name: str, parameters: tuple[Parameter, ...], local: Lo
         _attribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK),
         local.kept_by(_attribute(function, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)),
         int(function),
+        is_cooperative,
     )
 
 

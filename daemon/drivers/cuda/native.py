@@ -58,6 +58,11 @@ def record_of(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes:
     return bytes(LaunchRecord(kernel.function, grid, block, shared_bytes))
 
 
+def _native_record(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
+    """A record for native code; None for what `CudaContext.launch` refuses."""
+    return None if kernel.is_cooperative else record_of(kernel, grid, block, shared_bytes)
+
+
 class Launcher:
     """Launches in the current context, for Python and for native code: both go the same way, and count in one place.
 
@@ -86,7 +91,8 @@ class Launcher:
     def native(self, launched: Callable[[Kernel], None], spin_ns: int) -> NativeLaunch:
         """See `Context.native`."""
         code = launching_code()
-        return NativeLaunch(self._state_at, code.address("launch"), code.address("query"), spin_ns, record_of, launched)
+        launch, query = code.address("launch"), code.address("query")
+        return NativeLaunch(self._state_at, launch, query, spin_ns, _native_record, launched)
 
     def launch(self, kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> int:
         """Queue one; the CUresult, 0 if it was."""

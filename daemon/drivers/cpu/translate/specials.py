@@ -38,6 +38,10 @@ define internal i64 @global_time() noinline {{
 # A cluster is one block: the number of clusters and their place in the grid are those of blocks.
 _CLUSTER = {f"cluster_ctaid.{axis}": 0 for axis in _AXES} | {f"cluster_nctaid.{axis}": 1 for axis in _AXES}
 _CLUSTER |= {"cluster_ctarank": 0, "cluster_nctarank": 1}
+
+# The address of the grid's barrier, which only a cooperative launch has (seen with nvcc 13.0: grid.sync reads it here).
+GRID_BARRIER = ("envreg1", "envreg2")
+
 _AS_BLOCKS = {f"clusterid.{axis}": f"ctaid.{axis}" for axis in _AXES}
 _AS_BLOCKS |= {f"nclusterid.{axis}": f"nctaid.{axis}" for axis in _AXES}
 
@@ -56,12 +60,15 @@ NAMES = (
     *MACHINE,
     *_CLUSTER,
     *_AS_BLOCKS,
+    *GRID_BARRIER,
 )
 
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
     """A special register's value, or None if it is not supported."""
     name = _AS_BLOCKS.get(name, name)
+    if name in GRID_BARRIER:
+        return constant("i32", 0)
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
     if name in ARGUMENTS:

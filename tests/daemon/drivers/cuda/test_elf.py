@@ -3,6 +3,7 @@
 import contextlib
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.drivers.cuda.elf import MODULE_GRAIN_BYTES, weigh
 from gpulease.daemon.drivers.interface import ImageRejected
 
+IMAGES = Path(__file__).parents[1] / "images"
 MIB = 1 << 20
 PROGBITS, SYMTAB, NOBITS, ALLOCATED, OBJECT, FUNCTION = 1, 2, 8, 2, 1, 2
 
@@ -34,6 +36,7 @@ class Symbol:
     section: int
     value: int
     size: int
+    other: int = 0
 
 
 def cubin(*sections: Section, symbols: tuple[Symbol, ...] = ()) -> bytes:
@@ -43,7 +46,9 @@ def cubin(*sections: Section, symbols: tuple[Symbol, ...] = ()) -> bytes:
     for name in [section.name for section in sections] + [symbol.name for symbol in symbols]:
         places[name] = len(texts)
         texts += name.encode() + b"\0"
-    rows = b"".join(struct.pack("<IBBHQQ", places[s.name], s.kind, 0, s.section, s.value, s.size) for s in symbols)
+    rows = b"".join(
+        struct.pack("<IBBHQQ", places[s.name], s.kind, s.other, s.section, s.value, s.size) for s in symbols
+    )
     strings_at = len(sections) + 1
     all_sections = [
         Section("", 0, 0, 0),
@@ -136,3 +141,61 @@ def test_any_bytes_are_weighed_or_refused(data: st.DataObject) -> None:
 )
 def test_what_kernels_can_leave_in_what_the_driver_keeps(image: bytes, leaves: bool) -> None:
     assert weigh(image).leaves_traces is leaves
+
+
+@pytest.mark.parametrize("name", ["managed.sm75.cubin", "managed.sm90.cubin"])
+def test_a_managed_variable_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ImageRejected, match="'counter' is __managed__"):
+        weigh((IMAGES / name).read_bytes())
+
+
+@pytest.mark.parametrize(("kind", "section"), [(OBJECT, 2), (0, 2), (OBJECT | 1 << 4, 0), (5, 2)])
+def test_a_managed_symbol_of_any_kind_is_refused(kind: int, section: int) -> None:
+    variables = Section(".nv.global", NOBITS, 3, 4)
+    weigh(cubin(CODE, variables, symbols=(Symbol("m", kind, section, 0, 4),)))
+    with pytest.raises(ImageRejected, match="'m' is __managed__"):
+        weigh(cubin(CODE, variables, symbols=(Symbol("m", kind, section, 0, 4, other=0x04),)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"launches.sm{architecture}.cubin" for architecture in (75, 80, 90, 100)),
+        # Functions in sections of their own, named by the call graph.
+        "launches.parts.sm90.cubin",
+    ],
+)
+def test_kernels_that_synchronise_their_grid_are_told_from_others(name: str) -> None:
+    found = weigh((IMAGES / name).read_bytes()).cooperative
+    assert found == {"grid_sync", "grid_sync_in_call", "grid_sync_behind_pointer"}
+
+
+def test_code_of_another_machine_is_no_cubin() -> None:
+    image = bytearray(cubin(CODE))
+    image[18:20] = (62).to_bytes(2, "little")
+    with pytest.raises(ImageRejected, match="machine 62"):
+        weigh(bytes(image))
+
+
+def test_the_same_bytes_are_not_read_again_for_each_of_many_sections() -> None:
+    """A file of 1 MiB whose 8,000 symbol tables are the same half of it would be 170 million symbols."""
+    image = bytearray(cubin(CODE, *[Section("", SYMTAB, 0, 1 << 19)] * 8_000))
+    image += bytes(1 << 20)
+    with pytest.raises(ImageRejected, match="overlap"):
+        weigh(bytes(image))
+
+
+def test_a_name_that_never_ends_is_refused() -> None:
+    image = cubin(CODE, symbols=(Symbol("m" * (64 << 10), OBJECT, 1, 0, 4, other=0x04),))
+    with pytest.raises(ImageRejected, match="can't be followed"):
+        weigh(image)
+
+
+@given(st.sampled_from(["launches.parts.sm90.cubin", "managed.sm75.cubin"]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_real_cubins_with_any_bytes_changed_are_weighed_or_refused(name: str, data: st.DataObject) -> None:
+    image = bytearray((IMAGES / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 8))):
+        image[data.draw(st.integers(0, len(image) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ImageRejected):
+        weigh(bytes(image))

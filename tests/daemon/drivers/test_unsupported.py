@@ -1,0 +1,93 @@
+"""Images with managed variables are refused at load, kernels that synchronise their grid at launch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.interface import Dim3, ImageRejected, LaunchRejected
+from gpulease.daemon.drivers.steps import KernelStep
+from gpulease.daemon.drivers.unsupported import refuse_managed_text
+
+IMAGES = Path(__file__).parent / "images"
+HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
+KERNEL = ".visible .entry k() { ret; }"
+ONE: Dim3 = (1, 1, 1)
+
+
+@pytest.fixture
+def context() -> Iterator[CpuContext]:
+    opened = CpuContext(64 << 20)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        ".global .attribute(.managed) .align 4 .u32 m;",
+        ".visible .global .attribute(.managed) .u32 m;",
+        ".extern .global .attribute(.managed) .u32 m;",
+        ".weak .global .attribute(.managed) .u32 m;",
+        ".common .global .attribute(.managed) .u32 m;",
+        ".global .align 4 .attribute ( .managed ) .u32 m;",
+        ".attribute(.managed) .global .u32 m;",
+        ".global\n.attribute\n(\n.managed\n)\n.u32 m;",
+        ".global .attribute/* .u32 x; */(/**/.managed/*\n*/) // y\n.u32 m;",
+        ".global .attribute(.unified(19, 95), .managed) .u32 m;",
+        ".global .attribute(.managed) .v4 .f32 m[3];",
+        "// a comment goes on \\\n.global .attribute(.managed) .u32 m;",
+        "/* /* */ .global .attribute(.managed) .u32 m; /* */",
+        '.file 1 "a\\" .global .attribute(.managed) .u32 m;',
+        ".visible .entry f() { .global .attribute(.managed) .u32 m; ret; }",
+    ],
+)
+def test_a_managed_variable_is_refused_however_it_is_written(declared: str) -> None:
+    """Each but the one with `.unified` is PTX that ptxas 13.0 makes a managed variable of."""
+    with pytest.raises(ImageRejected, match="the variable 'm' is __managed__") as caught:
+        refuse_managed_text(f"{HEAD}{declared}\n{KERNEL}".encode())
+    assert "mem_alloc" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        "// .global .attribute(.managed) .u32 m;",
+        "/* .global .attribute(.managed)\n.u32 m; */",
+        '.file 1 ".attribute(.managed)"',
+        ".global .u32 managed;",
+    ],
+)
+def test_what_only_looks_like_one_is_loaded(context: CpuContext, declared: str) -> None:
+    context.module_load(f"{HEAD}{declared}\n{KERNEL}".encode())
+
+
+@pytest.mark.parametrize("text", [b"/*" * (1 << 19), b'"' * ((1 << 20) + 1), b"/" * (1 << 20)])
+def test_hostile_text_is_looked_through_once(text: bytes) -> None:
+    """What is never closed hides the attribute, as it does from ptxas; a second look at each byte would take hours."""
+    refuse_managed_text(text + b".managed")
+
+
+def test_the_embedded_driver_refuses_what_nvcc_makes_of_a_managed_variable(context: CpuContext) -> None:
+    with pytest.raises(ImageRejected, match="the variable 'counter' is __managed__") as caught:
+        context.module_load((IMAGES / "managed.sm75.ptx").read_bytes())
+    assert (IMAGES / "managed.sm75.ptx").read_text().splitlines()[caught.value.line - 1].endswith("counter;")
+
+
+@pytest.mark.parametrize("name", ["launches.sm75.ptx", "launches.sm90.ptx"])
+def test_only_kernels_that_synchronise_their_grid_are_refused(context: CpuContext, name: str) -> None:
+    module = context.module_load((IMAGES / name).read_bytes())
+    buffer = context.mem_alloc(4096)
+    params = buffer.to_bytes(8, "little")
+    for kernel in module.kernels.values():
+        if kernel.name in ("grid_sync", "grid_sync_in_call"):
+            with pytest.raises(LaunchRejected, match=f"kernel {kernel.name} needs a cooperative launch"):
+                context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
+            with pytest.raises(LaunchRejected):
+                context.graph([KernelStep(kernel, ONE, ONE, 0, params)])
+            assert context.native().record(kernel, ONE, ONE, 0) is None
+        else:
+            context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
+            context.sync()
+    assert len(module.kernels) == 7
