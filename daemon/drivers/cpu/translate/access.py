@@ -73,7 +73,7 @@ def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Va
         raise t.problem("expected an address in brackets")
     if isinstance(operand.base, Variable):
         space = _space_of(t, operand.base, space)
-    return _address(t, operand), space
+    return _address(t, operand, wraps=space in _WINDOWS), space
 
 
 def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -> Value:
@@ -172,7 +172,7 @@ def _space_of(t: OperandTranslator, variable: Variable, space: Space) -> Space:
     return variable.space
 
 
-def _address(t: OperandTranslator, operand: Address) -> Value:
+def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
     match operand.base:
         case Variable() as variable:
             return t.address_of(variable, operand.offset)
@@ -180,8 +180,16 @@ def _address(t: OperandTranslator, operand: Address) -> Value:
             return constant("i64", (value + operand.offset) & (2**64 - 1))
         case Register() as register:
             base = t.read(register, address_type(t, register))
+            if wraps and register.type.bits == 32:
+                return t.ir.resize(add_wrapping(t.ir, base, operand.offset), "i64", signed=False)
             base = t.ir.resize(base, "i64", signed=False)
             return t.ir.binary("add", base, operand.offset) if operand.offset else base
+
+
+def add_wrapping(ir: IrWriter, base: Value, offset: int) -> Value:
+    """An offset added to 32-bit addresses of a window, which end at 32 bits, as a card adds it."""
+    signed = (offset + (1 << 31)) % (1 << 32) - (1 << 31)
+    return ir.binary("add", base, signed) if signed else base
 
 
 def address_type(t: OperandTranslator, register: Register) -> Scalar:

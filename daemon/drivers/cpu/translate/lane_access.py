@@ -15,6 +15,7 @@ from gpulease.daemon.drivers.cpu.translate.access import (
     GRANULE_BYTES,
     RECORD_FAULT,
     SPACE_NUMBERS,
+    add_wrapping,
     address_type,
     global_is_valid,
     window_base,
@@ -93,6 +94,8 @@ class _Access:
         self._size = self._scalar.size * self._count
         self._base = t.read(base, address_type(t, base))
         self._offset = operand.offset
+        if self._space is Space.SHARED and base.type.bits == 32:
+            self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
 
@@ -162,7 +165,7 @@ class _Access:
         every = ir.compare("icmp eq", ir.binary("or", ir.mask_of(same), absent), -1)
         if kind == "i64":
             return every
-        # 32-bit addresses are extended before an offset is added, so they must not have wrapped.
+        # 32-bit addresses are extended before they are used, so they must not have wrapped.
         most = 2**32 - self._size * ir.lanes
         return ir.binary("and", every, ir.compare("icmp ule", first, most))
 

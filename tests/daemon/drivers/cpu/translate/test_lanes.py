@@ -237,3 +237,47 @@ def test_which_kernels_run_together(kernel_of: Callable[[str], str]) -> None:
     for body, expected in cases.items():
         (part,) = module.translate(parse(kernel_of(body)))
         assert ("%given" in part.text) == expected, body
+
+
+# %s is 64 bytes before a word of the thread's own in shared memory, so for the first threads it lies before address 0.
+_BEFORE = """
+.reg .b32 %s, %e, %t; .reg .b64 %at; .local .align 8 .b8 lo[16]; .reg .pred %z;
+mov.u32 %s, sh; mad.lo.u32 %s, %i, STRIDE, %s; add.s32 %s, %s, -64;
+"""
+_WRAPPED = {
+    "words side by side": (4, "st.shared.u32 [%s+64], %b0; ld.shared.u32 %e, [%s+64];"),
+    "words apart": (12, "st.shared.u32 [%s+64], %b0; ld.shared.u32 %e, [%s+64];"),
+    "pairs": (8, "st.shared.v2.u32 [%s+64], {%i, %b0}; ld.shared.v2.u32 {%t, %e}, [%s+64];"),
+    "some lanes": (4, "mov.u32 %e, %b0; setp.gt.u32 %z, %i, 2; @!%z bra OVER; st.shared.u32 [%s+64], %b0;"
+                      " ld.shared.u32 %e, [%s+64]; OVER: mov.u32 %t, 0;"),
+    "an atomic": (4, "st.shared.u32 [%s+64], 0; atom.shared.add.u32 %t, [%s+64], %b0; ld.shared.u32 %e, [%s+64];"),
+    "one address": (4, "mov.u32 %s, sh; add.s32 %s, %s, -64; st.shared.u32 [%s+64], 7; ld.shared.u32 %e, [%s+64];"
+                       " add.u32 %e, %e, %b0; sub.u32 %e, %e, 7;"),
+    "local memory": (4, "mov.u32 %s, lo; add.s32 %s, %s, -64; st.local.u32 [%s+72], %b0; ld.local.u32 %e, [%s+72];"),
+    "an offset that goes down": (4, "add.s32 %s, %s, 132; st.shared.u32 [%s+-68], %b0; ld.shared.u32 %e, [%s+-68];"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("case", _WRAPPED)
+def test_a_32_bit_address_wraps_with_its_offset(
+    run_block: RunBlock, monkeypatch: pytest.MonkeyPatch, case: str, together: bool
+) -> None:
+    if not together:
+        monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    stride, access = _WRAPPED[case]
+    body = f"// {together}\n" + _BEFORE.replace("STRIDE", str(stride)) + f"{access} cvt.u64.u32 %o0, %e;"
+    rows = [[1000 + 17 * n] for n in range(64)]
+    assert [kept[0] for kept in run_block(body, rows)] == [row[0] for row in rows]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_address_that_lies_outside_when_it_has_wrapped_is_a_fault(
+    run_block: RunBlock, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    if not together:
+        monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    body = f"// {together}\n" + _BEFORE.replace("STRIDE", "4") + "ld.shared.u32 %e, [%s+60]; cvt.u64.u32 %o0, %e;"
+    with pytest.raises(KernelFault) as caught:
+        run_block(body, [[0]] * 64)
+    assert caught.value.address == 2**32 - 4
