@@ -1,6 +1,6 @@
 """A place in the token stream with one token of look-ahead, and the refusals that name it."""
 
-from gpulease.daemon.drivers.cpu.ptx.lexer import Source, Token, parse_integer
+from gpulease.daemon.drivers.cpu.ptx.lexer import Source, Token, parse_whole_integer
 from gpulease.daemon.drivers.interface import ImageRejected
 
 
@@ -39,11 +39,13 @@ class Cursor:
         return self.take().text[1:] if self.peek.kind == "directive" else None
 
     def integer(self) -> int:
-        """Take an unsigned integer literal."""
+        """Take an unsigned integer literal: a size, a count. Cut to 64 bits it would be another one."""
         token = self.expect("number")
-        value = parse_integer(token.text)
+        value = parse_whole_integer(token.text)
         if value is None:
             raise self.problem(f"{token.text[:60]!r} is no number", token)
+        if value >= 1 << 64:
+            raise self.problem(f"{token.text[:60]} does not fit 64 bits", token)
         return value
 
     def skip_line(self, line: int) -> None:

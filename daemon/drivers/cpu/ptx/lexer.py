@@ -71,6 +71,12 @@ class Source:
 
 def parse_integer(text: str) -> int | None:
     """The value of an integer literal cut to 64 bits as PTX does (section 4.5.1), or None if it isn't one."""
+    value = parse_whole_integer(text)
+    return None if value is None else value & (2**64 - 1)
+
+
+def parse_whole_integer(text: str) -> int | None:
+    """The value of an integer literal as it is written, or None if it isn't one."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
     found = _INTEGER.fullmatch(text)
@@ -78,5 +84,5 @@ def parse_integer(text: str) -> int | None:
         return None
     for group, base in (("x", 16), ("b", 2), ("o", 8), ("d", 10)):
         if found[group] is not None:
-            return int(found[group], base) & (2**64 - 1)
+            return int(found[group], base)
     return None

@@ -137,6 +137,41 @@ def test_a_refusal_names_the_kernel() -> None:
     assert "of kernel k:" in str(rejection(kernel("nonsense.x;")))
 
 
+@pytest.mark.parametrize("space", ["global", "const", "shared", "local"])
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ("[18446744073709551620]", "does not fit 64 bits"),
+        ("[0x10000000000000004]", "does not fit 64 bits"),
+        ("[4][18446744073709551617]", "does not fit 64 bits"),
+        ("[4294967296][4294967297]", "has 73786976312018075648 bytes"),
+        ("[9223372036854775809][2]", "bytes"),
+        ("[-4]", "found '-'"),
+    ],
+)
+def test_an_array_size_never_wraps_to_a_small_one(space: str, lengths: str, said: str) -> None:
+    declared = f".{space} .b32 x{lengths};"
+    body = declared if space in ("shared", "local") else ""
+    text = f"{HEAD}{'' if body else declared} .entry k() {{ {body} ret; }}"
+    with pytest.raises(ImageRejected, match=said):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".entry k() { .reg .b32 %r<18446744073709551617>; ret; }",
+        ".entry k(.param .align 18446744073709551620 .b32 p) { ret; }",
+        ".entry k() .maxntid 18446744073709551620 { ret; }",
+        ".entry k() .reqntid 1, 18446744073709551617 { ret; }",
+        ".global .align 18446744073709551620 .b32 x;",
+    ],
+)
+def test_no_other_number_of_a_declaration_wraps_either(text: str) -> None:
+    with pytest.raises(ImageRejected, match="does not fit 64 bits"):
+        parse(HEAD + text)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "text",
