@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
 
 # Cooperative groups write these three behind the operation, Triton the other way round, and ptxas takes both.
-FAMILY = Family("Atomic operations", "9.7.13", loose=("order", "scope", "space"))
+FAMILY = Family("Atomic operations", "9.7.13")
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 _RED_ORDERS = ("relaxed", "release")

@@ -105,6 +105,10 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
         modifiers = form.match(instruction)
         if modifiers is not None:
             return form, modifiers
+    for form in _FORMS.get(instruction.opcode, ()):
+        modifiers = form.match_in_any_order(instruction)
+        if modifiers is not None:
+            return form, modifiers
     known = instruction.opcode in _FORMS
     what = "this form of" if known else "the instruction"
     raise rejected(

@@ -50,7 +50,7 @@ _OPERATIONS = {
 @FAMILY.form("rcp.round.f64", 2, round=_ROUND)
 def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """One rounding in the mode named."""
-    scalar = SCALARS[i.modifiers[-1]]
+    scalar = next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)
     kind = ir_type(scalar)
     operands = [read_float(t, i, n, scalar, m) for n in range(1, len(i.operands))]
     if i.opcode == "rcp":

@@ -167,4 +167,4 @@ def float_constant(t: OperandTranslator, scalar: Scalar, number: float) -> Value
 
 
 def _last_scalar(i: Instruction) -> Scalar:
-    return SCALARS[i.modifiers[-1]]
+    return next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)

@@ -3,11 +3,14 @@
 A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`, where a name
 with choices (`cmp`, `type`) stands for one of them and any other name for itself. What matches no form is refused:
 an unknown modifier may change the result.
+
+ptxas takes most modifiers in any order, and compilers use that: CUB writes `vote.ballot.sync.b32`. So do forms, but
+for what ptxas tells by its place: types, layouts or spaces among one another, and a part of the opcode (`mul.lo`).
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.cpu.ptx.scalars import SCALARS, Scalar
@@ -15,6 +18,15 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.cpu.translate.thread import ThreadTranslator
+
+_TOLD_BY_PLACE = (
+    re.compile(r"(?:b|u|s|f|bf|tf)\d+(?:x\d)?|e\dm\d(?:x\d)?|pred"),
+    re.compile(r"row|col"),
+    re.compile(r"global|shared(?:::cta|::cluster)?"),
+)
+
+# Modifiers that come first or nowhere (seen with ptxas 13.0).
+_FIRST = ("lo", "hi", "wide", "l", "r", "warp", "to", "async", "idx")
 
 _SLOT = re.compile(r"(\{)?\.(\w+(?:::\w+)?)\}?")
 
@@ -57,7 +69,6 @@ class Form:
         slots: For each modifier in order: its name, its choices, whether it may be left out.
         arity: How many operands it takes.
         writes: Whether the first operand is where the result goes.
-        loose: Slots at the front whose modifiers may be given at any place.
     """
 
     template: str
@@ -66,12 +77,11 @@ class Form:
     arity: tuple[int, ...]
     writes: bool
     translate: Translate
-    loose: tuple[str, ...] = ()
 
     def match(self, instruction: Instruction) -> Modifiers | None:
         """The instruction's modifiers by name, or None if it is spelled otherwise."""
         found: dict[str, str] = {}
-        given = self._arranged(instruction.modifiers)
+        given = list(instruction.modifiers)
         for name, choices, optional in self.slots:
             if given and given[0] in choices:
                 found[name] = given.pop(0)
@@ -81,21 +91,35 @@ class Form:
             return None
         return Modifiers(found)
 
-    def _arranged(self, modifiers: tuple[str, ...]) -> list[str]:
-        if not self.loose:
-            return list(modifiers)
-        places = {choice: name for name, choices, _ in self.slots if name in self.loose for choice in choices}
-        order = {name: place for place, name in enumerate(self.loose)}
-        return sorted(modifiers, key=lambda modifier: order.get(places.get(modifier, ""), len(order)))
+    def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
+        """The same for modifiers in an order that only ptxas and this driver take."""
+        given = list(instruction.modifiers)
+        if any(modifier in _FIRST for modifier in given[1:]):
+            return None
+        arranged: list[str] = []
+        for _, choices, optional in self.slots:
+            fitting = next((one for one in given if one in choices), None)
+            if fitting is not None:
+                arranged.append(fitting)
+                given.remove(fitting)
+            elif not optional:
+                return None
+        if given or _told_by_place(instruction.modifiers) != _told_by_place(arranged):
+            return None
+        return self.match(replace(instruction, modifiers=tuple(arranged)))
+
+
+def _told_by_place(modifiers: Sequence[str]) -> list[list[str]]:
+    """Types, layouts and spaces, each in their order."""
+    return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _TOLD_BY_PLACE]
 
 
 class Family:
     """Instructions described together in one section of the PTX ISA."""
 
-    def __init__(self, title: str, section: str, *, loose: tuple[str, ...] = ()) -> None:
+    def __init__(self, title: str, section: str) -> None:
         self.title = title
         self.section = section
-        self.loose = loose
         self.forms: list[Form] = []
 
     def form(
@@ -110,7 +134,7 @@ class Family:
                 for brace, name in _SLOT.findall(template[len(opcode) :])
             )
             counts = (arity,) if isinstance(arity, int) else arity
-            self.forms.append(Form(template, opcode, slots, counts, writes, translate, self.loose))
+            self.forms.append(Form(template, opcode, slots, counts, writes, translate))
             return translate
 
         return register

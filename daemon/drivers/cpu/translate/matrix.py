@@ -43,6 +43,11 @@ _COUNTS = ("x1", "x2", "x4")
 _SPACES = ("shared", "shared::cta")
 
 
+def _shape(i: Instruction) -> str:
+    """The one modifier that is a shape, such as m16n8k8."""
+    return next(modifier for modifier in i.modifiers if modifier[0] == "m")
+
+
 @FAMILY.form("mma.sync.aligned.shape.row.col.d.a.f16.c", 4, shape=_HALVES, d=_ACCUMULATED, a=("f16",), c=_ACCUMULATED)
 @FAMILY.form("mma.sync.aligned.shape.row.col.d.a.bf16.c", 4, shape=_HALVES, d=("f32",), a=("bf16",), c=("f32",))
 @FAMILY.form(
@@ -53,7 +58,7 @@ _SPACES = ("shared", "shared::cta")
 )
 def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """D = AB + C."""
-    multiply_as(t, i.operands, tiles_of(i.modifiers[2], m["a"]), (m["a"], m.get("b") or m["a"]), m["d"], m["c"])
+    multiply_as(t, i.operands, tiles_of(_shape(i), m["a"]), (m["a"], m.get("b") or m["a"]), m["d"], m["c"])
 
 
 @FAMILY.form(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from gpulease.daemon.drivers.interface import ImageRejected
+
 pytestmark = pytest.mark.exhaustive
 
 RunBlock = Callable[..., list[list[int]]]
@@ -153,3 +155,65 @@ def test_products_of_fragments_by_any_layout(
     kept = run_block(text + "mov.u64 %o0, %d7; mov.u64 %o1, %d6;", rows)
     assert [row[0] for row in kept] == [0] * 32
     assert any(row[1] for row in kept)
+
+
+# Instructions on a predicate, words, and single and double floats, whose result is in %e; then the same in other orders
+# of their modifiers, all of which ptxas 13.0 takes. CUB writes vote.ballot.sync.
+ORDERS_OF_MODIFIERS = {
+    "vote.sync.ballot.b32 %e, %q, -1": ["vote.ballot.sync.b32", "vote.b32.ballot.sync", "vote.sync.b32.ballot"],
+    "vote.sync.any.pred %p, %q, -1": ["vote.any.sync.pred", "vote.pred.any.sync"],
+    "shfl.sync.up.b32 %e, %a, 1, 0, -1": ["shfl.up.sync.b32", "shfl.b32.sync.up"],
+    "match.any.sync.b32 %e, %a, -1": ["match.sync.any.b32", "match.b32.any.sync"],
+    "redux.sync.add.u32 %e, %a, -1": ["redux.add.sync.u32", "redux.u32.sync.add"],
+    "add.rn.ftz.sat.f32 %x, %f, %g": ["add.sat.ftz.rn.f32", "add.f32.rn.sat.ftz"],
+    "add.rz.ftz.f32 %x, %f, %g": ["add.ftz.rz.f32", "add.f32.ftz.rz"],
+    "div.approx.ftz.f32 %x, %f, %g": ["div.ftz.approx.f32", "div.f32.ftz.approx"],
+    "min.ftz.NaN.f32 %x, %f, %g": ["min.NaN.ftz.f32", "min.f32.NaN.ftz"],
+    "add.sat.s32 %e, %a, %b": ["add.s32.sat"],
+    "bfind.shiftamt.u32 %e, %a": ["bfind.u32.shiftamt"],
+    "shf.l.wrap.b32 %e, %a, %b, 5": ["shf.l.b32.wrap"],
+    "cvt.rni.ftz.sat.s32.f32 %e, %f": ["cvt.sat.ftz.rni.s32.f32", "cvt.s32.f32.rni.sat.ftz", "cvt.s32.rni.f32.ftz.sat"],
+    "cvt.rn.sat.f32.f64 %x, %h": ["cvt.sat.rn.f32.f64", "cvt.f32.f64.sat.rn"],
+    "setp.lt.and.ftz.f32 %p, %f, %g, %q": ["setp.and.lt.ftz.f32", "setp.ftz.f32.and.lt"],
+    "set.lt.and.ftz.u32.f32 %e, %f, %g, %q": ["set.and.ftz.lt.u32.f32", "set.u32.ftz.f32.and.lt"],
+    "ld.volatile.global.u32 %e, [%area]": ["ld.global.volatile.u32", "ld.u32.global.volatile"],
+    "atom.relaxed.gpu.global.max.u32 %e, [%area], %a": ["atom.max.global.gpu.relaxed.u32", "atom.global.u32.max"],
+    "prmt.b32.f4e %e, %a, %b, %n": ["prmt.f4e.b32"],
+    "testp.finite.f32 %p, %f": ["testp.f32.finite"],
+}
+
+
+@pytest.mark.parametrize("instruction", ORDERS_OF_MODIFIERS)
+def test_modifiers_in_any_order_that_ptxas_takes(run_block: RunBlock, instruction: str) -> None:
+    spelling, operands = instruction.split(" ", 1)
+    seen = []
+    for one in (spelling, *ORDERS_OF_MODIFIERS[instruction]):
+        body = f"""{{
+        .reg .b32 %a, %b, %e; .reg .f32 %f, %g, %x; .reg .f64 %h; .reg .pred %p, %q; .reg .b32 %y;
+        mov.u32 %a, %b0; mov.u32 %b, %b1; cvt.rn.f32.s32 %f, %b0; mov.f32 %g, 0f3F99999A; cvt.f64.f32 %h, %f;
+        setp.gt.s32 %q, %b1, 0; setp.gt.s32 %p, %b1, 5; mov.u32 %e, 0; mov.f32 %x, 0f00000000;
+        {one} {operands};
+        mov.b32 %y, %x; selp.u32 %b2, 1, 0, %p; cvt.u64.u32 %o0, %e; cvt.u64.u32 %o1, %y; cvt.u64.u32 %o2, %b2;
+        }}"""
+        rows = [[n * 7919 - 90_000, n % 11 - 4] for n in range(32)]
+        seen.append(run_block(body, rows, area=bytearray(4096)))
+    assert any(any(kept[:3]) for kept in seen[0])
+    assert all(kept == seen[0] for kept in seen[1:])
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "mul.s32.lo %e, %a, %a;",
+        "mul24.u32.lo %e, %a, %a;",
+        "shf.wrap.l.b32 %e, %a, %a, 5;",
+        "bar.sync.warp -1;",
+        "cvt.rn.s32.f32 %e, %f;",
+        "cvt.f32.rni.s32 %e, %f;",
+        "vote.sync.ballot.ballot.b32 %e, %q, -1;",
+        "mma.sync.aligned.m16n8k8.col.row.f32.f16.f16.f32 {%f, %f, %f, %f}, {%a, %a}, {%a}, {%f, %f, %f, %f};",
+    ],
+)
+def test_orders_that_mean_something_else_or_nothing_are_refused(run_block: RunBlock, instruction: str) -> None:
+    with pytest.raises(ImageRejected, match="is not supported"):
+        run_block(f"{{ .reg .b32 %a, %e; .reg .f32 %f; .reg .pred %q; {instruction} }}", [[]])
