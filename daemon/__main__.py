@@ -32,6 +32,7 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
     "--listen", multiple=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable."
 )
 @click.option("--driver", type=click.Choice(["auto", "cuda", "cpu"]), help="What computes; auto is the default.")
+@click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
 @click.option(
     "--vram", multiple=True, metavar="SIZE", help="A pretended card of the cpu driver (repeatable); a cap for cuda."
 )
@@ -46,6 +47,7 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 def main(
     listen: tuple[str, ...],
     driver: str | None,
+    arch: str | None,
     vram: tuple[str, ...],
     warm_contexts: int | None,
     http: str | None,
@@ -61,6 +63,7 @@ def main(
         click.echo(f"gpuleased: {_with_hint(str(error), error.hint)}", err=True)
         sys.exit(error.status)
     overrides: dict[str, Any] = {"listen": list(listen), "driver": driver, "vram": list(vram)}
+    overrides["arch"] = arch
     overrides |= {"warm_contexts": warm_contexts, "http": http, "log_format": log_format}
     if verbose:
         overrides["log_level"] = "debug"

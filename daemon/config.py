@@ -11,6 +11,7 @@ from typing import Any, Final
 from gpulease.daemon.agreement import check_bounds, check_tenants
 from gpulease.daemon.capabilities.demands import Demand
 from gpulease.daemon.core import CoreLimits, Recycling
+from gpulease.daemon.drivers.cpu.architecture import Architecture, parse_architecture
 from gpulease.daemon.logs.settings import FORMATS, LEVELS, LogStyle
 from gpulease.daemon.recycling_settings import check_recycling, recycling_of
 from gpulease.daemon.sandbox.measures import Measure
@@ -73,6 +74,7 @@ class Config:
     Attributes:
         listen: Where to listen.
         driver: "auto", "cuda" or "cpu".
+        arch: For cpu: the architecture it has, "sm_90" if None.
         vram_bytes: For cpu: one pretended card of each size. For cuda: at most one, how much of each card to lease.
         socket_mode: Permission bits of a Unix socket: whoever may write to it may ask for leases.
         warm_contexts: How many contexts each card has ready for leases to come, each of which holds its overhead.
@@ -109,6 +111,7 @@ class Config:
 
     listen: tuple[Address, ...] = field(default_factory=lambda: (parse_address(DEFAULT_ADDRESS),))
     driver: str = "auto"
+    arch: Architecture | None = None
     vram_bytes: tuple[int, ...] = ()
     socket_mode: int = 0o660
     warm_contexts: int = 0
@@ -139,6 +142,10 @@ class Config:
     http_hosts: frozenset[str] = frozenset()
     http_token_file: Path | None = None
     limits: CoreLimits = field(default_factory=CoreLimits)
+
+    def driver_of_workers(self, driver: str) -> str:
+        """How workers are told which driver they have; see `gpulease.daemon.drivers.registry`."""
+        return driver if driver != "cpu" or self.arch is None else f"{driver}:{self.arch}"
 
     @property
     def of_http(self) -> HttpSettings | None:
@@ -208,6 +215,7 @@ def _convert(key: str, value: Any) -> Any:
 _READ_BY: Final[Mapping[str, Callable[[Any], Any]]] = {
     "listen": lambda value: tuple(parse_address(text) for text in texts(value)),
     "driver": str,
+    "arch": lambda value: parse_architecture(str(value)),
     "vram": lambda value: tuple(parse_size(text) for text in texts(value)),
     "socket_mode": file_mode,
     "recycle": str,
@@ -239,6 +247,8 @@ _READ_BY: Final[Mapping[str, Callable[[Any], Any]]] = {
 def _check(config: Config) -> None:
     if config.driver not in DRIVERS:
         raise ConfigError(f"unknown driver {config.driver!r}; there are {', '.join(DRIVERS)}")
+    if config.arch is not None and config.driver == "cuda":
+        raise ConfigError("arch is the embedded driver's; a card has the architecture it has")
     if not config.listen:
         raise ConfigError("nothing to listen on")
     if len(set(config.listen)) < len(config.listen):

@@ -304,7 +304,12 @@ async def _cards_of(config: Config) -> AsyncIterator[CardSource]:
 
 @contextlib.asynccontextmanager
 async def _workers_of(config: Config, source: CardSource, state: State) -> AsyncIterator[Workers]:
-    workers = Workers(source.driver, config.of_sandbox, state.zygotes, wipes_heap=config.recycling is not None)
+    workers = Workers(
+        config.driver_of_workers(source.driver),
+        config.of_sandbox,
+        state.zygotes,
+        wipes_heap=config.recycling is not None,
+    )
     try:
         yield workers
     finally:

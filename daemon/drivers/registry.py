@@ -4,12 +4,17 @@ from gpulease.daemon.drivers.interface import Driver, DriverError
 
 
 def driver_named(name: str) -> Driver:
-    """The driver of that name. Raises DriverError if what it needs is not installed."""
+    """The driver of that name. Raises DriverError if what it needs is not installed.
+
+    The embedded driver's may have an architecture behind a colon: "cpu:sm_80".
+    """
+    name, _, architecture = name.partition(":")
     try:
         if name == "cpu":
+            from gpulease.daemon.drivers.cpu.architecture import SM_90, parse_architecture
             from gpulease.daemon.drivers.cpu.driver import CpuDriver
 
-            return CpuDriver()
+            return CpuDriver(parse_architecture(architecture) if architecture else SM_90)
         if name == "cuda":
             from gpulease.daemon.drivers.cuda.driver import CudaDriver
 

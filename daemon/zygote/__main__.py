@@ -329,7 +329,7 @@ def _serve(driver_name: str, channel: socket.socket, sandbox: str, listener: soc
     gc.freeze()
     told = [finding.to_message() for finding in findings]
     about = {
-        "driver": driver.name,
+        "driver": driver_name,
         "sandbox": sandbox,
         "findings": told,
         "wipes_heap": is_told_to_wipe(),

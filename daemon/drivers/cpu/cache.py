@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from gpulease.daemon.drivers import cpu
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.compiled import CompiledImage, check_size, compile_image
 from gpulease.daemon.drivers.cpu.limits import MAX_HELD_CODE_BYTES
 from gpulease.daemon.drivers.cpu.native.library import bind_library
@@ -33,13 +34,13 @@ def ready_to_look_up() -> None:
     key_of(b"image", b"", cpu)
 
 
-def load_code(image: bytes, *, slice_bytes: int) -> LoadedCode:
-    """An image's code, compiled now or before. Raises ImageRejected."""
-    key = key_of(b"image", image, cpu)
+def load_code(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> LoadedCode:
+    """An image's code, compiled now or before for that architecture. Raises ImageRejected."""
+    key = key_of(f"image for {architecture}".encode(), image, cpu)
     code = _held.get(key)
     if code is None:
         bind_library()
-        compiled = _kept_image(key) or _compile_and_keep(key, image, slice_bytes)
+        compiled = _kept_image(key) or _compile_and_keep(key, image, slice_bytes, architecture)
         code = LoadedCode(compiled, tuple(map(load_object, compiled.objects)))
         _hold(key, code)
     _held.move_to_end(key)
@@ -62,8 +63,8 @@ def _kept_image(key: bytes) -> CompiledImage | None:
         return None
 
 
-def _compile_and_keep(key: bytes, image: bytes, slice_bytes: int) -> CompiledImage:
-    compiled = compile_image(image, slice_bytes=slice_bytes)
+def _compile_and_keep(key: bytes, image: bytes, slice_bytes: int, architecture: Architecture) -> CompiledImage:
+    compiled = compile_image(image, slice_bytes=slice_bytes, architecture=architecture)
     try:
         keep(key, compiled.to_bytes())
     except OverflowError:

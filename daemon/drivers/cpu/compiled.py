@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
@@ -101,9 +102,9 @@ def _kernel_from(fields: Any) -> KernelFacts:
     return KernelFacts(*values)
 
 
-def compile_image(image: bytes, *, slice_bytes: int) -> CompiledImage:
+def compile_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> CompiledImage:
     """Parse, translate and compile. Raises ImageRejected."""
-    tree = link(parse(_decode(image)))
+    tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
     check_size(variables, slice_bytes)
     parts = translate(tree)

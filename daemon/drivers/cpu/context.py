@@ -4,6 +4,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.areas import IN_ORDER, Areas
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.faults import describe
@@ -59,12 +60,14 @@ class CpuContext:
     Args:
         slice_bytes: Room for allocations.
         hosts: How many threads run the blocks of a launch; None for as many as this process may have.
+        architecture: Which images it loads.
     """
 
     page_bytes = 1
 
-    def __init__(self, slice_bytes: int, *, hosts: int | None = None) -> None:
+    def __init__(self, slice_bytes: int, *, hosts: int | None = None, architecture: Architecture = SM_90) -> None:
         self._slice_bytes = slice_bytes
+        self._architecture = architecture
         self._arena = Arena(slice_bytes)
         self._prints = PrintBuffer()
         # Gets the name of a kernel and what it printed.
@@ -167,7 +170,14 @@ class CpuContext:
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
         """See the interface; PTX only."""
-        module = load(image, self._arena, slice_bytes=self._slice_bytes, first_number=self._next_number, admit=admit)
+        module = load(
+            image,
+            self._arena,
+            slice_bytes=self._slice_bytes,
+            first_number=self._next_number,
+            admit=admit,
+            architecture=self._architecture,
+        )
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())

@@ -1,5 +1,8 @@
 """The embedded driver, as the daemon sees it (the interface's `Driver`)."""
 
+from functools import partial
+
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.cache import forget_code, ready_to_look_up
 from gpulease.daemon.drivers.cpu.context import CpuContext
 from gpulease.daemon.drivers.cpu.native.library import bind_library
@@ -12,6 +15,9 @@ from gpulease.daemon.sandbox.needs import Needs
 
 class CpuDriver:
     """Computes on the host. Any card's UUID will do: it has no cards, only slices of the host's memory."""
+
+    def __init__(self, architecture: Architecture = SM_90) -> None:
+        self._open = partial(CpuContext, architecture=architecture)
 
     @property
     def name(self) -> str:
@@ -39,12 +45,12 @@ class CpuDriver:
 
     def open_context(self, card: str, slice_bytes: int) -> CpuContext:
         """A context with room for that many bytes. Raises DriverError if the host has no address space for it."""
-        return CpuContext(slice_bytes)
+        return self._open(slice_bytes)
 
     def rewind(self, context: Context) -> Opening:
         """Another context: nothing of the first is of use but the code and the pages it made this process touch."""
         context.close()
-        return CpuContext
+        return self._open
 
     def recycle(self, context: Context) -> Opening:
         """Another context: all memory that kernels could reach goes back to the host. Their code goes too."""
@@ -52,4 +58,4 @@ class CpuDriver:
         if not isinstance(context, CpuContext) or not context.is_closed:
             raise DriverError("a kernel goes on")
         forget_code()
-        return CpuContext
+        return self._open

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.arena import Arena
 from gpulease.daemon.drivers.cpu.cache import LoadedCode, load_code
@@ -63,9 +64,17 @@ class CpuModule:
     kept_bytes: int = 0
 
 
-def load(image: bytes, arena: Arena, *, slice_bytes: int, first_number: int, admit: Admit = admit_all) -> CpuModule:
+def load(
+    image: bytes,
+    arena: Arena,
+    *,
+    slice_bytes: int,
+    first_number: int,
+    admit: Admit = admit_all,
+    architecture: Architecture = SM_90,
+) -> CpuModule:
     """Compile and place. Raises ImageRejected; nothing is left behind then."""
-    code = load_code(image, slice_bytes=slice_bytes)
+    code = load_code(image, slice_bytes=slice_bytes, architecture=architecture)
     variables = code.image.variables
     device_bytes = sum(variable.size for variable in variables)
     admit(device_bytes, 0, 0)

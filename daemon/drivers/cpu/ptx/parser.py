@@ -6,6 +6,7 @@ Whatever the text, the only error that comes out is `ImageRejected`.
 from dataclasses import replace
 from math import prod
 
+from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.limits import MAX_FUNCTIONS, MAX_INSTRUCTIONS
 from gpulease.daemon.drivers.cpu.ptx.bodies import BodyParser
 from gpulease.daemon.drivers.cpu.ptx.cursor import Cursor
@@ -26,14 +27,15 @@ _NO_PLACE = -1
 _RESERVED_SHARED = Variable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
-def parse(text: str) -> Image:
-    """The tree of a PTX text. Raises ImageRejected."""
-    return _ImageParser(Cursor(Source(text))).parse()
+def parse(text: str, architecture: Architecture = SM_90) -> Image:
+    """The tree of a PTX text that a device of that architecture can run. Raises ImageRejected."""
+    return _ImageParser(Cursor(Source(text)), architecture).parse()
 
 
 class _ImageParser:
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Cursor, architecture: Architecture) -> None:
         self.cursor = cursor
+        self._architecture = architecture
         self.scope = Scope(None)
         self.scope.declare(_RESERVED_SHARED.name, _RESERVED_SHARED)
         self.functions: dict[str, Function] = {}
@@ -45,8 +47,11 @@ class _ImageParser:
         self._dynamic_alignment = 1
 
     def parse(self) -> Image:
-        version = self._parse_version()
+        version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
+        if why := self._architecture.why_not(version, target):
+            hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
+            raise self.cursor.problem(why, at, hint=hint)
         while self.cursor.peek.kind != "end":
             self._parse_item()
         self._resolve_aliases()
