@@ -179,6 +179,7 @@ def test_gives_what_was_and_leaves_what_comes_of_it(compute_all: ComputeAll, dat
         ("atom.or.release.gpu.b32", 14),
         ("atom.global.gpu.relaxed.add.u32", 18),
         ("atom.global.sys.release.max.u32", 12),
+        ("atom.u32.add", 18),
     ],
 )
 def test_order_scope_and_space_stand_where_compilers_put_them(run_block: RunBlock, spelling: str, left: int) -> None:
@@ -191,7 +192,7 @@ def test_order_scope_and_space_stand_where_compilers_put_them(run_block: RunBloc
 
 
 @pytest.mark.parametrize(
-    "spelling", ["atom.gpu.gpu.add.u32", "atom.add.u32.u32", "atom.u32.add", "atom.gpu.cta.add.u32"]
+    "spelling", ["atom.gpu.gpu.add.u32", "atom.add.u32.u32", "atom.add.gpu.u32.s32", "atom.gpu.cta.add.u32"]
 )
 def test_other_spellings_are_refused(run_block: RunBlock, spelling: str) -> None:
     with pytest.raises(ImageRejected, match="this form"):
