@@ -104,7 +104,8 @@ class Store:
 
     def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
         self._path = folder / JOURNAL_NAME
-        self._files = tuple(folder / name for name in (JOURNAL_NAME, f"{JOURNAL_NAME}-wal", HEAD_NAME))
+        self._wal = folder / f"{JOURNAL_NAME}-wal"
+        self._files = (self._path, self._wal, folder / HEAD_NAME)
         self._boot = boot
         self._connection: sqlite3.Connection | None = None
         self._head: HeadFile | None = None
@@ -179,6 +180,9 @@ class Store:
             raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
         if not is_there and head.commits:
             raise not_whole(self._path, "it is missing")
+        if not is_there and self._wal.exists():
+            # SQLite would begin a new one and take the log of the old one away.
+            raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
         return not is_there
 
     def _make(self, folder: Path, head: HeadFile) -> None:

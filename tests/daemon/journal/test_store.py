@@ -13,7 +13,7 @@ from gpulease.daemon.core import Cause, LeaseState
 from gpulease.daemon.journal import JournalBroken, open_journal
 from gpulease.daemon.journal.broken import EX_CONFIG, EX_DATAERR, EX_IOERR, EX_UNAVAILABLE
 from gpulease.daemon.journal.contents import Contents
-from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
+from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME, HeadFile
 from gpulease.daemon.journal.store import VERSION
 
 from .scenes import BOOT, RELAY, kept, left_behind, opened, put, tombstone
@@ -132,14 +132,52 @@ def test_none_of_it_is_taken_if_some_of_it_is_cut(
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_no_file_of_it_can_be_missing(left: tuple[Path, Contents], tmp_path: Path, kind: str, name: str) -> None:
-    folder = shutil.copytree(left[0] / kind, tmp_path / "state")
-    (folder / name).unlink()
-    with pytest.raises(JournalBroken) as broken:
+DB, WAL, HEAD = JOURNAL_NAME, WAL_NAME, HEAD_NAME
+
+
+@pytest.mark.parametrize(
+    ("kind", "there", "said"),
+    [
+        ("killed", {DB, WAL, HEAD}, None),
+        ("killed", {DB, HEAD}, "not all of it is there"),
+        ("killed", {DB, WAL}, "its head, journal.head, is missing"),
+        ("killed", {WAL, HEAD}, "it is missing"),
+        ("killed", {DB}, "its head, journal.head, is missing"),
+        ("killed", {WAL}, "it is missing, and its log, journal.db-wal, is there"),
+        ("killed", {HEAD}, "it is missing"),
+        ("killed", set(), None),
+        ("stopped", {DB, HEAD}, None),
+        ("stopped", {DB}, "its head, journal.head, is missing"),
+        ("stopped", {HEAD}, "it is missing"),
+        ("stopped", set(), None),
+        ("begun", {WAL, HEAD}, "it is missing, and its log, journal.db-wal, is there"),
+        ("begun", {HEAD}, None),
+    ],
+)
+def test_no_file_of_it_can_be_missing(
+    left: tuple[Path, Contents], tmp_path: Path, kind: str, there: set[str], said: str | None
+) -> None:
+    """With some files gone it is refused and left alone; with all of them gone, or before a commit, it is a new one.
+
+    "begun" is as a daemon leaves it that is killed between the head and the database.
+    """
+    folder = Path(shutil.copytree(left[0] / ("killed" if kind == "begun" else kind), tmp_path / "state"))
+    if kind == "begun":
+        (folder / HEAD).unlink()
+        head = HeadFile(folder)
+        head.make()
+        head.close()
+    for name in {DB, WAL, HEAD} - there:
+        (folder / name).unlink(missing_ok=True)
+    if said is None:
+        assert found_in(folder) == (left[1] if DB in there else Contents())
+        return
+    before = {name: (folder / name).read_bytes() for name in there}
+    with pytest.raises(JournalBroken, match=said) as broken:
         open_journal(folder, BOOT)
     assert broken.value.status == EX_DATAERR
     assert "move the folder's journal files aside" in broken.value.hint
+    assert {name: (folder / name).read_bytes() for name in there} == before
 
 
 def not_a_database(state: Path) -> None:
