@@ -21,6 +21,7 @@ from gpulease.daemon.audit.records import (
     MAX_RECORD_BYTES,
     Draft,
     Head,
+    Kind,
     Link,
     NotAHead,
     NotARecord,
@@ -37,6 +38,13 @@ FOLDER_MODE: Final = 0o700
 
 REWRITE_BYTES: Final = 1 << 20
 """Held in memory at a time."""
+
+TAIL_BYTES: Final = 4 << 20
+"""Of a log's end, looked through for ends at the start: some 8,000 records, and as many ends as a daemon that is killed
+can have told in one of its two records alone. Bounds how long a start takes by a tenth of a second."""
+
+_OF_LIVE_LEASES: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.ATTACH, Kind.FAULT, Kind.OVER})
+_RANK: Final = {Kind.END: 2, Kind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
 
 _NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
 
@@ -77,6 +85,35 @@ class Tail:
 def log_files(folder: Path) -> list[Path]:
     """A log's files, oldest first. Raises OSError."""
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def told_lately(folder: Path) -> dict[str, Kind]:
+    """How far a log's last records tell of each lease: to its end, to its fence, or of what comes before both.
+
+    Raises OSError.
+    """
+    told: dict[str, Kind] = {}
+    for line in _last_lines(folder):
+        with contextlib.suppress(NotARecord, ValueError):
+            record = read_record(line)
+            kind, lease = Kind(record.kind), record.data.get("lease")
+            if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[told.get(lease, kind)]:
+                told[lease] = kind
+    return told
+
+
+def _last_lines(folder: Path) -> list[bytes]:
+    """The last lines of a log, oldest first; the first may be a piece of one."""
+    pieces: list[bytes] = []
+    rest = TAIL_BYTES
+    for path in reversed(log_files(folder)):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - rest))
+            pieces.insert(0, file.read(rest))
+        rest -= len(pieces[0])
+        if rest <= 0:
+            break
+    return [line for piece in pieces for line in piece.splitlines()]
 
 
 def tail_of(data: bytes | mmap.mmap) -> Tail:

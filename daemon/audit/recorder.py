@@ -7,7 +7,7 @@ can't be recorded in time is revoked before anybody hears of it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,10 @@ class Recorder:
 
     def record(self, told: Told, now_ns: int) -> None:
         """What the witness tells of an event, before any of what it brought about is carried out."""
+
+    def lacks_end(self, lease_id: int) -> bool:
+        """Whether the log tells of a lease under an earlier daemon, and not of its end."""
+        return False
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """A connection was handed to a lease's worker."""
@@ -92,10 +96,13 @@ class LogRecorder(Recorder):
 
     Args:
         is_required: No grant without its record on the disk.
+        told: How far the log tells of the last leases already: the earlier daemon may have been killed between this log
+            and its journal, in which they have ended, or have not.
     """
 
-    def __init__(self, is_required: bool) -> None:
+    def __init__(self, is_required: bool, told: Mapping[str, Kind] | None = None) -> None:
         self._is_required = is_required
+        self._told = told or {}
         self._loop = asyncio.get_running_loop()
         self._writer: Writer | None = None
         self._post: Callable[[Event], None] = lambda _: None
@@ -125,6 +132,10 @@ class LogRecorder(Recorder):
             self._record(told, now_ns)
         except Exception:
             tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
+
+    def lacks_end(self, lease_id: int) -> bool:
+        """As above."""
+        return self._told.get(lease_text(lease_id), Kind.END) not in (Kind.END, Kind.FENCE)
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
@@ -191,6 +202,8 @@ class LogRecorder(Recorder):
         if self._writer is None:
             return
         kind, data = told
+        if kind is Kind.END and self._told.get(data["lease"]) is Kind.END:
+            return
         if kind in MINOR:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())
             if omitted is None:

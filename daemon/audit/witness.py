@@ -152,6 +152,10 @@ class Witness:
                     # The one thing about the pool that is anybody's: bytes that no lease can have.
                     yield Kind.POOL, {"card": card_uuid, "what": "fenced", "reason": clean_text(reason)}
 
+    def ended_untold(self, lease: LeaseSnapshot, now_ns: int) -> Told:
+        """The end of a lease under an earlier daemon, which was killed before it was recorded."""
+        return self._ended(lease, (lease.ended_ns or now_ns) // NS_PER_US)
+
     # --- what came of it ---
 
     def _answered(self, effect: Outcome, now_us: int) -> Iterator[Told]:

@@ -139,6 +139,7 @@ class Runtime:
 
     def adopt(self, cards: Sequence[Card], latest_ns: int) -> None:
         """Take over what an earlier daemon left; before anything else happens. `latest_ns`: see `reconcile`."""
+        self.recorder.make_up(self.journal.past.tombstones, time.monotonic_ns())
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.took_over()

@@ -39,7 +39,7 @@ from gpulease.daemon.core.limits import NS_PER_S
 from gpulease.daemon.core.refilling import Refill
 from gpulease.daemon.core.submit import Submit
 from gpulease.daemon.core.teardown import Teardown
-from gpulease.daemon.core.warm import FIRST_WARM_ID, YIELDING, WarmContext, WarmState
+from gpulease.daemon.core.warm import FIRST_LEFT_ID, FIRST_WARM_ID, YIELDING, WarmContext, WarmState
 
 _GENERATION: Final = 0
 """Of a warm context's timers: it has no generations."""
@@ -60,6 +60,7 @@ class Pool:
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
         self._spawn_timeout_ns = book.limits.spawn_timeout_s * NS_PER_S
         self._last_id = FIRST_WARM_ID - 1
+        self._last_left_id = FIRST_LEFT_ID - 1
         self._refills = {account.card.uuid: Refill() for account in book.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
@@ -217,9 +218,23 @@ class Pool:
         out.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
+    def drop_left(self, lease_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
+        """Drop what is left of a lease that has ended: its bytes are held, and not in its name, until they are proved.
+
+        It was proved before, or a fence of it was cleared; but a lease may have had a worker more.
+        """
+        self._last_left_id += 1
+        context = self._enter_restored(self._last_left_id, card_uuid, charge_bytes, "")
+        out.append(RenameWorker(lease_id, context.warm_id))
+        out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
+        self._drop(context, f"it is left of lease {lease_id:032x}, which has ended", now_ns, out)
+
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # Its number is its worker's name still, in the zygote too: no other may get it.
-        self._last_id = max(self._last_id, warm_id)
+        if warm_id < FIRST_LEFT_ID:
+            self._last_id = max(self._last_id, warm_id)
+        else:
+            self._last_left_id = max(self._last_left_id, warm_id)
         context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
         self._book.add_warm(context)
         return context

@@ -3,7 +3,8 @@
 1. An ACTIVE lease whose worker lives goes on, with its deadline and generation; if its time is over it is expired.
 2. One whose worker is gone, or that was DRAINING, is ended as if that had happened now; a cause that it has stays.
 3. A FENCED slice is fenced. Of a card that is not here nothing is held: its fences wait for it where they are kept.
-4. A worker that nobody knows is killed; what it holds is held until it is proved back.
+4. A worker that nobody knows is killed; what it holds is held until it is proved back. So is one that a lease left
+   which has ended: that is told as it was, and ends no second time.
 5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
    the shell sends when all is entered.
 6. A submit of a lease that goes on goes on too, its time counted anew; else it is ended with its lease.
@@ -59,13 +60,18 @@ class Restoring:
             self._go_on(lease, now_ns, out)
 
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """A worker of an earlier daemon that belongs to no lease: its grant was never told, or it was made ahead."""
+        """A worker of an earlier daemon that belongs to no lease: its grant was never told, or it was made ahead.
+
+        Or its lease has ended, as was told, and the daemon was killed before its zygote could forget the worker.
+        """
         if event.lease_id in self._book.live or event.lease_id in self._book.warm:
             return
         if event.card_uuid not in self._book.account_by_uuid:
             out += [RefuseWork(event.lease_id, Cause.ABANDONED), KillWorker(event.lease_id)]
         elif event.lease_id >= FIRST_WARM_ID:
             self._pool.drop_found(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
+        elif event.lease_id in self._book.ended:
+            self._pool.drop_left(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
         else:
             lease = Lease(
                 lease_id=event.lease_id,

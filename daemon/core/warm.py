@@ -7,6 +7,10 @@ from typing import Final
 FIRST_WARM_ID: Final = 1 << 128
 """Warm contexts have numbers from here on, above every lease id: workers, timers and proofs are told apart by them."""
 
+FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
+"""What leases left behind that ended under an earlier daemon has numbers from here on, as if it were a warm context:
+above those that an earlier daemon's own contexts may be found to have."""
+
 
 class WarmState(Enum):
     """Where a warm context is in its life; one that a lease takes is the lease's from then on."""

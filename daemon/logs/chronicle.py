@@ -154,6 +154,12 @@ class Chronicle(Recorder):
         """As above."""
         self._inner.record(told, now_ns)
 
+    def make_up(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
+        """Record the ends that an earlier daemon kept in its journal, and was killed before they were recorded."""
+        for lease in tombstones:
+            if self._inner.lacks_end(lease.lease_id):
+                self.record(self._witness.ended_untold(lease, now_ns), now_ns)
+
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
         self._say(LogEvent.SESSION_ATTACHED, tenant, lease_id=lease_id, worker_pid=self._pid_of(lease_id) or None)

@@ -7,6 +7,7 @@ exists, no card shows a dead worker's bytes back; as long as `inflate_while` doe
 as long as `hang_syncs_while` does, no file gets to the disk.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -71,11 +72,13 @@ def take_workers_over() -> None:
 
 
 def hang_syncs(flag: Path) -> None:
-    """A disk that takes its time: fdatasync(2) returns when the flag is gone."""
+    """A disk that takes its time: fdatasync(2) returns when the flag is gone. It says in the flag that one waits."""
     sync = os.fdatasync
 
     def fdatasync(fd: int) -> None:
         while flag.exists():
+            with contextlib.suppress(FileNotFoundError), flag.open("r+") as file:
+                file.write("waits")
             time.sleep(0.01)
         sync(fd)
 

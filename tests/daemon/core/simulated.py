@@ -62,6 +62,7 @@ from gpulease.daemon.core import (
     WorkerReady,
 )
 from gpulease.daemon.core.tenants import TenantRules
+from gpulease.daemon.core.warm import FIRST_LEFT_ID
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers
@@ -121,6 +122,7 @@ class Shell:
         self.asked_to_prove: set[int] = set()
         self.deadlines: dict[int, tuple[int, int]] = {}
         self.ended: set[int] = set()
+        self.remembered: dict[int, tuple[str, int]] = {}
         self.once: set[tuple[type, int]] = set()
         self.submits = SubmitBooks()
 
@@ -168,6 +170,8 @@ class Shell:
             self.only_once(type(effect), effect.lease_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
+        if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
+            self.remembered[effect.lease.lease_id] = (effect.lease.card_uuid, effect.lease.size_bytes)
         if isinstance(effect, SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady):
             self.only_once(type(effect), effect.submit_id)
             self.submits.saw(effect, self)
@@ -257,6 +261,9 @@ class Shell:
 
     def on_rename(self, from_id: int, to_id: int) -> None:
         """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
+        if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
+            assert (LeaseEnded, from_id) in self.once, "a lease was given away that has not ended"
+            return  # It was proved gone: only the table holds something for it.
         card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
         self.recycled.on_rename(from_id, to_id, self)
         del self.unproved[from_id]
@@ -314,13 +321,15 @@ class Shell:
             if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
                 assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
 
-    def restart(self, *, is_tail_lost: bool) -> None:
+    def restart(self, *, is_tail_lost: bool, is_zygote_told: bool) -> None:
         """The daemon is killed and comes back: it knows what its journal knows, and what workers and pages show.
 
         What the last event changed may not have reached the disk, though its effects were carried out; then nobody
         was told of it.
         """
         before = self.table
+        if is_zygote_told:
+            self.remembered.clear()
         if is_tail_lost:
             self.disk.lose_tail()
         contents = self.disk.read()
@@ -335,6 +344,8 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
+        # What is on the disk as ended ends no second time.
+        self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
@@ -354,6 +365,7 @@ class Shell:
             self.tenants.leases.pop(number, None)
             self.exclusivity[number] = Exclusivity.SHARED
             self.send(WorkerFound(number, uuid, held_bytes))
+        self.find_ended()
         self.disk.is_being_read = False
         if self.table.drain_ns is not None:
             self.fire(DrainTimerFired())
@@ -362,6 +374,14 @@ class Shell:
             lease_ids = {*(kept.lease_id for kept in contents.leases), *self.disk.buried()}
             check_answers(before, self.table, lease_ids, self.now_ns)
         self.send(PoolTimerFired())
+
+    def find_ended(self) -> None:
+        """The zygote was not told to forget workers whose leases had ended: they are dead, and told of as ever."""
+        for number, (uuid, size_bytes) in self.remembered.items():
+            lease = self.table.get(number)
+            if lease is not None and lease.state is LeaseState.TORNDOWN:
+                self.send(WorkerFound(number, uuid, size_bytes))
+                assert self.table.get(number) == lease, "an ended lease came back"
 
     def as_its_page_says(self, kept: KeptLease) -> KeptLease:
         """What the daemon does when it comes back: the later deadline counts, and a flipped word ends a lease."""

@@ -309,10 +309,10 @@ class AnyOrder(RuleBasedStateMachine):
     def stray_timer(self, pick: int, kind: TimerKind, generation: int) -> None:
         self.shell.send(TimerFired(self.some_lease(pick), generation, kind))
 
-    @rule(luck=ANY, is_tail_lost=st.booleans())
-    def restart(self, luck: int, is_tail_lost: bool) -> None:
+    @rule(luck=ANY, is_tail_lost=st.booleans(), is_zygote_told=st.booleans())
+    def restart(self, luck: int, is_tail_lost: bool, is_zygote_told: bool) -> None:
         if luck % 3 == 1:
-            self.shell.restart(is_tail_lost=is_tail_lost)
+            self.shell.restart(is_tail_lost=is_tail_lost, is_zygote_told=is_zygote_told)
 
     @rule(luck=ANY, within_ms=st.integers(0, 3000))
     def drain(self, luck: int, within_ms: int) -> None:

@@ -27,13 +27,16 @@ from gpulease.daemon.core import (
     Past,
     PoolTimerFired,
     ProveReclaimed,
+    ReclaimFailed,
     RefuseWork,
+    RenameWorker,
     Renewed,
     RenewRequested,
     RevokeDone,
     RevokeRequested,
     SetDeadline,
     TimerKind,
+    WarmEnded,
     WarmUp,
     WorkerExited,
     WorkerFound,
@@ -41,7 +44,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.protocol.opcodes import Exclusivity, RevokeOutcome, Waiting
 
-from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, kinds, one, placed
+from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
 
 DEADLINE = 1005 * S
 WARM = FIRST_WARM_ID
@@ -174,6 +177,43 @@ def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
     assert one(s.gone(5), LeaseEnded).lease.tenant == ""
     assert s.table.get(5) is None
     assert s.card().held_bytes == 0
+
+
+def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
+    """Told as it was while its worker's bytes are held again, and afterwards; it ends no second time."""
+    before = Scenario()
+    before.active(5)
+    end(before, 5)
+    s = Restored(past=Past((before.lease(5),)))
+    effects = s.do(WorkerFound(5, "GPU-a", 60))
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    left_id = one(effects, RenameWorker).to_id
+    assert s.card().warm_bytes == 60
+    assert s.lease(5) == before.lease(5)
+    assert denied(s.do(FreeRequested(9, 5, "ann"))).reason is DenialReason.FREED
+    assert denied(s.acquire(5)).reason is DenialReason.INVALID_REQUEST
+    effects = s.gone(left_id)
+    assert one(effects, WarmEnded).is_fenced is False
+    assert LeaseEnded not in kinds(effects)
+    assert s.lease(5) == before.lease(5)
+    assert s.card().warm_bytes == s.card().held_bytes == 0
+
+
+def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
+    before = Scenario()
+    before.active(5)
+    end(before, 5)
+    s = Restored(past=Past((before.lease(5),)), warm=1)
+    left_id = one(s.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id
+    s.do(WorkerFound(WARM, "GPU-a", 10))
+    assert one(s.do(PoolTimerFired()), WarmUp).warm_id == WARM + 1
+    s.reaped(left_id)
+    fence = one(s.do(ReclaimFailed(left_id, "NVML gave an error")), WarmEnded)
+    assert fence.is_fenced
+    kept_fence = s.table.keep_warm(left_id)
+    assert kept_fence is not None
+    again = Restored(past=Past((before.lease(5),), fenced_warm=(kept_fence,)))
+    assert one(again.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id == left_id + 1
 
 
 def test_a_warm_context_that_nobody_knows_is_dropped() -> None:

@@ -1,0 +1,91 @@
+"""A lease ends once, whenever the broker is killed: one `end` in the audit log, and one answer to who asks again."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuLeaseError, LeaseFreed
+from gpulease.client.asking import ask
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseRef
+from helpers import audit_log
+from helpers.daemon import Faults
+from helpers.lasting import LastingDaemon
+from helpers.waiting import wait_until
+
+LEASES = 16
+ROUNDS = 2
+
+
+def free(lasting: LastingDaemon, lease_id: int) -> None:
+    ask(Opcode.LEASE_FREE, LeaseRef(lease_id), lasting.address)
+
+
+def free_all_until_killed(lasting: LastingDaemon, lease_ids: list[int]) -> None:
+    """All are freed at once; who is answered first kills the broker: other ends are durable, and the zygote untold."""
+    start = threading.Barrier(len(lease_ids))
+
+    def free_one(lease_id: int) -> None:
+        start.wait()
+        try:
+            free(lasting, lease_id)
+        except GpuLeaseError:
+            return
+        lasting.now.process.kill()
+
+    with ThreadPoolExecutor(len(lease_ids)) as pool:
+        list(pool.map(free_one, lease_ids))
+    lasting.kill()
+
+
+def ends(audit: Path, lease_ids: Iterable[int]) -> dict[int, list[str]]:
+    """Why each lease ended, each time that the audit log says so."""
+    told = [one["data"] for one in audit_log.records(audit) if one["kind"] == "end"]
+    return {number: [one["cause"] for one in told if int(one["lease"], 16) == number] for number in lease_ids}
+
+
+def test_a_lease_that_was_freed_stays_freed(start_lasting: Callable[..., LastingDaemon], tmp_path: Path) -> None:
+    lasting = start_lasting(config=audit_log.config(tmp_path / "audit"))
+    all_ids: list[int] = []
+    for _ in range(ROUNDS):
+        with ThreadPoolExecutor(LEASES) as pool:
+            leases = list(pool.map(lambda _: lasting.now.builder().acquire(), range(LEASES)))
+        lease_ids = [lease.lease_id for lease in leases]
+        all_ids += lease_ids
+        free_all_until_killed(lasting, lease_ids)
+        lasting.start()
+        for lease_id in lease_ids:
+            # One that nobody was told of may go on, and is freed now.
+            with contextlib.suppress(LeaseFreed):
+                free(lasting, lease_id)
+    lasting.check_idle()
+    audit_log.stop(lasting.now)
+    assert ends(tmp_path / "audit", all_ids) == {lease_id: ["freed"] for lease_id in all_ids}
+    audit_log.check_whole(tmp_path / "audit")
+
+
+def test_an_end_that_was_not_recorded_is_made_up_for(
+    start_lasting: Callable[..., LastingDaemon], tmp_path: Path
+) -> None:
+    """The audit log's disk hangs, so that a lease ends in the journal alone, and the broker is killed."""
+    lasting = start_lasting(config=audit_log.config(tmp_path / "audit"))
+    flag = tmp_path / "hangs"
+    lasting.restart(Faults(hang_syncs_while=flag))
+    lease = lasting.now.builder().acquire()
+    lease_id = lease.lease_id
+    wait_until(lambda: "grant" in audit_log.kinds(tmp_path / "audit"), "the grant is recorded")
+    flag.touch()
+    wait_until(lambda: flag.read_text(), "the log's thread waits for the disk")
+    free(lasting, lease_id)
+    lasting.kill()
+    assert ends(tmp_path / "audit", [lease_id]) == {lease_id: []}
+    lasting.start()
+    with pytest.raises(LeaseFreed):
+        free(lasting, lease_id)
+    lasting.restart()
+    audit_log.stop(lasting.now)
+    assert ends(tmp_path / "audit", [lease_id]) == {lease_id: ["freed"]}
