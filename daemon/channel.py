@@ -5,7 +5,10 @@ but a worker computes for a tenant, so what comes from one is checked like any o
 """
 
 import array
+import os
 import socket
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgpack
@@ -42,6 +45,62 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
         raise
     except OSError as error:
         raise ChannelClosed(f"the other process is gone: {error.strerror}") from None
+
+
+class Outbox:
+    """What is sent through a channel that may be full: what has no room waits, in its order, with its descriptors.
+
+    Args:
+        sock: One that does not block.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._waiting: deque[tuple[dict[str, Any], list[int], Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None) -> None:
+        """Send one message, now or in a later `flush`, and then do something; the descriptors stay open here.
+
+        Raises ChannelClosed, or OSError if descriptors can't be kept meanwhile.
+        """
+        if not self._waiting:
+            try:
+                send_message(self._sock, message, fds)
+            except BlockingIOError:
+                pass
+            else:
+                then()
+                return
+        kept: list[int] = []
+        try:
+            for fd in fds:
+                kept.append(os.dup(fd))
+        except OSError:
+            close_all(kept)
+            raise
+        self._waiting.append((message, kept, then))
+
+    def flush(self) -> bool:
+        """Send what there is room for; whether there was room for any. Raises ChannelClosed."""
+        was = len(self._waiting)
+        while self._waiting:
+            message, fds, then = self._waiting[0]
+            try:
+                send_message(self._sock, message, tuple(fds))
+            except BlockingIOError:
+                break
+            self._waiting.popleft()
+            close_all(fds)
+            then()
+        return len(self._waiting) < was
+
+    def close(self) -> None:
+        """Forget what waits."""
+        while self._waiting:
+            close_all(self._waiting.popleft()[1])
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:

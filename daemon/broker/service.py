@@ -30,7 +30,15 @@ from gpulease.daemon.cards.choice import choose_cards
 from gpulease.daemon.cards.insisting import insist
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.config import Config, ConfigError, OnStop
-from gpulease.daemon.core import Card, KeptCard, LeaseTable, PoolTimerFired, ShutdownRequested, TenantRulesChanged
+from gpulease.daemon.core import (
+    Card,
+    Cause,
+    KeptCard,
+    LeaseTable,
+    PoolTimerFired,
+    ShutdownRequested,
+    TenantRulesChanged,
+)
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
@@ -309,6 +317,7 @@ async def _workers_of(config: Config, source: CardSource, state: State) -> Async
         config.of_sandbox,
         state.zygotes,
         wipes_heap=config.recycling is not None,
+        grace_ns=config.limits.grace_ns(Cause.EXPIRED),
     )
     try:
         yield workers

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -21,6 +22,8 @@ from gpulease.protocol.sharing import Wanted
 
 MAX_HAND_OVERS: Final = 16
 """Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
+
+NS_PER_MS: Final = 1_000_000
 
 KILLED: Final = exit_text(signal.SIGKILL)
 """How a zygote tells that a worker died of what the daemon, or anybody else, kills with."""
@@ -43,6 +46,7 @@ class Worker:
         has_answered: It has said how that went.
         is_stranger: Whether whoever attaches next may be of another tenant than the lease.
         has_faulted: It has said why its context was lost, in this lease.
+        submit_ends_ns: When the time of a submit is over; None until it began, or if it is none.
     """
 
     spec: WorkerSpec
@@ -63,6 +67,7 @@ class Worker:
     has_answered: bool = False
     is_stranger: bool = True
     has_faulted: bool = False
+    submit_ends_ns: int | None = None
 
     @classmethod
     def to_be(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
@@ -93,13 +98,26 @@ class Worker:
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             send_message(self.channel, {"op": "end"})
 
+    def set_deadline(self, deadline_ns: int, generation: int, grace_ns: int) -> None:
+        """Write the deadline where it reads it, and where its zygote does, which ends it if nobody else does."""
+        ends_ns = deadline_ns
+        if self.spec.submit_of:
+            if self.submit_ends_ns is None:
+                self.submit_ends_ns = time.monotonic_ns() + self.spec.timeout_ms * NS_PER_MS
+            ends_ns = min(deadline_ns, self.submit_ends_ns)
+        self.page.set_deadline(deadline_ns, generation, ends_ns + grace_ns)
+
     def take_lease(self, spec: WorkerSpec) -> None:
         """Have it take a lease, or a submit, if it was made ahead."""
         self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             # The zygote first: a worker that has a lease must not be known to it as one that has none.
-            self.zygote.change(self.serial, spec)
-            send_message(self.channel, spec.to_message())
+            self.zygote.change(self.serial, spec, lambda: self._tell_lease(spec))
+
+    def _tell_lease(self, spec: WorkerSpec) -> None:
+        if self.spec is spec:
+            with contextlib.suppress(ChannelClosed, BlockingIOError):
+                send_message(self.channel, spec.to_message())
 
     def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
         """Give it a tenant's socket, or a guest's; False if it can't take it now."""
@@ -149,7 +167,7 @@ class Worker:
         self.spec = WorkerSpec(self.spec.lease_id, self.spec.card_uuid, 0, is_shared=False)
         try:
             self.zygote.renew(self.serial, self.spec, self.page.fds)
-        except (ChannelClosed, BlockingIOError):
+        except (ChannelClosed, OSError):
             return False
         finally:
             self.page.let_go()

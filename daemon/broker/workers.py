@@ -17,7 +17,15 @@ from gpulease.daemon.broker.worker import Ended, Worker
 from gpulease.daemon.broker.zygote import Zygote
 from gpulease.daemon.broker.zygotes import Zygotes
 from gpulease.daemon.channel import ChannelClosed, close_all, receive_message
-from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.core import (
+    Cause,
+    Event,
+    SessionCondemned,
+    SessionFaulted,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
@@ -43,11 +51,18 @@ class Workers:
     Args:
         folder: Where zygotes listen for the next broker; None if they are to die with this one.
         wipes_heap: Whether workers overwrite what they free of their own memory.
+        grace_ns: How long work in flight may go on after a lease has expired.
     """
 
     def __init__(
-        self, driver: str, sandbox: SandboxSettings | None = None, folder: Path | None = None, wipes_heap: bool = False
+        self,
+        driver: str,
+        sandbox: SandboxSettings | None = None,
+        folder: Path | None = None,
+        wipes_heap: bool = False,
+        grace_ns: int = 0,
     ) -> None:
+        self._grace_ns = grace_ns
         self._deliver: Callable[[Event], None] = _not_delivered
         self._workers: dict[int, Worker] = {}
         self._being_born: dict[int, Worker] = {}
@@ -209,7 +224,7 @@ class Workers:
             try:
                 self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
                 worker.page.let_go()
-            except (ChannelClosed, BlockingIOError) as error:
+            except (ChannelClosed, OSError) as error:
                 self._ended(worker, f"could not be started: {error}")
                 return
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
@@ -222,7 +237,7 @@ class Workers:
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
         """Write the deadline where the worker reads it."""
         if (worker := self._workers.get(lease_id)) is not None:
-            worker.page.set_deadline(deadline_ns, generation)
+            worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
     def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
         """Have the worker answer everything with `status` and that reason, and say so to whoever is connected."""
@@ -256,10 +271,18 @@ class Workers:
                 self._ended(self._being_born[int(number, 16)], reason)
             case {"op": "exited", "serial": int(serial), "reason": str(reason)}:
                 if (worker := self._by_serial.get((zygote, serial))) is not None:
+                    if message.get("is_overdue") is True:
+                        self._was_overdue(worker, str(message.get("overran", "")))
                     self._ended(worker, reason)
                 elif (found := self._found.get((zygote, serial))) is not None:
-                    found.reason = reason
+                    found.reason, found.overran = reason, str(message.get("overran", ""))
         close_all(fds)
+
+    def _was_overdue(self, worker: Worker, overran: str) -> None:
+        """Its zygote has ended it while this process hung: by the deadline, which the lease table has, or a kernel."""
+        worker.is_killed = True
+        if overran:
+            self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
 
     def _born(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
         worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -16,7 +17,7 @@ from gpulease.daemon.broker.finding import FoundZygote
 from gpulease.daemon.broker.pulse import Pulse
 from gpulease.daemon.broker.side_process import ordinary_patience
 from gpulease.daemon.build import BUILD
-from gpulease.daemon.channel import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.channel import ChannelClosed, Outbox, channel_pair, close_all, receive_message
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.processes import has_ended
@@ -35,6 +36,10 @@ END_TIMEOUT_S: Final = 5.0
 HUNG_AFTER_S: Final = 20.0
 """Of questions without an answer, until one is killed: before what ends meanwhile, and nobody reaps, is fenced
 (reclaim_timeout_s of [limits], 30)."""
+
+MAX_WAITING: Final = 16_384
+"""Messages that wait for room in the channel: several for each lease that there may be (max_leases of [limits], 4096).
+The kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
 
 
 class ZygoteBroken(Exception):
@@ -79,6 +84,7 @@ class Zygote:
         self._folder = folder
         self._wipes_heap = wipes_heap
         self._channel: socket.socket | None = None
+        self._outbox: Outbox | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
         self._pidfd = -1
@@ -100,6 +106,7 @@ class Zygote:
         """Be one that an earlier broker left; whether it can make workers for this one."""
         self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
         self._channel.setblocking(False)
+        self._outbox = Outbox(self._channel)
         asyncio.get_running_loop().add_reader(self._channel, self._read)
         self._pid, self.findings = found.pid, found.findings
         if found.answers_pings:
@@ -119,6 +126,7 @@ class Zygote:
             self._channel = self._launch()
         except OSError as error:
             raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
+        self._outbox = Outbox(self._channel)
         self._preloaded = loop.create_future()
         loop.add_reader(self._channel, self._read)
         try:
@@ -164,29 +172,20 @@ class Zygote:
         return ours
 
     def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
-        """Ask for a worker. Raises ChannelClosed or BlockingIOError if the zygote can't be asked now."""
-        if self._channel is None:
-            raise ChannelClosed("the zygote is not running")
+        """Ask for a worker. Raises ChannelClosed, or OSError if the zygote can't be asked now, nor soon."""
         kept = (broker_end_fd,) if self.outlives_its_broker else ()
-        send_message(self._channel, spec.to_message(), (channel_fd, *page_fds, *kept))
+        self._send(spec.to_message(), (channel_fd, *page_fds, *kept))
 
-    def change(self, serial: int, spec: WorkerSpec) -> None:
+    def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
         """A worker has another lease now: the next broker must know, and the log whose words its are.
 
-        Raises as `spawn` does.
+        `then` is called when it is told. Raises as `spawn` does.
         """
-        if self._channel is None:
-            raise ChannelClosed("the zygote is not running")
-        send_message(self._channel, spec.to_message() | {"op": "lease", "serial": serial})
+        self._send(spec.to_message() | {"op": "lease", "serial": serial}, (), then)
 
     def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
         """A worker was scrubbed and has other control pages. Raises as `spawn` does."""
-        if self._channel is None:
-            raise ChannelClosed("the zygote is not running")
-        if self.outlives_its_broker:
-            send_message(self._channel, spec.to_message() | {"op": "renew", "serial": serial}, page_fds)
-        else:
-            self.change(serial, spec)
+        self._send(spec.to_message() | {"op": "renew", "serial": serial}, page_fds)
 
     def forget(self, serial: int) -> None:
         """A worker's bytes are proved back: nobody needs to know of it any more."""
@@ -221,8 +220,9 @@ class Zygote:
             self._pidfd = -1
 
     def _ping(self) -> None:
-        if self._channel is not None:
-            send_message(self._channel, {"op": "ping"})
+        # While others wait, that one gets through is answer enough.
+        if not self._outbox:
+            self._send({"op": "ping"})
 
     def _give_up(self, _: str) -> None:
         """Kill it. That its channel closes then is seen as of any that dies.
@@ -238,9 +238,31 @@ class Zygote:
 
     def _say(self, message: dict[str, Any]) -> None:
         # One that is gone needs to know nothing; one that does not read for so long keeps a little more than it must.
-        if self._channel is not None:
-            with contextlib.suppress(ChannelClosed, BlockingIOError):
-                send_message(self._channel, message)
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            self._send(message)
+
+    def _send(
+        self, message: dict[str, Any], fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Tell the zygote, as soon as it has room. Raises as `spawn` does."""
+        if self._channel is None or self._outbox is None:
+            raise ChannelClosed("the zygote is not running")
+        if len(self._outbox) >= MAX_WAITING:
+            raise BlockingIOError(errno.EAGAIN, f"{MAX_WAITING} messages wait for the zygote")
+        self._outbox.send(message, fds, then)
+        if self._outbox:
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+
+    def _flush(self) -> None:
+        if self._channel is None or self._outbox is None:
+            return
+        # That it is gone is seen by who reads.
+        with contextlib.suppress(ChannelClosed):
+            if self._outbox.flush():
+                self._pulse.answered()
+            if self._outbox:
+                return
+        asyncio.get_running_loop().remove_writer(self._channel)
 
     def _read(self) -> None:
         while self._channel is not None:
@@ -280,8 +302,13 @@ class Zygote:
 
     def _close_channel(self) -> None:
         self._pulse.end()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
         if self._channel is not None:
-            asyncio.get_running_loop().remove_reader(self._channel)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._channel)
+            loop.remove_writer(self._channel)
             self._channel.close()
             self._channel = None
 

@@ -266,6 +266,9 @@ class Submits(SubmitViews):
         submit.is_worker_gone = True
         if submit.state is SubmitState.STARTING and submit.is_warm:
             self._replace(submit, event.reason, now_ns, out)
+        elif submit.state is SubmitState.RUNNING and submit.due_ns is not None and now_ns >= submit.due_ns:
+            # Its zygote has ended it while the daemon hung.
+            self._on_too_long(submit, now_ns, out)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = submit_denials.not_started(submit.lease_id, event.reason)
             self._end(submit, None, event.reason, denial, now_ns, out)
@@ -296,9 +299,7 @@ class Submits(SubmitViews):
             reason = f"it was not ready within {self._book.limits.spawn_timeout_s} s"
             self._end(submit, None, reason, submit_denials.not_started(submit.lease_id, reason), now_ns, out)
         elif event.kind is TimerKind.EXPIRY:
-            submit.is_timed_out = True
-            reason = f"it took more than {denials.duration_text(submit.timeout_ms)}"
-            self._end(submit, None, reason, None, now_ns, out)
+            self._on_too_long(submit, now_ns, out)
         elif event.kind is TimerKind.RECLAIM:
             missing = "its memory was not shown free" if submit.is_worker_gone else "it could not be reaped"
             self._fence(submit, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
@@ -306,6 +307,10 @@ class Submits(SubmitViews):
             self._kill(submit, now_ns, out)
 
     # --- Ends. ----------------------------------------------------------------
+
+    def _on_too_long(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+        submit.is_timed_out = True
+        self._end(submit, None, f"it took more than {denials.duration_text(submit.timeout_ms)}", None, now_ns, out)
 
     def _end(
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]

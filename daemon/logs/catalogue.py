@@ -86,6 +86,12 @@ class LogEvent(Enum):
         "the worker is killed by its zygote: no broker is there",
         ("lease_id", "worker_pid"),
     )
+    WORKER_OVERDUE = Kind(
+        "worker.overdue",
+        WARNING,
+        "the worker is killed by its zygote: the broker has not ended it in time",
+        ("lease_id", "worker_pid", "reason"),
+    )
     WORKER_EXITED = Kind("worker.exited", INFO, "the worker has ended", ("lease_id", "worker_pid", "reason"))
     WORKER_DIED = Kind(
         "worker.died",

@@ -16,8 +16,9 @@ field is one aligned native u64, so a reader sees an old or a new value, never h
          monotonic ms,               56  since when the kernel that runs is known to run, monotonic ns; 0 for none
    3232  how long is why it ended    64  since when an image is compiled, monotonic ns; 0 for none
    3240  and why: 512 bytes of UTF-8 72  syncs that were answered with a failure
-                                     80  copies
-                                     88  bytes copied
+   3752  when its worker is to be    80  copies
+         gone, monotonic ns; 0 if    88  bytes copied
+         nobody has said
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -50,6 +51,7 @@ _FIRST_MARK: Final = 4
 _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
 _REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
 _REASON_AT: Final = 8 * (_REASON_LENGTH + 1)
+_GONE_BY: Final = (_REASON_AT + MAX_REASON_BYTES) // 8
 _STATE: Final = struct.Struct("=QQQ")
 
 
@@ -136,6 +138,12 @@ def state_of(lease_fd: int) -> PageState:
     return PageState(status, deadline_ns, generation)
 
 
+def gone_by_ns(lease_fd: int) -> int:
+    """When the worker of a lease's page is to be gone, as a broker wrote last; 0 if none has."""
+    (value,) = struct.unpack("=Q", os.pread(lease_fd, 8, 8 * _GONE_BY))
+    return int(value)
+
+
 def flip_word(lease_fd: int, status: Status) -> None:
     """Flip the revocation word of a lease's page that is not mapped."""
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
@@ -164,8 +172,9 @@ class BrokerPage:
         if fds is not None:
             self.let_go()
 
-    def set_deadline(self, deadline_ns: int, generation: int) -> None:
-        """The lease lives until `deadline_ns`."""
+    def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
+        """The lease lives until `deadline_ns`, its worker until `gone_by_ns`, which the zygote reads: 0 for never."""
+        self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
 

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from gpulease.daemon.channel import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.channel import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -67,7 +67,11 @@ class Zygote:
         self._driver = driver
         self._plan = plan
         self._about = about
+        channel.setblocking(False)
         self._channel: socket.socket | None = channel
+        # A broker that hangs must not make this process wait. What waits for it is bounded by workers: each is told of
+        # when it is made and when it has ended.
+        self._outbox = Outbox(channel)
         self._listener = listener
         self._keeper = Keeper()
         self._empty_since_ns = 0
@@ -101,6 +105,7 @@ class Zygote:
                 self._drain_wakeup()
                 self._reap()
             if self._channel is not None and self._channel.fileno() in heard:
+                self._flush()
                 self._serve_broker()
             if self._listener is not None and self._listener.fileno() in heard:
                 self._let_in(self._listener)
@@ -108,13 +113,17 @@ class Zygote:
                 return
             if self._is_retired and not self._keeper.living() and not self._keeper.ended():
                 return
-            timeout_ms = None
+            now_ns = time.monotonic_ns()
             if self._channel is None:
-                now_ns = time.monotonic_ns()
                 due_ns = self._alone(now_ns)
                 if due_ns <= now_ns:
                     return
-                timeout_ms = min(-(-(due_ns - now_ns) // NS_PER_MS), MAX_POLL_MS)
+            elif (look_ns := self._keeper.end_overdue(now_ns)) is not None:
+                due_ns = look_ns
+            else:
+                timeout_ms = None
+                continue
+            timeout_ms = min(max(0, -(-(due_ns - now_ns) // NS_PER_MS)), MAX_POLL_MS)
 
     # --- the broker ---
 
@@ -148,13 +157,30 @@ class Zygote:
         if self._channel is None:
             return
         try:
-            send_message(self._channel, message, fds)
+            self._outbox.send(message, fds)
         except ChannelClosed:
             # Its last messages may still be there to be read: that it is gone is seen behind them.
             if self._listener is None:
                 raise
+        except OSError:
+            # No descriptor is left for one that would wait: the broker does without it.
+            self._outbox.send(message)
+        if self._outbox:
+            self._poll.modify(self._channel, select.POLLIN | select.POLLOUT)
+
+    def _flush(self) -> None:
+        if self._channel is None or not self._outbox:
+            return
+        try:
+            self._outbox.flush()
+        except ChannelClosed:
+            # As above.
+            self._outbox.close()
+        if not self._outbox:
+            self._poll.modify(self._channel, select.POLLIN)
 
     def _lose_broker(self) -> None:
+        self._outbox.close()
         if self._channel is not None:
             self._poll.unregister(self._channel)
             self._channel.close()
@@ -175,7 +201,8 @@ class Zygote:
         except ChannelClosed:
             channel.close()
             return
-        self._channel = channel
+        channel.setblocking(False)
+        self._channel, self._outbox = channel, Outbox(channel)
         self._poll.register(channel, select.POLLIN)
         self._keeper.regain_broker()
 
@@ -219,12 +246,8 @@ class Zygote:
             close_all([*page_fds, *broker_end])
             self._say({"op": "no_fork", "lease": lease, "reason": f"pidfd_open: {error.strerror}"})
             return
-        kept = self._keeper.add(spec, pid, (pidfd, page_fds, broker_end[0]) if broker_end else None)
-        try:
-            self._say({"op": "spawned", "lease": lease, "pid": pid, "serial": kept.serial}, (pidfd,))
-        finally:
-            if not broker_end:
-                close_all([pidfd, *page_fds])
+        kept = self._keeper.add(spec, pid, (pidfd, page_fds, broker_end[0] if broker_end else -1))
+        self._say({"op": "spawned", "lease": lease, "pid": pid, "serial": kept.serial}, (pidfd,))
 
     def _become_worker(
         self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, said_fd: int, not_its: list[int]
@@ -234,6 +257,7 @@ class Zygote:
             # First of all: nothing of another lease, nor of the broker, stays open here.
             stop_logging()
             self._keeper.close()
+            self._outbox.close()
             self._sayings.close()
             close_all(not_its)
             say_to(said_fd)
@@ -281,7 +305,8 @@ class Zygote:
             reason = exit_text(status)
             kept = self._keeper.end(pid, reason, remember=self._listener is not None)
             if kept is not None:
-                self._say({"op": "exited", "lease": f"{kept.born_as:032x}", "serial": kept.serial, "reason": reason})
+                exited = {"op": "exited", "lease": f"{kept.born_as:032x}", "serial": kept.serial, "reason": reason}
+                self._say(exited | ({"is_overdue": True, "overran": kept.overran} if kept.is_overdue else {}))
 
 
 def _has_news(channel: socket.socket) -> bool:

@@ -1,10 +1,12 @@
-"""What a zygote knows of its workers, and, where it outlives its broker, what it keeps of them.
+"""What a zygote keeps of its workers, and which of them it ends.
 
-That is, for each: what the broker knew of it, its process, its control pages, and the broker's end of its channel. So a
-worker does not notice that the broker died: its channel is whole, and what it says meanwhile waits in it for the next
-broker. While there is none, this is who ends leases: by the deadline on the lease's page, the word there, or a kernel
-that has run for longer than it may. The first two are the broker's, which no worker can write; of the kernel the worker
-tells, so that one that was taken over lives to its deadline.
+That is, for each: what the broker knew of it, its process, its control pages, and, where the zygote outlives its
+broker, the broker's end of its channel. So a worker does not notice that the broker died: its channel is whole, and
+what it says meanwhile waits in it for the next broker. While there is none, this is who ends leases: by the deadline on
+the lease's page, the word there, or a kernel that has run for longer than it may. The first two are the broker's, which
+no worker can write; of the kernel the worker tells, so that one that was taken over lives to its deadline.
+
+A broker that is there may hang: stopped, or in a disk. What it should have ended a second ago, this ends too.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.overrun import overran_on
-from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, state_of
+from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, gone_by_ns, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 
@@ -37,6 +39,16 @@ MIN_LOOK_NS: Final = 10_000_000
 LOOKS_PER_BOUND: Final = 8
 """How late such a kernel is found at most, as a part of the time it may run."""
 
+OVERDUE_NS: Final = 1_000_000_000
+"""After a worker was to be gone, or a kernel to have ended: a broker that lives is never that late, one that hangs is
+not waited for. Stops a kernel that never ends from outliving its lease for as long as a broker hangs."""
+
+LOOK_NS: Final = 500_000_000
+"""Between two looks at a lease whose deadline is not written yet, or whose kernels are bounded, while a broker is
+there."""
+
+NEVER_NS: Final = 1 << 63
+
 ALONE_S: Final = 60.0
 """How long a zygote waits for a broker once it has no worker. Stops one that nobody will come back for from staying."""
 
@@ -49,14 +61,16 @@ class Kept:
         serial: Its number in this zygote, never used again.
         born_as: The lease, or warm context, it was made for.
         spec: What it is now: one that was made ahead has taken a lease since.
-        page_fds: Its control pages, -1 where nothing is kept; so are the others.
-        channel_fd: The broker's end of its channel.
+        page_fds: Its control pages.
+        channel_fd: The broker's end of its channel, -1 of a zygote that dies with its broker.
         reason: How it ended; None while it has not.
         last_page: What its page said then.
         deadline_ns: When its lease ends, as the broker wrote last.
         kill_due_ns: When it is killed, None while nothing has ended it.
         is_killed: That was done.
         overran: What is to be said of a kernel for which its lease was ended, "" if it was not.
+        look_ns: When it can be overdue at the earliest, by the last look.
+        is_overdue: It was ended for that, though there was a broker.
     """
 
     serial: int
@@ -72,6 +86,8 @@ class Kept:
     kill_due_ns: int | None = None
     is_killed: bool = False
     overran: str = ""
+    look_ns: int = 0
+    is_overdue: bool = False
 
     def close(self) -> None:
         """Let go of the descriptors."""
@@ -89,14 +105,16 @@ class Keeper:
         self._living: dict[int, Kept] = {}
         self._ended: dict[int, Kept] = {}
         self._last_serial = 0
+        self._look_ns = NEVER_NS
 
     # --- what becomes of them ---
 
-    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int] | None) -> Kept:
-        """A worker was forked; `fds`, if it is to be kept: its pidfd, pages and channel, the keeper's then."""
+    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int]) -> Kept:
+        """A worker was forked; `fds`: its pidfd, pages and channel, the keeper's from now on."""
         self._last_serial += 1
-        kept = Kept(self._last_serial, spec.lease_id, spec, pid, *(fds or ()))
+        kept = Kept(self._last_serial, spec.lease_id, spec, pid, *fds)
         self._living[pid] = kept
+        self._look_ns = 0
         return kept
 
     def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
@@ -104,6 +122,7 @@ class Keeper:
         for kept in self._living.values():
             if kept.serial == serial:
                 kept.spec = spec
+                kept.look_ns = self._look_ns = 0
                 if page_fds != NO_FDS:
                     kept.page_fds, page_fds = page_fds, kept.page_fds
         for fd in page_fds:
@@ -147,6 +166,43 @@ class Keeper:
         self._living.clear()
         self._ended.clear()
 
+    # --- while there is a broker ---
+
+    def end_overdue(self, now_ns: int) -> int | None:
+        """End what its broker should have ended a second ago; when to come back, None if nothing can be overdue."""
+        if now_ns >= self._look_ns:
+            self._look_ns = min((self._look(kept, now_ns) for kept in self.living()), default=NEVER_NS)
+        return None if self._look_ns == NEVER_NS else self._look_ns
+
+    def _look(self, kept: Kept, now_ns: int) -> int:
+        """When to look at it again."""
+        if kept.is_killed or kept.spec.is_warm:
+            return NEVER_NS
+        if now_ns < kept.look_ns:
+            return kept.look_ns
+        # Renewals move it without a word to this process: it is read again when it is over.
+        gone_by = gone_by_ns(kept.page_fds.lease)
+        overdue_ns = gone_by + OVERDUE_NS if gone_by else NEVER_NS
+        bound_ms = kept.spec.max_kernel_ms
+        if now_ns >= overdue_ns:
+            is_expired = now_ns >= state_of(kept.page_fds.lease).deadline_ns
+            self._end_overdue(kept, Status.LEASE_EXPIRED if is_expired else Status.TIMED_OUT)
+            return NEVER_NS
+        if bound_ms and overran_on(kept.page_fds.claims, bound_ms + OVERDUE_NS // NS_PER_MS):
+            kept.overran = overran_on(kept.page_fds.claims, bound_ms)
+            self._end_overdue(kept, Status.SESSION_FAILED)
+            return NEVER_NS
+        kept.look_ns = min(overdue_ns, now_ns + LOOK_NS) if bound_ms or not gone_by else overdue_ns
+        return kept.look_ns
+
+    def _end_overdue(self, kept: Kept, word: Status) -> None:
+        if state_of(kept.page_fds.lease).word is None:
+            flip_word(kept.page_fds.lease, word)
+        kept.is_overdue = kept.is_killed = True
+        tell(LogEvent.WORKER_OVERDUE, lease_id=kept.spec.of_lease, worker_pid=kept.pid, reason=kept.overran or None)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
+
     # --- while there is no broker ---
 
     def lose_broker(self, now_ns: int) -> None:
@@ -165,6 +221,7 @@ class Keeper:
         for kept in self._living.values():
             if not kept.is_killed:
                 kept.kill_due_ns = None
+            kept.look_ns = self._look_ns = 0
 
     def enforce(self, now_ns: int) -> int | None:
         """End what is due; when to come back, None if nothing is left that could become due."""

@@ -27,6 +27,7 @@ from helpers.processes import descendants, is_running, open_files
 from helpers.waiting import wait_until
 
 SIZE = 1 << 20
+S = 1_000_000_000
 LAUNCHER = """
 import sys
 import gpulease.daemon.zygote.__main__ as z
@@ -194,6 +195,35 @@ def test_without_a_broker_leases_end_in_time_and_those_of_nobody_at_once(broker:
     with found(broker) as (_, workers):
         assert {number for number, worker in workers.items() if worker.reason is None} == {2}
         assert set(workers) == {1, 2, 3, FIRST_WARM_ID}
+
+
+def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
+    """It reads nothing, so that its channel is full, and ends nothing: what is overdue is ended, and that alone."""
+    overdue, moved, warm = broker.bear(1), broker.bear(2), broker.bear(FIRST_WARM_ID, size_bytes=0)
+    now_ns = time.monotonic_ns()
+    for _, _, page in (overdue, moved):
+        page.set_deadline(now_ns, 1, now_ns)
+    moved[2].set_deadline(now_ns + 600 * S, 2, now_ns + 600 * S)
+    broker.channel.setblocking(False)
+    asked = 0
+    with contextlib.suppress(BlockingIOError):
+        # Until neither takes any more: it has stopped reading, or goes on and keeps its answers.
+        for _ in range(2000):
+            send_message(broker.channel, {"op": "ping"})
+            asked += 1
+    broker.channel.settimeout(30)
+    wait_until(lambda: not is_running(overdue[0]), "the one that is overdue is gone")
+    assert state_of(overdue[2].fds.lease).word is Status.LEASE_EXPIRED
+    told = []
+    while not told or told[-1]["op"] != "exited":
+        told.append(receive_message(broker.channel)[0])
+    assert told[-1] | {"serial": 1, "is_overdue": True, "overran": ""} == told[-1]
+    assert [one["op"] for one in told[:-1]] == ["pong"] * len(told[:-1])
+    assert is_running(moved[0])
+    assert is_running(warm[0])
+    for _, channel, page in (overdue, moved, warm):
+        channel.close()
+        page.close()
 
 
 def test_a_worker_whose_word_is_flipped_ends(broker: Broker) -> None:

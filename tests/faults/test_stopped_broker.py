@@ -1,0 +1,60 @@
+"""A broker that hangs, here stopped by a signal: its leases end all the same, and as what they are when it goes on."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuBuilder, GpuLeaseError, GpuSession
+from helpers import audit_log
+from helpers.daemon import Daemon
+from helpers.kernels import start_endless
+from helpers.processes import is_running, process_info
+from helpers.waiting import wait_until
+
+LONG_S = 60.0
+"""For an end that is due in some seconds: the host may be slow."""
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        (lambda wish: wish.lease_secs(4), "expired"),
+        (lambda wish: wish.max_kernel_secs(3), "kernel_timeout"),
+    ],
+    ids=["deadline", "kernel"],
+)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not_kept"])
+def test_an_endless_kernel_ends_while_the_broker_is_stopped(
+    start_daemon: Callable[..., Daemon],
+    tmp_path: Path,
+    ends: Callable[[GpuBuilder], GpuBuilder],
+    cause: str,
+    keeps: bool,
+) -> None:
+    state = f'state = "{tmp_path / "state"}"\n' if keeps else ""
+    daemon = start_daemon(config=state + audit_log.config(tmp_path / "audit"))
+    free_bytes = daemon.available_bytes()
+    lease = ends(daemon.builder(seconds=300)).acquire()
+    worker = daemon.worker_pid(lease.lease_id)
+    session = GpuSession(lease)
+    kept = start_endless(session)
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: not is_running(worker), "its worker is gone", LONG_S)
+        stopped = process_info(daemon.process.pid)
+        assert stopped is not None
+        assert stopped.state == "T"
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    wait_until(lambda: daemon.query(lease.lease_id)["state"] == "torndown", "its end is told", LONG_S)
+    assert daemon.query(lease.lease_id)["cause"] == cause
+    with pytest.raises(GpuLeaseError):
+        session.sync()
+    assert daemon.available_bytes() == free_bytes
+    del kept
+    audit_log.stop(daemon)
+    told = [one["data"]["cause"] for one in audit_log.records(tmp_path / "audit") if one["kind"] == "end"]
+    assert told == [cause]
