@@ -12,7 +12,7 @@ from gpulease.protocol.codec import build_body, parse_body, reply_body, request_
 from gpulease.protocol.errors import BodyError, FramingError, LocalProtocolError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
-from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES
+from gpulease.protocol.limits import MAX_IN_FLIGHT, RECEIVE_BUFFER_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import Body, ErrorBody, LeaseEvent
 from gpulease.protocol.opcodes import HANDING_OVER, Flag, Opcode, Status
 from gpulease.protocol.states import TRANSITIONS, State, Trigger, reply_trigger, request_trigger
@@ -92,15 +92,28 @@ Event = Request | Rejected | Reply | Told | Goodbye | StreamBroken | EndOfStream
 class Connection:
     """One end of a connection, from HELLO on, or a session's end from ATTACH on (`state=State.ATTACHING`).
 
+    Args:
+        buffer_bytes: What it reads into; it grows with a larger frame, and for as long as it holds one.
+
     Attributes:
         last_request_id: Of our latest request; whoever numbers one counts it up.
     """
 
-    def __init__(self, role: Role, *, max_payload_bytes: int, state: State = State.OPENING) -> None:
+    def __init__(
+        self,
+        role: Role,
+        *,
+        max_payload_bytes: int,
+        state: State = State.OPENING,
+        buffer_bytes: int = RECEIVE_BUFFER_BYTES,
+    ) -> None:
         self.role = role
         self.state = state
+        retained_bytes = RETAINED_BUFFER_BYTES if buffer_bytes >= RECEIVE_BUFFER_BYTES else buffer_bytes
         self.reader = FrameReader(
-            max_payload_bytes, buffer_bytes=min(RECEIVE_BUFFER_BYTES, max_payload_bytes + HEADER_BYTES)
+            max_payload_bytes,
+            buffer_bytes=min(buffer_bytes, max_payload_bytes + HEADER_BYTES),
+            retained_bytes=retained_bytes,
         )
         self._in_flight: dict[int, Opcode] = {}
         self.last_request_id = 0

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from gpulease.daemon.broker.collecting import Trimmer
 from gpulease.daemon.broker.control import ControlConnection
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -25,6 +26,7 @@ class Doorkeeper:
         self._inside: set[ControlConnection] = set()
         self._by_tenant: Counter[str] = Counter()
         self._left = asyncio.Event()
+        self._trimmer = Trimmer()
 
     def admit(self, connection: ControlConnection) -> Failure | None:
         """Count a connection in, or say why not."""
@@ -46,6 +48,7 @@ class Doorkeeper:
 
     def release(self, connection: ControlConnection) -> None:
         """Count a connection out; one that was refused was never in."""
+        self._trimmer.left()
         if connection in self._inside:
             self._inside.discard(connection)
             self._by_tenant[connection.peer.tenant] -= 1

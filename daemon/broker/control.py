@@ -58,6 +58,10 @@ EVENTS_PER_TURN: Final = 16
 LINGER_S: Final = 5.0
 """For a peer to read what it was told last, before the connection is cut."""
 
+READ_BUFFER_BYTES: Final = 4 << 10
+"""What a connection reads into; almost every control request fits. It grows with a larger one. Stops those who connect
+and say nothing from taking 64 KiB each."""
+
 WRITE_BUFFER_BYTES: Final = 256 << 10
 """Replies a peer has not read, before nothing more is read from it."""
 
@@ -95,7 +99,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._release = release
         self._tenant_of_uid = tenant_of_uid
         self._options = options
-        self._connection = Connection(Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES)
+        self._connection = Connection(
+            Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES, buffer_bytes=READ_BUFFER_BYTES
+        )
         self._transport: asyncio.Transport | None = None
         self._desk: Desk | None = None
         self._deadlines = Deadlines()

@@ -1,11 +1,11 @@
-"""What a connection held is free when it is closed, not when Python's collector comes by: each reads into 64 KiB."""
+"""What a connection held is free when it is closed, not when Python's collector comes by; and given back."""
 
 import asyncio
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from gpulease.client.asking import ask
@@ -18,9 +18,17 @@ from gpulease.daemon.core import CoreLimits, LeaseTable
 from gpulease.daemon.core_bench import SimulatedWorkers
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
+from helpers.daemon import Daemon
+from helpers.raw_peer import RawPeer
 from helpers.waiting import wait_until
 
 CONNECTIONS = 5
+CROWD = 500
+LEFT_BYTES = 24 << 10
+"""Of each connection of the first crowd: Python's own pools grow once."""
+
+MORE_BYTES = 4 << 10
+"""Of each of a later one."""
 
 
 @contextmanager
@@ -55,3 +63,30 @@ def test_closed_connections_are_gone() -> None:
 
     with tempfile.TemporaryDirectory(prefix="gpul-", dir="/tmp") as folder, no_collector():
         assert asyncio.run(serve(Path(folder) / "s")) == CONNECTIONS
+
+
+def resident_bytes(pid: int) -> int:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) << 10
+
+
+def crowd(daemon: Daemon) -> None:
+    """Many connect at once, are answered, and leave."""
+    files = len(daemon.open_files())
+    with ExitStack() as stack:
+        for _ in range(CROWD):
+            stack.enter_context(RawPeer(daemon.address)).hello()
+    wait_until(lambda: len(daemon.open_files()) <= files, "they are gone", 60)
+
+
+def test_a_crowd_of_connections_leaves_no_memory_taken(start_daemon: Callable[..., Daemon]) -> None:
+    """Each took some 73 KiB for ever."""
+    limits = f"max_connections = {2 * CROWD}\nmax_connections_per_tenant = {2 * CROWD}\n"
+    daemon = start_daemon(config=limits)
+    pid = daemon.process.pid
+    before = resident_bytes(pid)
+    crowd(daemon)
+    wait_until(lambda: resident_bytes(pid) - before < CROWD * LEFT_BYTES, "it is given back", 60)
+    after_one = resident_bytes(pid)
+    crowd(daemon)
+    wait_until(lambda: resident_bytes(pid) - after_one < CROWD * MORE_BYTES, "it is given back again", 60)

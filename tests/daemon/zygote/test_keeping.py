@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,7 +215,7 @@ def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
     broker.channel.settimeout(30)
     wait_until(lambda: not is_running(overdue[0]), "the one that is overdue is gone")
     assert state_of(overdue[2].fds.lease).word is Status.LEASE_EXPIRED
-    told = []
+    told: list[dict[str, Any]] = []
     while not told or told[-1]["op"] != "exited":
         told.append(receive_message(broker.channel)[0])
     assert told[-1] | {"serial": 1, "is_overdue": True, "overran": ""} == told[-1]
