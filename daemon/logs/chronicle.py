@@ -154,10 +154,14 @@ class Chronicle(Recorder):
         """As above."""
         self._inner.record(told, now_ns)
 
+    def lacks_end(self, lease_id: int) -> bool:
+        """As above."""
+        return self._inner.lacks_end(lease_id)
+
     def make_up(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
         """Record the ends that an earlier daemon kept in its journal, and was killed before they were recorded."""
         for lease in tombstones:
-            if self._inner.lacks_end(lease.lease_id):
+            if self.lacks_end(lease.lease_id):
                 self.record(self._witness.ended_untold(lease, now_ns), now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
