@@ -48,7 +48,7 @@ LEASE: Final = {
 }
 LEASE_PERHAPS: Final = {
     **dict.fromkeys(("cause", "card_uuid"), WORD),
-    **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms"), NUMBER),
+    **dict.fromkeys(("allocated_bytes", "launches", "copies", "age_ms", "orphaned_in_ms"), NUMBER),
 }
 CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 """What each must have, and what it may lack or have as None; all else is the daemon's."""

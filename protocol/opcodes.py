@@ -20,6 +20,10 @@ SUBMIT_TAG: Final = 0x0906
 """The lease parameter TLV that carries how many of the lease's bytes are kept for submits, as a u64."""
 
 
+ORPHAN_TAG: Final = 0x0907
+"""The lease parameter TLV that carries how long the lease may be without a connection, in milliseconds, as a u32."""
+
+
 class Opcode(IntEnum):
     """What a frame asks for. 0x0200, 0x020A and 0x0601-0x0607 are public numbers; the others are this product's."""
 

@@ -111,7 +111,7 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
         lease["lease_id"],
         lease["tenant"],
         gpus.get(lease.get("card_uuid") or "", MISSING),
-        lease["state"] if lease.get("cause") is None else f"{lease['state']} ({lease['cause']})",
+        _state(lease),
         size_text(lease["size_bytes"]),
         MISSING if used is None else size_text(used),
         MISSING if launches is None else str(launches),
@@ -119,6 +119,14 @@ def _row(lease: Report, gpus: dict[str, str]) -> list[str]:
         MISSING if age_ms is None else seconds_text(age_ms / 1000),
         seconds_text(lease["remaining_ms"] / 1000),
     ]
+
+
+def _state(lease: Report) -> str:
+    """Where it stands, and why it ends or soon will."""
+    if lease.get("cause") is not None:
+        return f"{lease['state']} ({lease['cause']})"
+    left_ms = lease.get("orphaned_in_ms")
+    return lease["state"] if left_ms is None else f"{lease['state']} (orphaned in {seconds_text(left_ms / 1000)})"
 
 
 @click.command()

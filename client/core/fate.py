@@ -28,6 +28,7 @@ _STATUS_BY_CAUSE: Final = {
     "unresponsive": Status.SESSION_FAILED,
     "drained": Status.DRAINED,
     "load_timeout": Status.SESSION_FAILED,
+    "orphaned": Status.LEASE_EXPIRED,
 }
 _WORDS: Final = {
     "freed": "the lease was freed",
@@ -43,6 +44,7 @@ _WORDS: Final = {
     "unresponsive": "the session's process did not answer any more",
     "drained": "the lease ended because its node was drained",
     "load_timeout": "an image compiled for longer than the node allows",
+    "orphaned": "the lease was orphaned",
 }
 _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""

@@ -12,7 +12,14 @@ from gpulease.protocol import Exclusivity, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
 from gpulease.protocol.limits import MAX_TEXT_BYTES
 from gpulease.protocol.messages import LeaseAlloc
-from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, MAX_KERNEL_TAG, SUBMIT_TAG, WAITING_TAG
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    GPU_RESOURCE_TYPE,
+    MAX_KERNEL_TAG,
+    ORPHAN_TAG,
+    SUBMIT_TAG,
+    WAITING_TAG,
+)
 from gpulease.protocol.primitives import LeaseParameter
 from gpulease.protocol.sizes import parse_size
 
@@ -111,6 +118,15 @@ class Wish:
         """How long one kernel may run: one that runs for longer ends the lease. No bound if this is not called."""
         value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
         self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
+        return self
+
+    def orphan_secs(self, seconds: float) -> Self:
+        """How long the lease may be without a connection before it ends, orphaned; 0: for as long as it lasts.
+
+        Its connections are the lease object's own, those of its session, also by a token, and its submits'. A renewal
+        begins the wait anew. The daemon's operator has a default if this is not called.
+        """
+        self._parameters[ORPHAN_TAG] = milliseconds(seconds, "orphan_secs", least_ms=0).to_bytes(4, "big")
         return self
 
     def device(self, uuid_or_index: str | int) -> Self:

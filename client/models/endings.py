@@ -19,6 +19,7 @@ _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.U
 
 _BY_CAUSE: Final[dict[str, type[errors.GpuLeaseError]]] = {
     "expired": errors.LeaseExpired,
+    "orphaned": errors.LeaseExpired,
     "revoked": errors.Revoked,
     "drained": errors.Drained,
     "freed": errors.LeaseFreed,

@@ -67,6 +67,11 @@ class Caller:
         self.runtime.recorder.asked_by(number, self.peer.tenant)
         return number
 
+    def hold(self, lease_id: int) -> None:
+        """Count the connection as one of the lease's, until it is gone."""
+        if self.answerer.is_open:
+            self.runtime.presence.hold(lease_id, self.answerer)
+
     def need_operator(self, operation: str) -> None:
         """Raises Refusal unless an operator asks."""
         if not self.peer.is_operator:

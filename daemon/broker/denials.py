@@ -25,6 +25,7 @@ _STATUS: Final = {
 }
 
 _REVOCATION_WORD: Final = {
+    Cause.ORPHANED: Status.LEASE_EXPIRED,
     Cause.EXPIRED: Status.LEASE_EXPIRED,
     Cause.REVOKED: Status.REVOKED,
     Cause.FREED: Status.LEASE_FREED,
@@ -32,7 +33,7 @@ _REVOCATION_WORD: Final = {
     Cause.DRAINED: Status.DRAINED,
 }
 _TOO_LONG: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
-_CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items()}
+_CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items() if cause is not Cause.ORPHANED}
 
 
 def failure_of(denial: Denial) -> Failure:

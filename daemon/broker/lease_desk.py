@@ -5,7 +5,13 @@ import time
 
 from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.denials import failure_of
-from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, submit_bytes_of, waiting_of
+from gpulease.daemon.broker.parameters import (
+    exclusivity_of,
+    max_kernel_ms_of,
+    orphan_ms_of,
+    submit_bytes_of,
+    waiting_of,
+)
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.reports import expires_at_unix_s, remaining_ms
 from gpulease.daemon.capabilities.demands import Demand
@@ -65,6 +71,7 @@ class LeaseDesk:
         exclusivity = exclusivity_of(body.parameters)
         max_kernel_ms = max_kernel_ms_of(body.parameters)
         waiting, submit_bytes = waiting_of(body.parameters), submit_bytes_of(body.parameters)
+        orphan_ms = orphan_ms_of(body.parameters)
 
         def on_outcome(outcome: Outcome) -> None:
             self._open_acquires.pop(number, None)
@@ -85,6 +92,7 @@ class LeaseDesk:
                 max_kernel_ms=max_kernel_ms,
                 waiting=waiting,
                 submit_bytes=submit_bytes,
+                orphan_ms=orphan_ms,
             )
         )
 
@@ -98,6 +106,7 @@ class LeaseDesk:
             self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
             return
         self._caller.acquired.add(lease.lease_id)
+        self._caller.hold(lease.lease_id)
         now_ns = time.monotonic_ns()
         grant = messages.LeaseGrant(
             lease_id=lease.lease_id,
@@ -117,6 +126,7 @@ class LeaseDesk:
             if not isinstance(outcome, Renewed):
                 self._caller.answer_denied(request, outcome)
                 return
+            self._caller.hold(outcome.lease.lease_id)
             now_ns = time.monotonic_ns()
             lease, drain_ns = outcome.lease, self._runtime.table.drain_ns
             renewed = messages.LeaseRenewed(

@@ -8,6 +8,7 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import (
     EXCLUSIVITY_TAG,
     MAX_KERNEL_TAG,
+    ORPHAN_TAG,
     SUBMIT_TAG,
     WAITING_TAG,
     Exclusivity,
@@ -21,6 +22,9 @@ MAX_KERNEL_BYTES: Final = 4
 
 SUBMIT_BYTES: Final = 8
 """Of the parameter's u64."""
+
+ORPHAN_BYTES: Final = 4
+"""Of the parameter's u32."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -74,6 +78,20 @@ def submit_bytes_of(parameters: tuple[LeaseParameter, ...]) -> int:
         raise Refusal(
             Failure(Status.INVALID_REQUEST, "what is kept for submits is a u64 of bytes, at least 1, given once")
         )
+    return int.from_bytes(values[0], "big")
+
+
+def orphan_ms_of(parameters: tuple[LeaseParameter, ...]) -> int | None:
+    """How long the lease may be without a connection, 0 for as long as it lasts; None if its tenant does not say.
+
+    Raises Refusal if it makes no sense.
+    """
+    values = [parameter.value for parameter in parameters if parameter.tag == ORPHAN_TAG]
+    if not values:
+        return None
+    if len(values) > 1 or len(values[0]) != ORPHAN_BYTES:
+        why = "how long a lease may be without a connection is a u32 of milliseconds, given once"
+        raise Refusal(Failure(Status.INVALID_REQUEST, why))
     return int.from_bytes(values[0], "big")
 
 

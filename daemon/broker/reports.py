@@ -70,6 +70,12 @@ def lease_report(
     return report
 
 
+def orphan_report(orphan_ms: int, due_ns: int | None, now_ns: int) -> dict[str, Any]:
+    """What a lease's report says of its connections: how long it may be without, and how long it still may be."""
+    left_ms = None if due_ns is None else -(-max(0, due_ns - now_ns) // NS_PER_MS)
+    return {"orphan_ms": orphan_ms, "orphaned_in_ms": left_ms}
+
+
 def submit_report(
     submit: SubmitSnapshot | None, last: SubmitSnapshot | None, page: BrokerPage | None
 ) -> dict[str, Any]:

@@ -119,6 +119,7 @@ class Desk:
     def close(self) -> None:
         """Leave for good: nothing more is taken here."""
         self.leave()
+        self._runtime.presence.leave(self._answerer)
         # They hold this desk, and so its connection and the 64 KiB that it reads into, until the collector's next full
         # round: which may be thousands of connections later.
         self._operations.clear()

@@ -17,6 +17,7 @@ from gpulease.daemon.broker.denials import submit_word_for, word_for
 from gpulease.daemon.broker.headroom import Headroom
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.metrics import NodeMetrics
+from gpulease.daemon.broker.presence import Presence
 from gpulease.daemon.broker.reclaim import Reclaimer
 from gpulease.daemon.broker.recycling import Recycler
 from gpulease.daemon.broker.telling import Teller
@@ -107,6 +108,8 @@ class Runtime:
         self.recorder.observe(table.get, self.post)
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
+        self.presence = Presence(table, workers, self.post)
+        workers.tell_of_connections(self.presence.look)
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self._weigher = Weigher(table, source, workers, self.post)
@@ -143,6 +146,7 @@ class Runtime:
         overheads = {card.uuid: card.overhead_bytes for card in cards}
         adopt(self.journal.kept, self.workers, overheads, latest_ns, self.post)
         self.metrics.took_over()
+        self.presence.look_at_all()
         if self.table.drain_ns is not None:
             tell(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
@@ -237,6 +241,7 @@ class Runtime:
                 self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
             case LeaseEnded(lease):
                 self._let_go(lease.lease_id)
+                self.presence.forget(lease.lease_id)
             case SpawnWorker():
                 self._spawn(effect)
             case WarmUp(warm_id, card_uuid):
@@ -263,12 +268,14 @@ class Runtime:
             case RefuseSubmit(submit_id, cause):
                 lease = self.table.get(self.table.submits.lease_of(submit_id)) if cause is Cause.REVOKED else None
                 self.workers.refuse(submit_id, submit_word_for(cause), "" if lease is None else lease.reason)
-            case SubmitFenced(submit_id):
+            case SubmitFenced(submit_id, lease_id):
                 # Not settled: the zygote goes on telling of it, so that a restart does not forget.
                 self._cancel_timers(submit_id)
                 self._reclaimer.give_up(submit_id)
-            case SubmitEnded(submit_id):
+                self.presence.look(lease_id)
+            case SubmitEnded(submit_id, lease_id):
                 self._let_go(submit_id)
+                self.presence.look(lease_id)
             case Warned():
                 pass  # the teller's to tell
             case WarmEnded(warm_id):
@@ -293,6 +300,7 @@ class Runtime:
         self.workers.spawn(spec)
 
     def _spawn_submit(self, effect: SpawnSubmit) -> None:
+        self.presence.look(effect.lease_id)
         spec = WorkerSpec(
             effect.submit_id,
             effect.card_uuid,

@@ -7,7 +7,7 @@ from gpulease.daemon.broker.caller import Caller
 from gpulease.daemon.broker.denials import failure_of
 from gpulease.daemon.broker.drains import drain_left_ms
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.reports import inventory, lease_report, submit_report
+from gpulease.daemon.broker.reports import inventory, lease_report, orphan_report, submit_report
 from gpulease.daemon.broker.telling import EVERY_LEASE, TellingDesk, seen_by
 from gpulease.daemon.core import LeaseSnapshot
 from gpulease.daemon.core.denials import not_found
@@ -73,6 +73,7 @@ class ViewDesk:
         standing = table.standing(lease.lease_id, now_ns)
         page_of, submit = self._runtime.workers.page, table.submits.of(lease.lease_id)
         report = lease_report(lease, page_of(lease.lease_id), now_ns, standing, table.drain_ns)
+        report |= orphan_report(table.orphan_ms(lease.lease_id), table.orphan_due_ns(lease.lease_id), now_ns)
         page = None if submit is None else page_of(submit.submit_id)
         return report | submit_report(submit, table.submits.last_of(lease.lease_id), page)
 

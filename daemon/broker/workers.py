@@ -72,6 +72,7 @@ class Workers:
         self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
+        self._on_connections: Callable[[int], None] = lambda lease_id: None
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
             driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
@@ -84,6 +85,10 @@ class Workers:
     def look_with(self, look: Callable[[int], None], weigh: Callable[[Worker, str, int], None]) -> None:
         """Who is told of leases whose context may have grown, and of workers scrubbed, or not, and why."""
         self._on_look, self._on_scrubbed = look, weigh
+
+    def tell_of_connections(self, on_connections: Callable[[int], None]) -> None:
+        """Who is told of leases whose sessions may have other connections than before."""
+        self._on_connections = on_connections
 
     def tell_of_ends(self, on_end: Callable[[Worker], None]) -> None:
         """Who is told of each worker that has ended, while its page can still be read."""
@@ -258,7 +263,10 @@ class Workers:
     ) -> bool:
         """Hand a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
-        return worker is not None and worker.hand_over(sock_fd, request_id, rest, wanted, guest)
+        if worker is None or not worker.hand_over(sock_fd, request_id, rest, wanted, guest):
+            return False
+        self._on_connections(lease_id)
+        return True
 
     # --- what the zygote and the workers say ---
 
@@ -310,6 +318,9 @@ class Workers:
             case {"op": "attached"}:
                 # Never below zero, whatever a worker says.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
+                self._on_connections(lease_id)
+            case {"op": "left"}:
+                self._on_connections(lease_id)
             case {"op": "look"}:
                 self._on_look(lease_id)
             case {"op": "ready"}:

@@ -40,6 +40,7 @@ from gpulease.daemon.core.effects import (
 )
 from gpulease.daemon.core.events import (
     AcquireRequested,
+    ConnectionsChanged,
     DrainCancelled,
     DrainRequested,
     DrainTimerFired,
@@ -103,6 +104,7 @@ __all__ = [
     "Card",
     "CardSnapshot",
     "Cause",
+    "ConnectionsChanged",
     "CoreLimits",
     "Denial",
     "DenialReason",

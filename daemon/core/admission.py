@@ -142,6 +142,7 @@ class Admission:
             max_kernel_ms=event.max_kernel_ms,
             waiting=event.waiting,
             submit_bytes=event.submit_bytes,
+            orphan_ms=self._book.limits.orphan_s * 1000 if event.orphan_ms is None else event.orphan_ms,
         )
         self._book.open(lease)
         self._pool.place(lease, now_ns, out)

@@ -110,6 +110,11 @@ _ENDED: Final = {
         "ended because the node was drained",
         "Acquire a new lease on another node.",
     ),
+    Cause.ORPHANED: (
+        DenialReason.LEASE_EXPIRED,
+        "was orphaned",
+        "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
+    ),
     Cause.LOAD_TIMEOUT: (
         DenialReason.SESSION_FAILED,
         "ended because an image compiled for longer than this node allows",

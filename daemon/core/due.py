@@ -12,6 +12,8 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
             return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
         case TimerKind.EXPIRY:
             return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.ORPHAN:
+            return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
         case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
             return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
         case TimerKind.RECLAIM:

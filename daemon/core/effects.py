@@ -186,7 +186,10 @@ class ArmDrainTimer:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Tell whoever listens where an active lease stands now that a drain began, moved or was cancelled."""
+    """Tell whoever listens where an active lease stands now.
+
+    A drain began, moved or was cancelled; or the lease lost its last connection, or has one again.
+    """
 
     lease_id: int
     phase: Phase

@@ -24,6 +24,7 @@ class TimerKind(Enum):
     GRACE = "grace"
     RECLAIM = "reclaim"
     IDLE = "idle"
+    ORPHAN = "orphan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class AcquireRequested:
         max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
         waiting: How the session's ends wait, None for as the shell sees fit; kept by the shell.
         submit_bytes: How many of `size_bytes` are for submits, and not the session's.
+        orphan_ms: How long it may be without a connection, 0 for as long as it lasts; None for the node's default.
     """
 
     request: int
@@ -52,11 +54,24 @@ class AcquireRequested:
     max_kernel_ms: int = 0
     waiting: Waiting | None = None
     submit_bytes: int = 0
+    orphan_ms: int | None = None
 
     @property
     def contexts(self) -> int:
         """How many contexts the lease is charged: its session's, and its submits' if it is to have any."""
         return 2 if self.submit_bytes else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionsChanged:
+    """A granted lease lost its last connection, or has one again; until the first of these it counts as having one.
+
+    What counts: connections of its session, those of guests too; control connections that acquired or renewed it, or
+    asked about it as its tenant; a submit's.
+    """
+
+    lease_id: int
+    is_connected: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +326,7 @@ class ShutdownRequested:
 
 Event = (
     AcquireRequested
+    | ConnectionsChanged
     | SubmitRequested
     | SubmitAbandoned
     | SubmitFound

@@ -61,6 +61,7 @@ def _validate_lease(book: Book, lease: Lease) -> None:
         own_bytes -= book.account_by_uuid[lease.card_uuid].card.overhead_bytes
     _require(lease.awaited_bytes in (0, own_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
     _require(not (is_awaiting and state is LeaseState.ACTIVE), f"{name} is active and has no room.")
+    _require(lease.unconnected_ns is None or lease.orphan_ms > 0, f"{name} waits for a connection it may be without.")
     _require(lease.warm_id not in book.warm, f"{name} and the pool have the same context.")
     _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
     if state is LeaseState.DRAINING:

@@ -43,6 +43,7 @@ class KeptLease(NamedTuple):
     waiting: Waiting | None = None
     worker_pid: int = 0
     submit_bytes: int = 0
+    orphan_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         lease.waiting,
         worker_pid,
         lease.submit_bytes,
+        lease.orphan_ms,
     )
 
 
@@ -135,6 +137,7 @@ def revive(kept: KeptLease, max_story_entries: int) -> Lease:
         max_kernel_ms=kept.max_kernel_ms,
         waiting=kept.waiting,
         submit_bytes=kept.submit_bytes,
+        orphan_ms=kept.orphan_ms,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

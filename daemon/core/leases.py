@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from gpulease.daemon.core.submit import SubmitSnapshot
 
 
+NS_PER_MS: Final = 1_000_000
+
+
 class LeaseState(Enum):
     """Where a lease is in its life."""
 
@@ -53,6 +56,7 @@ class Cause(Enum):
     UNRESPONSIVE = "unresponsive"
     DRAINED = "drained"
     LOAD_TIMEOUT = "load_timeout"
+    ORPHANED = "orphaned"
 
 
 class Trigger(Enum):
@@ -91,6 +95,7 @@ TRANSITIONS: Final = MappingProxyType(
         (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
         (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
         (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
         (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
         (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
@@ -190,6 +195,8 @@ class Lease:
         free_request: The free that is answered when the teardown is over.
         revoke_requests: The revokes that are answered when the teardown is over.
         is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
+        orphan_ms: How long it may be without a connection before it ends, 0 for as long as it lasts.
+        unconnected_ns: Since when it has no connection, or since its renewal after that; None while it has one.
         submit_bytes: How much of its size is for submits, and not its session's.
         submit_id: The submit that is not proved gone, 0 if there is none.
         next_submit: The one that waits for that one's bytes.
@@ -227,6 +234,8 @@ class Lease:
     is_kill_sent: bool = False
     is_worker_gone: bool = False
     is_restored: bool = False
+    orphan_ms: int = 0
+    unconnected_ns: int | None = None
     submit_bytes: int = 0
     submit_id: int = 0
     next_submit: "SubmitRequested | None" = None
@@ -255,6 +264,13 @@ class Lease:
         """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
         contexts_bytes = self.charge_bytes - self.size_bytes
         return self.submit_bytes + contexts_bytes // 2 if self.submit_bytes else 0
+
+    @property
+    def orphan_due_ns(self) -> int | None:
+        """When it ends for want of a connection; None while it has one, or may be without."""
+        if self.unconnected_ns is None or not self.orphan_ms:
+            return None
+        return self.unconnected_ns + self.orphan_ms * NS_PER_MS
 
     def is_expired(self, now_ns: int) -> bool:
         """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""

@@ -23,6 +23,9 @@ MAX_GRACE_MS: Final = 10_000
 daemon that ends waits for no longer, either."""
 
 
+_MAY_BE_ZERO: Final = frozenset({"max_tombstones", "orphan_s"})
+
+
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
     """The bounds of one node; going over one is a denial that names it.
@@ -50,6 +53,9 @@ class CoreLimits:
     max_wait_s: int = 3600
     # Tenants differ: what the node's operator lets each of them have.
     tenants: TenantRules = field(default_factory=TenantRules)
+    # A client that was killed would hold its slice to the end of its time: so long may a lease be without a connection
+    # if its tenant does not say how long. 0: for as long as it lasts.
+    orphan_s: int = 0
     # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.
     max_tombstones: int = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 story entries.
@@ -66,10 +72,10 @@ class CoreLimits:
     def __post_init__(self) -> None:
         for entry in fields(self):
             bound = getattr(self, entry.name)
-            if isinstance(bound, int) and bound < 1 and entry.name != "max_tombstones":
+            if isinstance(bound, int) and bound < 1 and entry.name not in _MAY_BE_ZERO:
                 raise ValueError(f"{entry.name} is {bound}; it must be at least 1.")
-        if self.max_tombstones < 0 or any(grace < 0 for grace in self.grace_ms.values()):
-            raise ValueError("max_tombstones and every grace must be at least 0.")
+        if min(self.max_tombstones, self.orphan_s, *self.grace_ms.values()) < 0:
+            raise ValueError("max_tombstones, orphan_s and every grace must be at least 0.")
         for cause, grace in self.grace_ms.items():
             if grace > MAX_GRACE_MS:
                 raise ValueError(

@@ -18,6 +18,7 @@ MAX_WARNING_S: Final = 30
 """The longest warning of a lease's own end."""
 
 ENDS_SOON: Final = "the lease ends unless it is renewed"
+UNCONNECTED: Final = "nobody is connected to the lease: it is orphaned unless somebody connects"
 DRAINS: Final = "the node is being drained: the lease can't be renewed for longer"
 
 
@@ -45,7 +46,7 @@ class Standing:
     @property
     def key(self) -> tuple[Phase, str, int | None]:
         """What is worth telling when it changes; how long an active lease has left is not."""
-        return self.phase, self.reason, self.until_ns if self.reason == DRAINS else None
+        return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, UNCONNECTED) else None
 
 
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
@@ -63,6 +64,9 @@ def standing_of(lease: Lease, drain_ns: int | None, now_ns: int) -> Standing:
         return Standing(phase, until_ns, None, cause, lease.reason, generation)
     if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
         return ended_standing(lease.snapshot())
+    orphan_ns = lease.orphan_due_ns
+    if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
+        return Standing(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
     if drain_ns is not None:
         return Standing(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
     warning_ns = min(lease.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)

@@ -24,6 +24,7 @@ from gpulease.daemon.core.effects import (
     Renewed,
     RevokeDone,
     SetDeadline,
+    Warned,
 )
 from gpulease.daemon.core.events import Event, TimerKind
 from gpulease.daemon.core.keeping import KeptLease, KeptWarm, Past, keep
@@ -73,6 +74,7 @@ class LeaseTable:
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
+            events.ConnectionsChanged: self._on_connections_changed,
             events.DrainCancelled: self._draining.on_cancelled,
             events.DrainRequested: self._draining.on_requested,
             events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
@@ -176,6 +178,16 @@ class LeaseTable:
             return None if ended is None or ended.deadline_ns is None else ended_standing(ended)
         return None if lease.deadline_ns is None else standing_of(lease, self._book.drain_ns, now_ns)
 
+    def orphan_ms(self, lease_id: int) -> int:
+        """How long a live lease may be without a connection; 0 for as long as it lasts, or if there is none."""
+        lease = self._book.live.get(lease_id)
+        return 0 if lease is None else lease.orphan_ms
+
+    def orphan_due_ns(self, lease_id: int) -> int | None:
+        """When an active lease ends for want of a connection; None if it has one, or may be without."""
+        lease = self._book.live.get(lease_id)
+        return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.orphan_due_ns
+
     @property
     def drain_ns(self) -> int | None:
         """When a drain ends the leases that are left; None while the node is not drained."""
@@ -228,7 +240,29 @@ class LeaseTable:
         # A renewal never takes away time that was promised; what was promised was under the same maximum.
         deadline_ns = self._draining.cap(now_ns + event.ttl_ms * NS_PER_MS)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
+        if lease.unconnected_ns is not None:
+            # Whoever renews it is alive: the wait begins anew.
+            self._await_connection(lease, now_ns, out)
         out.append(Renewed(event.request, lease.snapshot()))
+
+    def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is None or lease.state is not LeaseState.ACTIVE or not lease.orphan_ms:
+            return
+        if event.is_connected == (lease.unconnected_ns is None):
+            return
+        if event.is_connected:
+            lease.unconnected_ns = None
+        else:
+            self._await_connection(lease, now_ns, out)
+        standing = standing_of(lease, self._book.drain_ns, now_ns)
+        out.append(Warned(lease.lease_id, standing.phase, standing.left_ms(now_ns)))
+
+    def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """The lease has no connection: it ends unless it gets one in time."""
+        lease.unconnected_ns = now_ns
+        due_ns = now_ns + lease.orphan_ms * NS_PER_MS
+        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.ORPHAN, due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
         if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:

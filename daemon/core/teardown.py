@@ -96,6 +96,8 @@ class Teardown:
         """A timer rang that has something to do: see `due`."""
         if kind is TimerKind.EXPIRY:
             self.expire_if_due(lease, now_ns, out)
+        elif kind is TimerKind.ORPHAN:
+            self._orphan(lease, now_ns, out)
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, out)
         else:
@@ -105,6 +107,12 @@ class Teardown:
             )
             reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
             self.on_reclaim_failed(lease, reason, now_ns, out)
+
+    def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self.expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.ACTIVE:
+            reason = f"nobody was connected to it for {denials.duration_text(lease.orphan_ms)}"
+            self.begin(lease, Cause.ORPHANED, reason, now_ns, out)
 
     def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End an active lease whose worker was reaped."""

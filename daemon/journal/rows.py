@@ -14,7 +14,7 @@ LEASE_ID_BYTES: Final = 16
 DRAIN_KEY: Final = b""
 """Of the one row there is of its kind."""
 
-_LATER: Final[dict[str, object]] = {"submit_bytes": 0}
+_LATER: Final[dict[str, object]] = {"submit_bytes": 0, "orphan_ms": 0}
 """Members that came later, and what it means that there is none: so rows without news are what they were before."""
 
 _WARM_ID_BYTES: Final = 24
@@ -116,7 +116,7 @@ def _lease(kept: KeptLease) -> bytes:
         f'"reason":{_text(kept.reason)},"fault":{_text(kept.fault)},"created_ns":{kept.created_ns},'
         f'"deadline_ns":{_number(kept.deadline_ns)},"ended_ns":{_number(kept.ended_ns)},"ttl_ms":{kept.ttl_ms},'
         f'"max_kernel_ms":{kept.max_kernel_ms},"waiting":{_number(kept.waiting)},"worker_pid":{kept.worker_pid}'
-        f"{_later('submit_bytes', kept.submit_bytes)}}}"
+        f"{_later('submit_bytes', kept.submit_bytes)}{_later('orphan_ms', kept.orphan_ms)}}}"
     ).encode()
 
 

@@ -134,6 +134,8 @@ def _slice(
         "ttl_s": lease["ttl_ms"] / MS_PER_S,
         # One that is not ready yet, or not any more, has no time left to count.
         "remaining_s": _left_s(lease["remaining_ms"], age_s) if lease["state"] == "active" else None,
+        # Nobody is connected to it; None while somebody is, or it may be without.
+        "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
     if is_named:
         found["lease_id"] = lease["lease_id"]

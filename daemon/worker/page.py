@@ -19,6 +19,7 @@ field is one aligned native u64, so a reader sees an old or a new value, never h
    3752  when its worker is to be    80  copies
          gone, monotonic ns; 0 if    88  bytes copied
          nobody has said
+                                      96  connections that are attached
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -70,6 +71,7 @@ class Counter(IntEnum):
     SYNC_ERRORS = 9
     COPIES = 10
     COPIED_BYTES = 11
+    CONNECTIONS = 12
 
 
 class Lapsing(Protocol):

@@ -69,6 +69,7 @@ class Server:
         self._unfinished: set[int] = set()
         self._poll = select.poll()
         self._reported_lost = False
+        self._reported_left = True
         self.next_pages: PageFds | None = None
 
     def run(self) -> None:
@@ -102,6 +103,7 @@ class Server:
                 connection.distrusted_until_s = 0.0
                 self._share_waits()
         self._drop_late_guests()
+        self._report_left()
         return self._session.watch.look_after_ms() or LOOK_MS
 
     def _drop_late_guests(self) -> None:
@@ -167,6 +169,7 @@ class Server:
                 connection.wire.close()
                 return
             self._connections[connection.fd] = connection
+            self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
             self._share_waits()
             self._welcome_in(connection, request_id, wanted)
@@ -290,6 +293,11 @@ class Server:
         if self._session.lost is not None and not self._reported_lost:
             self._reported_lost = report(self._channel, {"op": "faulted", "reason": self._session.lost.message})
 
+    def _report_left(self) -> None:
+        """Have the broker look at the page, once the last connection has gone."""
+        if not self._reported_left and not self._connections:
+            self._reported_left = report(self._channel, {"op": "left"})
+
     # --- replies ---
 
     def _send(self, connection: Connection, data: bytes | memoryview) -> bool:
@@ -333,6 +341,8 @@ class Server:
             self._poll.unregister(connection.fd)
             self._session.streams.leave(connection.place)
             self._share_waits()
+            self._session.count_connections(len(self._connections))
+            self._reported_left = bool(self._connections)
         connection.intake.close()
         connection.wire.close()
 

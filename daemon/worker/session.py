@@ -214,6 +214,10 @@ class Session:
         """Whether a guest's token is good for anything now."""
         return self._page.is_held_by(guest)
 
+    def count_connections(self, count: int) -> None:
+        """Show the broker how many connections are attached."""
+        self._counters[Counter.CONNECTIONS] = count
+
     def refusal(self) -> Failure | None:
         """Why the lease is over, None while it lives."""
         status = self._page.refusal()

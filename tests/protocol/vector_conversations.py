@@ -6,8 +6,8 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Statu
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, HelloOption, ParameterKind, Phase
-from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG, HelloOption, ParameterKind, Phase
+from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
@@ -318,6 +318,33 @@ def drain() -> Script:
     return script
 
 
+def orphaned() -> Script:
+    script = Script(
+        "A lease that may be 30 s without a connection: its tenant's are gone, somebody who watches is told, and "
+        "nobody comes. Watching is no connection of the lease."
+    )
+    for connection in ("control", "control again"):
+        script.hello(connection)
+    parameters = (LeaseParameter(ORPHAN_TAG, (30_000).to_bytes(4, "big")),)
+    grant = m.LeaseGrant(LEASE, 1, SLICE, 120_000, EXPIRES, Exclusivity.SESSION_EXCLUSIVE, CARD_UUID)
+    wanted = m.LeaseAlloc(GPU_RESOURCE_TYPE, SLICE, 120_000, 0, None, parameters)
+    script.call("control", Opcode.LEASE_ALLOC, wanted, grant)
+    heard = script.ask("control again", Opcode.LEASE_SUBSCRIBE, m.LeaseSubscribe(LEASE))
+    script.reply("control again", heard, m.Empty())
+
+    def tell(sequence: int, phase: Phase, left_ms: int, cause: str, why: str, comment: str = "") -> None:
+        event = m.LeaseEvent(LEASE, sequence, 0, phase, left_ms, 1, cause, why)
+        script.tell("control again", heard, event, comment)
+
+    tell(1, Phase.ACTIVE, 108_000, "", "")
+    why = "nobody is connected to the lease: it is orphaned unless somebody connects"
+    tell(2, Phase.WARNING, 30_000, "", why, "the control connection was closed")
+    tell(3, Phase.ENDED, 0, "orphaned", "nobody was connected to it for 30 s")
+    over = Failure(Status.LEASE_EXPIRED, "the lease was orphaned: nobody was connected to it for 30 s")
+    script.refuse("control again", script.ask("control again", Opcode.LEASE_RENEW, m.LeaseRenew(LEASE, 1000)), over)
+    return script
+
+
 def health() -> Script:
     script = Script("Whether a daemon is ready, asked by anybody; its metrics, which a tenant is refused.")
     checks = [
@@ -375,6 +402,7 @@ SCRIPTS = (
     shared_by_token,
     submit,
     drain,
+    orphaned,
     health,
     goodbye,
 )

@@ -27,6 +27,8 @@ from gpulease.protocol.address import DEFAULT_ADDRESS
         ("lease_secs", 2**32),
         ("timeout", -1),
         ("max_kernel_secs", 0),
+        ("orphan_secs", -1),
+        ("orphan_secs", 2**32),
         ("max_kernel_secs", 2**32),
         ("exclusivity", 4),
         ("exclusivity", 255),

@@ -43,6 +43,7 @@ def test_every_cause_has_a_word_that_a_worker_can_say(cause: Cause) -> None:
         (Cause.FREED, Status.LEASE_FREED),
         (Cause.FAULTED, Status.SESSION_FAILED),
         (Cause.DRAINED, Status.DRAINED),
+        (Cause.ORPHANED, Status.LEASE_EXPIRED),
     ],
 )
 def test_words(cause: Cause, word: Status) -> None:

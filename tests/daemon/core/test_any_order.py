@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gpulease.daemon.core import (
     AcquireRequested,
     Cause,
+    ConnectionsChanged,
     DenialReason,
     DrainCancelled,
     DrainRequested,
@@ -111,7 +112,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.shell.exclusivity[lease_id] = exclusivity
         self.ask(
             lambda number: AcquireRequested(
-                number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms, submit_bytes=for_submits
+                *(number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms),
+                submit_bytes=for_submits,
+                orphan_ms=(0, 400)[lease_id % 2],
             )
         )
 
@@ -138,6 +141,10 @@ class AnyOrder(RuleBasedStateMachine):
         lease_id = self.some_lease(pick)
         tenant = self.owner_of(lease_id, by)
         self.ask(lambda number: RenewRequested(number, lease_id, tenant, ttl_ms, is_operator))
+
+    @rule(pick=ANY, is_connected=st.booleans())
+    def change_connections(self, pick: int, is_connected: bool) -> None:
+        self.shell.send(ConnectionsChanged(self.some_lease(pick), is_connected))
 
     @rule(pick=ANY, by=ANY, is_operator=st.booleans())
     def free(self, pick: int, by: int, is_operator: bool) -> None:

@@ -7,6 +7,8 @@ import pytest
 from gpulease.daemon.core import (
     ArmTimer,
     Cause,
+    ConnectionsChanged,
+    CoreLimits,
     DenialReason,
     Denied,
     DrainRequested,
@@ -144,6 +146,11 @@ def fault_and_die(s: Scenario) -> list[Effect]:
     return s.do(WorkerExited(1, "status 1"))
 
 
+def orphan(s: Scenario) -> list[Effect]:
+    s.do(ConnectionsChanged(1, is_connected=False))
+    return s.at(4).fire(1, TimerKind.ORPHAN)
+
+
 ENDINGS: dict[Cause, Callable[[Scenario], list[Effect]]] = {
     Cause.FREED: lambda s: free(s, 1),
     Cause.EXPIRED: lambda s: s.at(10).fire(1, TimerKind.EXPIRY),
@@ -157,6 +164,7 @@ ENDINGS: dict[Cause, Callable[[Scenario], list[Effect]]] = {
     Cause.SPAWN_FAILED: lambda s: s.do(WorkerFailed(1, "no device")),
     Cause.SHUTDOWN: lambda s: s.do(ShutdownRequested()),
     Cause.DRAINED: lambda s: s.do(DrainRequested(60, 0)),
+    Cause.ORPHANED: orphan,
 }
 
 
@@ -176,10 +184,11 @@ ENDINGS: dict[Cause, Callable[[Scenario], list[Effect]]] = {
         (Cause.SPAWN_FAILED, DenialReason.SESSION_FAILED),
         (Cause.SHUTDOWN, DenialReason.SHUTTING_DOWN),
         (Cause.DRAINED, DenialReason.DRAINED),
+        (Cause.ORPHANED, DenialReason.LEASE_EXPIRED),
     ],
 )
 def test_an_ended_lease_answers_with_what_ended_it(cause: Cause, reason: DenialReason, is_over: bool) -> None:
-    s = Scenario()
+    s = Scenario(limits=CoreLimits(orphan_s=4))
     s.acquire(1, ttl_ms=10_000)
     if cause is not Cause.SPAWN_FAILED:
         s.do(WorkerReady(1))

@@ -1,0 +1,145 @@
+"""Leases whose clients are gone: who counts as connected, and what those who look are told."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from click.testing import CliRunner
+
+from gpulease.client import GpuLease, GpuSession, LeaseExpired, Permission, Phase, my_audience
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.daemon import Daemon, python_environment
+from helpers.lasting import LastingDaemon
+from helpers.waiting import wait_until
+
+KEEPS_LEASE = """
+import sys
+from gpulease.client import GpuBuilder, GpuSession
+lease = GpuBuilder(sys.argv[1]).min_vram(1 << 20).lease_secs(600).orphan_secs(float(sys.argv[2])).acquire()
+session = GpuSession(lease) if sys.argv[3] == "session" else None
+print(lease.lease_id, flush=True)
+sys.stdin.read()
+"""
+
+LONG_S = 300.0
+"""A wait that no test sits through."""
+
+
+@contextmanager
+def client(address: str, orphan_s: float, has: str) -> Iterator[tuple[int, Callable[[], None]]]:
+    """A program with a lease, and its killing."""
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPS_LEASE, address, str(orphan_s), has],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=python_environment(),
+    ) as process:
+        assert process.stdout is not None
+        try:
+            lease_id = int(process.stdout.readline())
+
+            def kill() -> None:
+                process.kill()
+                process.wait()
+
+            yield lease_id, kill
+        finally:
+            process.kill()
+
+
+def waits(daemon: Daemon, lease_id: int) -> bool:
+    """Whether the lease is about to be orphaned."""
+    return daemon.query(lease_id)["orphaned_in_ms"] is not None
+
+
+def wait_for_the_wait(daemon: Daemon, lease_id: int) -> None:
+    wait_until(lambda: waits(daemon, lease_id), "nobody is connected")
+
+
+@pytest.mark.parametrize("has", ["session", "lease"])
+def test_the_lease_of_a_client_that_was_killed_is_orphaned(daemon: Daemon, has: str) -> None:
+    with client(daemon.address, 0.2, has) as (lease_id, kill):
+        assert not waits(daemon, lease_id)
+        assert daemon.query(lease_id)["orphan_ms"] == 200
+        kill()
+        daemon.wait_for_end(lease_id)
+    report = daemon.query(lease_id)
+    assert (report["cause"], report["reason"]) == ("orphaned", "nobody was connected to it for 200 ms")
+
+
+def test_those_who_listen_are_warned_and_told_the_cause(daemon: Daemon) -> None:
+    lease = daemon.builder().orphan_secs(0.3).acquire()
+    with lease.events() as events:
+        assert next(events).phase is Phase.ACTIVE
+        lease._state.channel.close()
+        heard = list(events)
+    assert heard[0].phase is Phase.WARNING
+    assert "nobody is connected" in heard[0].reason
+    assert (heard[-1].phase, heard[-1].cause) == (Phase.ENDED, "orphaned")
+    with pytest.raises(LeaseExpired, match="orphaned: nobody was connected to it"):
+        lease.renew(60)
+
+
+def test_the_list_says_for_how_long_it_still_waits(daemon: Daemon) -> None:
+    with daemon.builder().orphan_secs(LONG_S).acquire() as lease:
+        lease._state.channel.close()
+        wait_for_the_wait(daemon, lease.lease_id)
+        shown = CliRunner().invoke(main, ["leases"], env={ADDRESS_VARIABLE: daemon.address}).output
+        assert "active (orphaned in " in shown
+
+
+def test_a_lease_object_that_lives_is_a_connection_and_so_is_a_session(daemon: Daemon) -> None:
+    with daemon.builder().orphan_secs(LONG_S).acquire() as lease:
+        with GpuSession(lease) as session:
+            session.sync()
+        assert not waits(daemon, lease.lease_id), "its session is closed, and the program lives"
+        with GpuSession(lease) as session:
+            lease._state.channel.close()
+            session.sync()
+            assert not waits(daemon, lease.lease_id), "its session is open"
+        wait_for_the_wait(daemon, lease.lease_id)
+        with GpuSession(lease) as session:
+            assert not waits(daemon, lease.lease_id), "somebody attached meanwhile"
+        wait_for_the_wait(daemon, lease.lease_id)
+        lease.renew(60)
+        assert not waits(daemon, lease.lease_id), "it was renewed, on another connection"
+
+
+def test_a_guest_by_a_token_is_somebody(daemon: Daemon) -> None:
+    with daemon.builder().orphan_secs(LONG_S).acquire() as lease:
+        audience = my_audience(daemon.tcp_address)
+        with GpuSession.attach(lease.issue(Permission.MEM_READ, audience), daemon.tcp_address):
+            lease._state.channel.close()
+            assert not waits(daemon, lease.lease_id)
+        wait_for_the_wait(daemon, lease.lease_id)
+
+
+def test_the_operators_default_is_for_those_who_do_not_say(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(config="[limits]\norphan_s = 1\n")
+
+    def abandoned(lease: GpuLease) -> int:
+        lease._state.channel.close()
+        return lease.lease_id
+
+    goes, stays = (abandoned(wish.acquire()) for wish in (daemon.builder(), daemon.builder().orphan_secs(0)))
+    daemon.wait_for_end(goes)
+    assert daemon.query(goes)["cause"] == "orphaned"
+    assert daemon.query(stays)["state"] == "active"
+    daemon.revoke(stays)
+
+
+def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., LastingDaemon]) -> None:
+    lasting = start_lasting()
+    quiet = lasting.now.builder().orphan_secs(2).acquire()
+    busy = lasting.now.builder().orphan_secs(2).acquire()
+    with GpuSession(busy) as session:
+        daemon = lasting.restart()
+        daemon.wait_for_end(quiet.lease_id)
+        assert daemon.query(quiet.lease_id)["cause"] == "orphaned"
+        session.sync()
+        assert not waits(daemon, busy.lease_id)
+    daemon.wait_for_end(busy.lease_id)
+    assert daemon.query(busy.lease_id)["cause"] == "orphaned"
