@@ -98,10 +98,11 @@ class GpuLease(LeaseView):
         drive(self._state.revoke_token(token_of(token)))
 
     def submit(self, kernel: str, image: Image) -> Submission:
-        """One kernel of an image, to be run beside the session in a context of its own that ends with the call.
+        """One kernel of an image, to be run in a context of its own that ends with the call.
 
-        `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` is its output. The lease has
-        to be acquired with memory for it: `GpuBuilder().submits(bytes)`.
+        `lease.submit("infer", image).grid([4]).block([256]).arg(data).out(4096).launch()` is its output. It has the
+        lease's memory while no session was opened; for submits beside a session some is kept when the lease is
+        acquired: `GpuBuilder().submits(bytes)`.
         """
         return Submission(kernel, image, lambda submission: submission._run_on(self._state))
 

@@ -24,7 +24,8 @@ class Submission(SubmissionBase):
 
         Raises:
             Busy: Another submit of the lease is under way.
-            CapacityExceeded: The lease was acquired without memory for submits: `GpuBuilder().submits(bytes)`.
+            InvalidRequest: The lease's session was opened, and it keeps no memory for submits beside that:
+                `GpuBuilder().submits(bytes)`.
             LoadFailed: The image did not compile.
             LaunchFailed: The kernel could not be started.
             AllocFailed: What the lease keeps for submits is too small for its arguments.

@@ -91,7 +91,9 @@ def reconcile(
             # One more of the same lease is what an operator vouched for: nobody's.
             open_for_submits.discard(spec.submit_of)
             is_running = one.is_alive and one.is_leased and one.page.word is None
-            submit = SubmitFound(spec.lease_id, spec.submit_of, spec.card_uuid, is_running, spec.timeout_ms)
+            submit = SubmitFound(
+                spec.lease_id, spec.submit_of, spec.card_uuid, is_running, spec.timeout_ms, spec.size_bytes
+            )
             adoptions.append(Adoption(submit, one.worker))
             continue
         number = draw() if spec.lease_id in taken or spec.submit_of else spec.lease_id

@@ -52,6 +52,10 @@ HAND_OVER_POLL_S: Final = 0.001
 MAX_HAND_OVER_POLL_S: Final = 0.1
 """Longest pause between two such looks, each twice the one before: peers that do not read must cost nothing."""
 
+SUBMIT_WAIT_S: Final = 10.0
+"""For a submit to be gone before its lease's session is opened; one that has answered is gone in a moment. Shorter than
+a client waits, so that it is told why."""
+
 EVENTS_PER_TURN: Final = 16
 """Requests of one connection served in one turn at most: a buffer full of small ones takes 100 ms."""
 
@@ -68,6 +72,13 @@ WRITE_BUFFER_BYTES: Final = 256 << 10
 EVENT_BUFFER_BYTES: Final = 32 << 10
 """What a peer may have left unread, events and replies, before events are dropped for it. So a subscriber that never
 reads costs this much, and is not cut off for what it did not ask for one by one."""
+
+
+_SUBMIT_RUNS: Final = Failure(
+    Status.BUSY,
+    "a submit runs in the lease's memory: its session can't be opened meanwhile",
+    hint="Wait for the submit's answer; for both at a time acquire with GpuBuilder().submits(bytes).",
+)
 
 
 class ControlConnection(asyncio.BufferedProtocol):
@@ -313,7 +324,10 @@ class ControlConnection(asyncio.BufferedProtocol):
         desk: Desk,
         look_again_s: float = HAND_OVER_POLL_S,
         submit: SubmitReady | None = None,
+        until_s: float = 0.0,
     ) -> None:
+        """`until_s`: until when to wait for a submit that has the session's memory; 0: that begins now."""
+        loop = asyncio.get_running_loop()
         if self._transport is None or self._transport.is_closing():
             if submit is not None:
                 self._runtime.post(SubmitAbandoned(submit.submit_id))
@@ -322,13 +336,18 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._transport.pause_reading()
         if self._transport.get_write_buffer_size():
             self._deadlines.start(Wait.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
-            loop = asyncio.get_running_loop()
             look_again_s, pause_s = min(2 * look_again_s, MAX_HAND_OVER_POLL_S), look_again_s
             loop.call_later(pause_s, self._attach, request, desk, look_again_s, submit)
             return
         self._deadlines.stop(Wait.ATTACH)
         try:
             guest = desk.check_attach(request)
+            if submit is None and not desk.open_session(request.session_id):
+                until_s = until_s or loop.time() + SUBMIT_WAIT_S
+                if loop.time() >= until_s:
+                    raise Refusal(_SUBMIT_RUNS)
+                loop.call_later(MAX_HAND_OVER_POLL_S, self._attach, request, desk, HAND_OVER_POLL_S, None, until_s)
+                return
         except Refusal as refusal:
             if submit is not None:
                 self._runtime.post(SubmitAbandoned(submit.submit_id))

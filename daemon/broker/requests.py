@@ -15,8 +15,9 @@ from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.submits import SubmitDesk
 from gpulease.daemon.broker.tokens import TokenDesk
 from gpulease.daemon.broker.view_desk import ViewDesk
-from gpulease.daemon.core import DrainCancelled, DrainRequested, GuestAttached
+from gpulease.daemon.core import DrainCancelled, DrainRequested, GuestAttached, SessionOpened, SubmitState
 from gpulease.daemon.core.denials import not_found
+from gpulease.daemon.core.submit_denials import stuck
 from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission
@@ -140,6 +141,17 @@ class Desk:
             return None
         needed = Permission.TASKLET_SUBMIT if isinstance(body, messages.GpuSubmit) else SESSION_PERMISSIONS
         return self._tokens.guest(request.session_id, token, needed)
+
+    def open_session(self, lease_id: int) -> bool:
+        """Whether the session may be opened now; False while the submit that ran in its place is not proved gone.
+
+        Raises Refusal if that can't be proved.
+        """
+        self._runtime.post(SessionOpened(lease_id))
+        submit = self._runtime.table.submits.in_place_of_session(lease_id)
+        if submit is not None and submit.state is SubmitState.FENCED:
+            raise Refusal(failure_of(stuck(lease_id)))
+        return submit is None
 
     def spend_token(self, on_done: Callable[[bool], None]) -> None:
         """Use up the token that the peer attaches with, if any; told is whether that is written down."""

@@ -188,6 +188,24 @@ class CardAccount:
         else:
             self.awaiting.pop(lease.lease_id, None)
 
+    def has_room_for_context(self, given_bytes: int) -> bool:
+        """Whether there is room for one more context now; `given_bytes`: what a warm one would leave for it."""
+        needed_bytes = self.card.overhead_bytes - given_bytes
+        kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
+        return max(self.used_bytes, kept_bytes) + needed_bytes <= self.card.capacity_bytes
+
+    def lend_context(self, lease: Lease) -> None:
+        """Hold another context's bytes for an active lease."""
+        lease.extra_bytes = self.card.overhead_bytes
+        lease.charge_bytes += lease.extra_bytes
+        self.held_bytes += lease.extra_bytes
+
+    def take_context_back(self, lease: Lease) -> None:
+        """Let them go; they are proved free, or an operator vouched for them."""
+        lease.charge_bytes -= lease.extra_bytes
+        self.held_bytes -= lease.extra_bytes
+        lease.extra_bytes = 0
+
     def leave_pending(self, lease: Lease) -> None:
         """Its worker is ready, or it has ended."""
         self.pending_leases -= 1

@@ -89,6 +89,13 @@ class SubmitRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """Somebody who may is about to be attached to a lease's session, unless a submit runs in its place."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
     """A submit was ready, and there was nobody to be told. `lease_id` is the submit's number."""
 
@@ -103,6 +110,7 @@ class SubmitFound:
         lease_id: The submit's number.
         is_running: It was told of to who asked for it, and nothing has ended it.
         timeout_ms: How long it may take, counted from now.
+        size_bytes: What its kernel's buffers and code may take of the card.
     """
 
     lease_id: int
@@ -110,6 +118,7 @@ class SubmitFound:
     card_uuid: str
     is_running: bool
     timeout_ms: int
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +337,7 @@ Event = (
     AcquireRequested
     | ConnectionsChanged
     | SubmitRequested
+    | SessionOpened
     | SubmitAbandoned
     | SubmitFound
     | RequesterGone

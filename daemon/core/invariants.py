@@ -107,7 +107,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
     for lease in leases:
-        charge_bytes = account.charge_bytes(lease.size_bytes, 2 if lease.submit_bytes else 1)
+        charge_bytes = account.charge_bytes(lease.size_bytes, 2 if lease.submit_bytes else 1) + lease.extra_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
         is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition

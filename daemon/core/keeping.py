@@ -96,12 +96,14 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     """What is to be kept of a live lease; None while it is PENDING: nobody was told of it."""
     if lease.state is LeaseState.PENDING:
         return None
+    # What a submit borrows of the card goes back with it, unless it is part of a fence.
+    extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
     return KeptLease(
         lease.lease_id,
         lease.tenant,
         lease.card_uuid,
         lease.size_bytes,
-        lease.charge_bytes,
+        lease.charge_bytes - extra_bytes,
         lease.exclusivity,
         lease.generation,
         lease.state,
@@ -146,4 +148,6 @@ def revive(kept: KeptLease, max_story_entries: int) -> Lease:
         deadline_ns=kept.deadline_ns,
         ended_ns=kept.ended_ns,
         is_restored=True,
+        # Nobody knows any more.
+        has_session=True,
     )

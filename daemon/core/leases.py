@@ -197,7 +197,11 @@ class Lease:
         is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
         orphan_ms: How long it may be without a connection before it ends, 0 for as long as it lasts.
         unconnected_ns: Since when it has no connection, or since its renewal after that; None while it has one.
-        submit_bytes: How much of its size is for submits, and not its session's.
+        submit_bytes: How much of its size is for submits, and not its session's; without any, one runs in place of a
+            session that was never opened.
+        has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
+        own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
+        extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
         submit_id: The submit that is not proved gone, 0 if there is none.
         next_submit: The one that waits for that one's bytes.
         last_submit: The last one that is gone, so that its caller can learn why.
@@ -237,6 +241,9 @@ class Lease:
     orphan_ms: int = 0
     unconnected_ns: int | None = None
     submit_bytes: int = 0
+    has_session: bool = False
+    own_submit_bytes: int = 0
+    extra_bytes: int = 0
     submit_id: int = 0
     next_submit: "SubmitRequested | None" = None
     last_submit: "SubmitSnapshot | None" = None
@@ -262,6 +269,8 @@ class Lease:
     @property
     def submit_charge_bytes(self) -> int:
         """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
+        if self.own_submit_bytes:
+            return self.own_submit_bytes
         contexts_bytes = self.charge_bytes - self.size_bytes
         return self.submit_bytes + contexts_bytes // 2 if self.submit_bytes else 0
 

@@ -156,6 +156,10 @@ class Pool:
 
     # --- Submits. -------------------------------------------------------------
 
+    def has_ready(self, card_uuid: str) -> bool:
+        """Whether a submit on that card would get a context."""
+        return _choose(self._account(card_uuid).warm.values()) is not None
+
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
         """Have a submit that starts take a context; False if none is ready. It does not come back to the pool."""
         account = self._account(submit.card_uuid)

@@ -18,8 +18,8 @@ def check(book: Book, lease: Lease | None, event: SubmitRequested, now_ns: int) 
         return denials.lease_ended(lease.snapshot())
     if lease.is_expired(now_ns):
         return denials.lease_expired(lease.snapshot())
-    if not lease.submit_bytes:
-        return submit_denials.keeps_no_room(lease.lease_id)
+    if not lease.submit_bytes and lease.has_session:
+        return submit_denials.has_session(lease.lease_id)
     if event.timeout_ms < 1:
         return submit_denials.no_time(event.timeout_ms)
     earlier = book.submits.get(lease.submit_id)

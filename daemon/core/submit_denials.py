@@ -3,12 +3,20 @@
 from gpulease.daemon.core.denials import Denial, DenialReason, invalid
 
 
-def keeps_no_room(lease_id: int) -> Denial:
-    """The lease was acquired without memory for submits."""
+def has_session(lease_id: int) -> Denial:
+    """The lease was acquired without memory for submits beside its session."""
+    return invalid(
+        f"Lease {lease_id:032x} keeps no memory for submits: its session was opened, and has all of it.",
+        "Submit on a lease whose session is never opened, or keep memory for both: GpuBuilder().submits(bytes).",
+    )
+
+
+def no_context(lease_id: int) -> Denial:
+    """Neither the card nor the lease has room for a second context."""
     return Denial(
-        DenialReason.CAPACITY_EXCEEDED,
-        f"Lease {lease_id:032x} keeps no memory for submits.",
-        "Say how much when you acquire it: GpuBuilder().submits(bytes).",
+        DenialReason.BUSY,
+        f"A submit on lease {lease_id:032x} needs a context of its own, and the card has no room for one now.",
+        "Try again, or have it kept when you acquire the lease: GpuBuilder().submits(bytes).",
     )
 
 

@@ -34,7 +34,9 @@ def _validate_submit(book: Book, submit: Submit, require: Require) -> None:
     is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
     require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
     own_bytes = lease.charge_bytes - lease.submit_charge_bytes
-    require(submit.size_bytes == lease.submit_bytes, f"{name} has other bytes than its lease keeps for it.")
+    overhead_bytes = book.account_by_uuid[lease.card_uuid].card.overhead_bytes
+    is_own = submit.size_bytes == lease.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
+    require(is_own, f"{name} has other bytes than its lease keeps for it.")
     require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
 
 
@@ -43,7 +45,12 @@ def _validate_lease(book: Book, lease: Lease, require: Require) -> None:
     is_split = 0 <= lease.submit_bytes < max(1, lease.size_bytes)
     require(is_split, f"{name} keeps {lease.submit_bytes} of {lease.size_bytes} bytes for submits.")
     require(lease.submit_id in (0, *book.submits), f"{name} has a submit that is not known.")
-    require(not lease.submit_id or lease.submit_bytes > 0, f"{name} has a submit and no room for it.")
+    has_place = lease.submit_bytes > 0 or lease.own_submit_bytes > 0
+    require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
+    is_alone = not (lease.submit_bytes or lease.has_session) and lease.submit_id > 0
+    require(not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place.")
+    is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
+    require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
     require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
     earlier = book.submits.get(lease.submit_id)
     is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE

@@ -21,6 +21,11 @@ class SubmitViews:
         submit = None if lease is None else self._book.submits.get(lease.submit_id)
         return None if submit is None else submit.snapshot()
 
+    def in_place_of_session(self, lease_id: int) -> SubmitSnapshot | None:
+        """The submit that runs in place of a live lease's session, and is not proved gone; None if there is none."""
+        lease = self._book.live.get(lease_id)
+        return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
+
     def last_of(self, lease_id: int) -> SubmitSnapshot | None:
         """The last submit of a live lease that is proved gone; None if it had none yet."""
         lease = self._book.live.get(lease_id)

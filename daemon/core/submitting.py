@@ -1,7 +1,10 @@
 """Submits: a lease's second worker, from the request until its bytes are proved back.
 
-1. A lease has memory for submits if it was acquired so: `submit_bytes` of its size are not its session's, and it is
-   charged a second context. So a submit takes nothing that the lease does not hold, and there is always room for it.
+1. A lease has memory for submits beside its session if it was acquired so: `submit_bytes` of its size are not its
+   session's, and it is charged a second context. So a submit takes nothing that the lease does not hold, and there is
+   always room for it. Without such memory a submit runs in place of the session, if that was never opened: all of the
+   slice is the submit's. Its context is charged to the card if there is room, else to the slice. Until it is proved
+   gone nobody is let into the session, whose worker holds its context and nothing else.
 2. A lease has one submit at a time. One more may wait for that one's bytes, for `MAX_WAIT_S`; others are refused.
 3. A submit ends with its connection, with its own time, with its lease, and with any rule that it breaks; its lease
    goes on whatever ends it.
@@ -16,6 +19,7 @@ from typing import Any, Final, Protocol
 
 from gpulease.daemon.core import denials, events, submit_denials
 from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.due import submit_due_ns
 from gpulease.daemon.core.effects import (
@@ -54,6 +58,9 @@ OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
 class WarmContexts(Protocol):
     """The pool as submits know it."""
+
+    def has_ready(self, card_uuid: str) -> bool:
+        """Whether one is ready that served nobody."""
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
         """Have a submit that starts take a context; False if none is ready."""
@@ -147,15 +154,22 @@ class Submits(SubmitViews):
         fenced = [submit for submit in self._book.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
-            self._forget(submit, self._book.live[submit.lease_id], out)
+            self._forget(submit, self._book.live[submit.lease_id], out, is_proved=True)
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
         """One of an earlier daemon, of a lease that was restored; whether it can be that."""
         self._last_id = max(self._last_id, event.lease_id)
         lease = self._book.live.get(event.of_lease_id)
-        if lease is None or lease.state is LeaseState.FENCED or not lease.submit_bytes or lease.submit_id:
+        if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
+        if not lease.submit_bytes and event.size_bytes < 1:
+            return False
+        if not lease.submit_bytes:
+            account = self._book.account_by_uuid[lease.card_uuid]
+            self._take_session_place(
+                lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.size_bytes
+            )
         submit = self._enter(lease, event.lease_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
@@ -204,9 +218,30 @@ class Submits(SubmitViews):
 
     # --- Life. ----------------------------------------------------------------
 
+    def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
+        """Have a lease's submit hold all but the session's context; `is_lent`: the card has room for its own."""
+        if is_lent:
+            account.lend_context(lease)
+        lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
+
+    def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
+        """Make room for a submit that takes a warm context, or a new one; False if there is none."""
+        if lease.submit_bytes:
+            return True
+        account = self._book.account_by_uuid[lease.card_uuid]
+        overhead_bytes = account.card.overhead_bytes
+        is_held_back = account.card.uuid in self._book.line.held_cards()
+        is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
+        if not is_lent and lease.size_bytes <= overhead_bytes:
+            return False
+        self._take_session_place(lease, account, is_lent=is_lent)
+        return True
+
     def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
         due_ns = now_ns + self._book.limits.spawn_timeout_s * NS_PER_S
-        size_bytes, charge_bytes = lease.submit_bytes, lease.submit_charge_bytes
+        charge_bytes = lease.submit_charge_bytes
+        overhead_bytes = self._book.account_by_uuid[lease.card_uuid].card.overhead_bytes
+        size_bytes = lease.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
             submit_id, lease.lease_id, lease.card_uuid, size_bytes, charge_bytes, request, timeout_ms, due_ns
         )
@@ -224,9 +259,14 @@ class Submits(SubmitViews):
         *,
         may_be_warm: bool = True,
     ) -> None:
+        is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
+        if not self._has_place(lease, is_warm=is_warm):
+            del self._asked[request]
+            out.append(Denied(request, submit_denials.no_context(lease.lease_id)))
+            return
         self._last_id += 1
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
-        if may_be_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
+        if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
             submit.is_warm = True
             submit.spawn_due_ns = now_ns + self._book.limits.adopt_timeout_s * NS_PER_S
         out.append(
@@ -356,7 +396,7 @@ class Submits(SubmitViews):
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
             return
         lease = self._book.live[submit.lease_id]
-        self._forget(submit, lease, out)
+        self._forget(submit, lease, out, is_proved=True)
         following = lease.next_submit
         if lease.state is LeaseState.DRAINING:
             self._on_freed(lease, now_ns, out)
@@ -392,8 +432,12 @@ class Submits(SubmitViews):
             del self._asked[following.request]
             out.append(Denied(following.request, denial))
 
-    def _forget(self, submit: Submit, lease: Lease, out: list[Effect]) -> None:
+    def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
+        """`is_proved`: its bytes are free, or an operator vouches for them; else they are part of its lease's fence."""
         del self._book.submits[submit.submit_id]
-        lease.submit_id = 0
+        lease.submit_id = lease.own_submit_bytes = 0
+        if is_proved and lease.extra_bytes:
+            self._book.account_by_uuid[lease.card_uuid].take_context_back(lease)
+            self._book.has_freed_room = True
         lease.last_submit = submit.snapshot()
         out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))

@@ -91,6 +91,7 @@ class LeaseTable:
             events.RevokeRequested: self._on_revoke_requested,
             events.SessionCondemned: self._on_session_condemned,
             events.SessionFaulted: self._on_session_faulted,
+            events.SessionOpened: self._on_session_opened,
             events.SubmitFound: self._restoring.on_submit_found,
             events.ShutdownRequested: self._on_shutdown_requested,
             events.TenantRulesChanged: self._admission.on_rules_changed,
@@ -354,6 +355,11 @@ class LeaseTable:
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it did not say why"
         self._teardown.give_up_scrub(lease, now_ns, out)
+
+    def _on_session_opened(self, event: events.SessionOpened, now_ns: int, out: list[Effect]) -> None:
+        lease = self._book.live.get(event.lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE and not lease.own_submit_bytes:
+            lease.has_session = True
 
     def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
         lease = self._book.live.get(event.lease_id)

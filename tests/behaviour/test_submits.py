@@ -15,7 +15,6 @@ import pytest
 from gpulease.client import (
     AllocFailed,
     Busy,
-    CapacityExceeded,
     Disconnected,
     Drained,
     GpuLease,
@@ -144,9 +143,22 @@ def test_what_is_wrong_is_told(
     check_scaled(scaling(gpu).launch())
 
 
-def test_a_lease_without_room_for_submits_refuses_them(daemon: Daemon) -> None:
-    with daemon.builder().acquire() as lease, pytest.raises(CapacityExceeded, match=r"GpuBuilder\(\).submits"):
-        scaling(lease).launch()
+def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> None:
+    with daemon.builder(ROOM).acquire() as lease:
+        for factor in (2, 3):
+            check_scaled(scaling(lease, factor=factor).launch(), factor=factor)
+        with GpuSession(lease) as session:  # at once: it waits until the submit is gone
+            Neighbour(session).check()
+        with pytest.raises(InvalidRequest, match=r"GpuBuilder\(\).submits"):
+            scaling(lease).launch()
+
+
+def test_a_session_is_not_opened_while_a_submit_has_its_memory(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.control:SUBMIT_WAIT_S": 0.1}))
+    with daemon.builder(ROOM).acquire() as lease, running(daemon, lease, endless(lease).timeout_secs(60)):
+        with pytest.raises(Busy, match="a submit runs in the lease's memory"):
+            GpuSession(lease)
+        lease.free()
 
 
 def test_what_is_kept_for_submits_is_not_the_sessions(daemon: Daemon) -> None:

@@ -358,7 +358,9 @@ class Shell:
             self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive))
         for number in sorted(of_leases):
             is_running = number in self.alive & self.submits.running
-            self.send(SubmitFound(number, self.submits.leases[number], self.unproved[number][0], is_running, 1000))
+            uuid, held_bytes = self.unproved[number]
+            size_bytes = held_bytes - next(card.overhead_bytes for card in CARDS if card.uuid == uuid)
+            self.send(SubmitFound(number, self.submits.leases[number], uuid, is_running, 1000, size_bytes))
         for found_as in sorted(found - of_leases - {kept.warm_id for kept in contents.warm}):
             number = self.submits.renumber(found_as, self)
             uuid, held_bytes = self.unproved[number]

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING
 
 from gpulease.daemon.core import (
     FIRST_SUBMIT_ID,
+    LeaseSnapshot,
     LeaseState,
     RefuseSubmit,
+    SessionOpened,
     SpawnSubmit,
     SubmitEnded,
     SubmitFenced,
@@ -25,6 +27,9 @@ class SubmitBooks:
         self.leases: dict[int, int] = {}
         self.running: set[int] = set()
         self.is_cleared = False
+        # Those that run in place of a session; leases whose session was opened.
+        self.in_place: set[int] = set()
+        self.opened: set[int] = set()
 
     def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
         """A submit goes on only while its lease is active, and is forgotten only once its bytes are proved back."""
@@ -40,6 +45,8 @@ class SubmitBooks:
             self.running.discard(effect.submit_id)
         elif isinstance(effect, SubmitEnded):
             is_fence = lease is not None and lease.state is LeaseState.FENCED
+            if effect.submit_id in self.in_place and lease is not None and not is_fence:
+                self._give_session_place_back(lease, shell)
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
 
     def renumber(self, number: int, shell: "Shell") -> int:
@@ -53,6 +60,28 @@ class SubmitBooks:
             shell.alive.add(as_lease)
         return as_lease
 
+    def open_session(self, lease_id: int, shell: "Shell") -> None:
+        """Somebody attaches if the table lets them: then no submit may be where the session's memory is."""
+        shell.send(SessionOpened(lease_id))
+        lease = shell.table.get(lease_id)
+        if lease is None or lease.state is not LeaseState.ACTIVE:
+            return
+        if shell.table.submits.in_place_of_session(lease_id) is None:
+            beside = [number for number in self.in_place & shell.unproved.keys() if self.leases[number] == lease_id]
+            assert not beside, "a session was opened in memory that a submit has"
+            self.opened.add(lease_id)
+
+    def _take_session_place(self, effect: SpawnSubmit, shell: "Shell", overhead_bytes: int) -> int:
+        assert effect.lease_id not in self.opened, "a submit was put where a session's memory is"
+        self.in_place.add(effect.submit_id)
+        shell.hold_on(effect.lease_id, effect.card_uuid, overhead_bytes)
+        return overhead_bytes
+
+    def _give_session_place_back(self, lease: LeaseSnapshot, shell: "Shell") -> None:
+        overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == lease.card_uuid)
+        if lease.lease_id in shell.unproved:
+            shell.hold_on(lease.lease_id, lease.card_uuid, lease.size_bytes + overhead_bytes)
+
     def _start(self, effect: SpawnSubmit, shell: "Shell") -> None:
         lease = shell.table.get(effect.lease_id)
         beside = [number for number in shell.unproved if self.leases.get(number) == effect.lease_id]
@@ -60,7 +89,12 @@ class SubmitBooks:
         assert lease is not None
         own_bytes = shell.unproved[effect.lease_id][1]
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
-        assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
+        if shell.spawned[effect.lease_id].size_bytes == lease.size_bytes:
+            own_bytes = self._take_session_place(effect, shell, overhead_bytes)
+            sizes = (lease.size_bytes, lease.size_bytes - overhead_bytes)
+            assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"
+        else:
+            assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
         self.leases[effect.submit_id] = effect.lease_id
         # An earlier daemon's may have had the number: nothing is kept of those that are gone.
         shell.deadlines.pop(effect.submit_id, None)

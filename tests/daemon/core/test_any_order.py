@@ -142,6 +142,10 @@ class AnyOrder(RuleBasedStateMachine):
         tenant = self.owner_of(lease_id, by)
         self.ask(lambda number: RenewRequested(number, lease_id, tenant, ttl_ms, is_operator))
 
+    @rule(pick=ANY)
+    def open_session(self, pick: int) -> None:
+        self.shell.submits.open_session(self.some_lease(pick), self.shell)
+
     @rule(pick=ANY, is_connected=st.booleans())
     def change_connections(self, pick: int, is_connected: bool) -> None:
         self.shell.send(ConnectionsChanged(self.some_lease(pick), is_connected))

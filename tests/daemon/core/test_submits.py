@@ -29,6 +29,7 @@ from gpulease.daemon.core import (
     RequesterGone,
     RevokeRequested,
     SessionCondemned,
+    SessionOpened,
     SetDeadline,
     SpawnSubmit,
     SpawnWorker,
@@ -58,9 +59,9 @@ FIRST = FIRST_SUBMIT_ID
 SIZE, KEPT = 50, 20
 
 
-def leased(limits: CoreLimits | None = None, *, keeps: int = KEPT) -> Scenario:
+def leased(limits: CoreLimits | None = None, *, keeps: int = KEPT, capacity: int = 100) -> Scenario:
     """An active lease of 50 bytes, 20 of them for submits."""
-    s = Scenario(card(capacity=100), limits=limits)
+    s = Scenario(card(capacity=capacity), limits=limits)
     s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=keeps))
     s.do(WorkerReady(LEASE))
     return s
@@ -140,8 +141,81 @@ def test_who_is_refused(act: Act, reason: DenialReason) -> None:
     assert denied(act(leased())).reason is reason
 
 
-def test_a_lease_without_room_refuses() -> None:
-    assert denied(ask(leased(keeps=0))).reason is DenialReason.CAPACITY_EXCEEDED
+def test_a_lease_whose_session_has_its_memory_refuses() -> None:
+    s = leased(keeps=0)
+    s.do(SessionOpened(LEASE))
+    denial = denied(ask(s))
+    assert denial.reason is DenialReason.INVALID_REQUEST
+    assert "GpuBuilder().submits(bytes)" in denial.hint
+
+
+@pytest.mark.parametrize(("capacity", "has", "extra"), [(100, SIZE, OVERHEAD), (65, SIZE - OVERHEAD, 0)])
+def test_a_lease_that_never_opened_its_session_runs_a_submit_in_its_place(capacity: int, has: int, extra: int) -> None:
+    s = leased(keeps=0, capacity=capacity)
+    assert one(ask(s), SpawnSubmit).size_bytes == has
+    s.do(WorkerReady(FIRST))
+    assert s.card().held_bytes == SIZE + OVERHEAD + extra
+    assert s.table.submits.may_hold(FIRST) == ("GPU-a", has + OVERHEAD)
+    assert s.table.submits.may_hold(LEASE) == ("GPU-a", OVERHEAD), "the session's worker has its context alone"
+    kept = s.table.keep(LEASE)
+    assert kept is not None
+    assert kept.charge_bytes == SIZE + OVERHEAD, "what is borrowed goes back with the submit"
+    s.do(WorkerExited(FIRST, "exited"))
+    s.do(ReclaimProved(FIRST))
+    assert s.card().held_bytes == SIZE + OVERHEAD
+    assert s.table.submits.may_hold(LEASE) == ("GPU-a", SIZE + OVERHEAD)
+    assert one(ask(s, 21), SpawnSubmit).size_bytes == has
+
+
+def test_nobody_is_let_into_a_session_whose_memory_a_submit_has() -> None:
+    s = leased(keeps=0)
+    run(s)
+    s.do(SessionOpened(LEASE))
+    assert s.table.submits.in_place_of_session(LEASE) is not None
+    s.do(WorkerExited(FIRST, "exited"))
+    assert s.table.submits.in_place_of_session(LEASE) is not None, "its bytes are not proved free"
+    s.do(ReclaimProved(FIRST))
+    assert s.table.submits.in_place_of_session(LEASE) is None
+    s.do(SessionOpened(LEASE))
+    assert denied(ask(s, 21)).reason is DenialReason.INVALID_REQUEST
+
+
+def test_a_lease_as_small_as_a_context_needs_the_cards_room() -> None:
+    s = Scenario(card(capacity=2 * OVERHEAD + 5))
+    s.do(AcquireRequested(9, "ann", LEASE, OVERHEAD, 10_000))
+    s.do(WorkerReady(LEASE))
+    assert denied(ask(s)).reason is DenialReason.BUSY
+
+
+def test_what_a_submit_borrowed_is_part_of_its_leases_fence() -> None:
+    s = leased(keeps=0)
+    run(s)
+    s.do(FreeRequested(30, LEASE, "ann"))
+    s.do(ReclaimFailed(LEASE, "NVML shows it"))
+    assert s.lease(LEASE).state is LeaseState.FENCED
+    assert s.card().fenced_bytes == SIZE + 2 * OVERHEAD
+    kept = s.table.keep(LEASE)
+    assert kept is not None
+    assert kept.charge_bytes == SIZE + 2 * OVERHEAD
+    s.do(FenceClearRequested(31, None))
+    assert s.card().held_bytes == 0
+
+
+@pytest.mark.parametrize("size", [SIZE, SIZE - OVERHEAD])
+def test_one_in_its_sessions_place_outlives_the_daemon(size: int) -> None:
+    before = leased(keeps=0)
+    run(before)
+    kept = before.table.keep(LEASE, 77)
+    assert kept is not None
+    s = Scenario(card(capacity=100))
+    s.do(LeaseRestored(kept, has_worker=True))
+    s.do(SubmitFound(FIRST + 7, LEASE, "GPU-a", True, 1000, size))
+    assert state(s) is SubmitState.RUNNING
+    assert s.table.submits.may_hold(FIRST + 7) == ("GPU-a", size + OVERHEAD)
+    s.do(WorkerExited(FIRST + 7, "exited"))
+    s.do(ReclaimProved(FIRST + 7))
+    assert s.card().held_bytes == SIZE + OVERHEAD
+    assert denied(ask(s, 21)).reason is DenialReason.INVALID_REQUEST, "nobody knows whether its session was opened"
 
 
 def test_submits_count_as_acquires_do() -> None:
