@@ -159,7 +159,7 @@ class Desk:
 
     def attached(self, lease_id: int, *, is_submit: bool = False) -> None:
         """The connection was handed over; that a submit's was is told by the lease table."""
-        self._tokens.attached()
+        self._tokens.attached(is_submit=is_submit)
         if is_submit:
             return
         self._runtime.recorder.attached(lease_id, self._peer.tenant)
@@ -178,7 +178,7 @@ class Desk:
 
     def not_attached(self, lease_id: int, *, is_submit: bool = False) -> Failure:
         """The connection could not be handed over: what to say."""
-        self._tokens.not_attached()
+        self._tokens.not_attached(self._runtime.journal)
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
         if denial is not None:
             return failure_of(denial)

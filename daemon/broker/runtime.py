@@ -109,7 +109,7 @@ class Runtime:
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
         self.presence = Presence(table, workers, self.post)
-        workers.tell_of_connections(self.presence.look)
+        workers.tell_of_connections(self.presence.look, partial(tokens.guest_answered, self.journal))
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self._weigher = Weigher(table, source, workers, self.post)

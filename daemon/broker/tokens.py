@@ -84,6 +84,8 @@ class TokenOffice:
         for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
             for lease_id, nonce, expires_ms in tokens:
                 store.use(lease_id, nonce, expires_ms)
+        # By lease and mark: tokens of guests that were handed over, until the worker says whether it let them in.
+        self._handed_over: dict[tuple[int, int], Claims] = {}
         self._authority: CapabilityAuthority | None = None
         is_kept = self._key_file is not None and self._key_file.exists()
         if demands or key_file is not None or is_kept:
@@ -121,6 +123,24 @@ class TokenOffice:
         is_shown = known is None or known.tenant == peer.tenant or peer.is_operator
         denial = self._table.denial_for(lease_id, time.monotonic_ns()) if is_shown else None
         return denial or not_found(lease_id)
+
+    def handed_over(self, claims: Claims) -> None:
+        """A guest's connection is on its way to the worker, which says what became of it."""
+        now_ms = time.monotonic_ns() // NS_PER_MS
+        # A worker that ended has said nothing.
+        self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}
+        self._handed_over[claims.lease_id, mark_of(claims.nonce)] = claims
+
+    def guest_answered(self, journal: Journal, lease_id: int, mark: int, is_in: bool) -> None:
+        """The worker let a guest in, or did not: then the token may be used again."""
+        claims = self._handed_over.pop((lease_id, mark), None)
+        if claims is not None and not is_in:
+            self.give_back(claims, journal)
+
+    def give_back(self, claims: Claims, journal: Journal) -> None:
+        """A token opened nothing: it is not used, for the next daemon neither."""
+        self.authority().give_back(claims)
+        journal.unspend(claims.lease_id, claims.nonce)
 
     def _open(self) -> "CapabilityAuthority":
         try:
@@ -300,15 +320,17 @@ class TokenDesk:
         claims, until_ms = self._to_use, self._office.authority().use(self._to_use)
         journal.spend(claims.lease_id, claims.nonce, until_ms, on_done)
 
-    def attached(self) -> None:
-        """The connection was handed over: its token opens no other."""
-        self._to_use = None
+    def attached(self, *, is_submit: bool) -> None:
+        """The connection was handed over: its token opens no other, unless the session's worker refuses this one."""
+        claims, self._to_use = self._to_use, None
+        if claims is not None and not is_submit:
+            self._office.handed_over(claims)
 
-    def not_attached(self) -> None:
+    def not_attached(self, journal: Journal) -> None:
         """The connection could not be handed over: its token may be tried again."""
-        if self._to_use is not None:
-            self._office.authority().give_back(self._to_use)
-            self._to_use = None
+        claims, self._to_use = self._to_use, None
+        if claims is not None:
+            self._office.give_back(claims, journal)
 
     def _check_wish(self, body: messages.CapabilityIssue) -> Permission:
         if body.permissions & ~int(ALL_PERMISSIONS):

@@ -73,6 +73,7 @@ class Workers:
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
         self._on_connections: Callable[[int], None] = lambda lease_id: None
+        self._on_guest: Callable[[int, int, bool], None] = lambda *_: None
         self.wipes_heap = wipes_heap
         self._zygotes = Zygotes(
             driver, self._on_zygote_message, self._on_zygote_exit, sandbox or SandboxSettings(), folder, wipes_heap
@@ -86,9 +87,14 @@ class Workers:
         """Who is told of leases whose context may have grown, and of workers scrubbed, or not, and why."""
         self._on_look, self._on_scrubbed = look, weigh
 
-    def tell_of_connections(self, on_connections: Callable[[int], None]) -> None:
-        """Who is told of leases whose sessions may have other connections than before."""
-        self._on_connections = on_connections
+    def tell_of_connections(
+        self, on_connections: Callable[[int], None], on_guest: Callable[[int, int, bool], None]
+    ) -> None:
+        """Who is told of leases whose sessions may have other connections than before, and of guests handed over.
+
+        `on_guest`: called with the lease, the mark of the guest's token and whether the worker let the guest in.
+        """
+        self._on_connections, self._on_guest = on_connections, on_guest
 
     def tell_of_ends(self, on_end: Callable[[Worker], None]) -> None:
         """Who is told of each worker that has ended, while its page can still be read."""
@@ -318,6 +324,8 @@ class Workers:
             case {"op": "attached"}:
                 # Never below zero, whatever a worker says.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
+                if isinstance(mark := message.get("guest"), int):
+                    self._on_guest(lease_id, mark, message.get("is_in") is True)
                 self._on_connections(lease_id)
             case {"op": "left"}:
                 self._on_connections(lease_id)

@@ -94,6 +94,9 @@ class Journal:
         """Write down that a token was used, then say whether that is on the disk."""
         on_done(True)
 
+    def unspend(self, lease_id: int, nonce: bytes) -> None:
+        """Strike out that a token was used."""
+
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """The same of one that was revoked."""
         on_done(True)
@@ -176,6 +179,10 @@ class FileJournal(Journal):
     def spend(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """As above."""
         self._keep_token(RowKind.SPENT, spent_key(lease_id, nonce), expires_ms, on_done)
+
+    def unspend(self, lease_id: int, nonce: bytes) -> None:
+        """As above."""
+        self._writer.put([Change(RowKind.SPENT, spent_key(lease_id, nonce), None)])
 
     def revoke_token(self, lease_id: int, nonce: bytes, expires_ms: int, on_done: Callable[[bool], None]) -> None:
         """As above."""

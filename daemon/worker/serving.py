@@ -8,6 +8,7 @@ one that does not read is left aside (see `backlog`).
 import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -135,10 +136,9 @@ class Server:
                     self._session.meet(is_stranger=message.get("is_stranger", True))
                     wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
                     self._attach(socket.socket(fileno=fds.pop()), request_id, rest, wanted, guest)
-                    report(self._channel, {"op": "attached"})
                 case {"op": "attach"}:
                     # Its socket did not get through, for want of descriptors here: to its peer it is closed.
-                    report(self._channel, {"op": "attached"})
+                    self._tell_of(Guest.from_message(message.get("guest")), is_in=False)
                 case {"op": "scrub"} if len(fds) == 2:
                     self._say_goodbye()
                     self.next_pages = PageFds(*fds)
@@ -162,21 +162,35 @@ class Server:
                 f"the session has {len(self._connections)} connections, the most its exclusivity class allows",
                 hint="Close the other connection first, or acquire the lease as SHARED.",
             )
-        try:
-            if failure is not None:
+        if failure is not None:
+            # Before its peer hears it, who may try again at once.
+            self._tell_of(guest, is_in=False)
+            with suppress(ConnectionLost):
                 lease_id = self._session.lease_id
                 connection.wire.send(failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id), 0)
-                connection.wire.close()
-                return
+            connection.wire.close()
+            return
+        try:
             self._connections[connection.fd] = connection
             self._session.count_connections(len(self._connections))
             self._poll.register(sock, select.POLLIN)
             self._share_waits()
             self._welcome_in(connection, request_id, wanted)
+        except ConnectionLost as error:
+            self._drop(connection, error)
+            self._tell_of(guest, is_in=False)
+            return
+        self._tell_of(guest, is_in=True)
+        try:
             self._session.streams.sit(connection.place)
             self._serve_frames(connection)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
+
+    def _tell_of(self, guest: Guest | None, *, is_in: bool) -> None:
+        """Tell the broker of a socket that it handed over: a token that let nobody in may be used again."""
+        of_guest = {} if guest is None else {"guest": guest.mark, "is_in": is_in}
+        report(self._channel, {"op": "attached", **of_guest})
 
     def _welcome_in(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""

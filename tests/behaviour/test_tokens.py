@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gpulease.client import (
+    Busy,
     Denied,
     GpuSession,
     KernelArgs,
@@ -44,6 +46,7 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.primitives import Tlv
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, TRANSFORM, check_main_job
+from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.shared_lease import TEXT, Shared, sharing
 from helpers.waiting import wait_until
@@ -119,6 +122,35 @@ def test_a_token_opens_one_connection(shared: Shared) -> None:
         assert isinstance(shared.attach(peer, token), AttachReply)
         assert "(token: replayed nonce)" in shared.refused(token).message
     assert "(token: replayed nonce)" in shared.refused(token).message
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["", "over a restart"])
+def test_a_refused_attach_leaves_the_token_good_for_one(
+    start_lasting: Callable[..., LastingDaemon], is_restarted: bool
+) -> None:
+    lasting = start_lasting()
+    lease = lasting.now.builder().acquire()
+    token = lease.issue(Permission.MEM_READ, my_audience(lasting.address)).token
+    with GpuSession(lease), pytest.raises(Busy, match="the most its exclusivity class allows"):
+        GpuSession.attach(token, lasting.address)
+    if is_restarted:
+        # What is told of a grant is on the disk, and so is all before it.
+        lasting.now.builder().acquire().free()
+        lasting.restart()
+    with GpuSession.attach(token, lasting.address):
+        pass
+    if is_restarted:
+        lasting.restart()
+    with pytest.raises(Denied, match="replayed nonce"):
+        GpuSession.attach(token, lasting.address)
+    lease.free()
+
+
+def test_of_two_who_attach_at_once_with_one_token_one_gets_in(shared: Shared) -> None:
+    with ThreadPoolExecutor(2) as pool, shared.guest() as first, shared.guest() as second:
+        token = shared.token()
+        answers = list(pool.map(lambda peer: shared.attach(peer, token), (first, second)))
+        assert sorted(type(answer).__name__ for answer in answers) == ["AttachReply", "Failure"]
 
 
 def test_who_may_not_use_it(shared: Shared) -> None:
