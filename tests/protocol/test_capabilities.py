@@ -1,7 +1,11 @@
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.daemon.worker.guests import Guest
 from gpulease.protocol.capabilities import (
     ALL_PERMISSIONS,
     SESSION_PERMISSIONS,
@@ -12,8 +16,10 @@ from gpulease.protocol.capabilities import (
     parse_narrowing,
     permissions_of,
 )
+from gpulease.protocol.framing import Frame
 from gpulease.protocol.opcodes import SESSION_OPCODES, Opcode
 
+README = Path(__file__).parents[2] / "protocol" / "README.md"
 SETS = st.integers(1, int(ALL_PERMISSIONS)).map(Permission)
 
 
@@ -33,6 +39,49 @@ def test_each_operation_needs_something_and_all_suffice() -> None:
 
 def test_an_operation_that_is_not_in_the_table_needs_all() -> None:
     assert missing_permission(0x06FF, SESSION_PERMISSIONS & ~Permission.MEM_READ) is Permission.MEM_READ
+
+
+SUBMIT, READ, WRITE = Permission.TASKLET_SUBMIT, Permission.MEM_READ, Permission.MEM_WRITE
+ALL_OF = {
+    Opcode.MEM_ALLOC: WRITE,
+    Opcode.MEM_FREE: WRITE,
+    Opcode.MEM_WRITE: WRITE,
+    Opcode.ARENA_WRITE: WRITE,
+    Opcode.MEM_READ: READ,
+    Opcode.ARENA_READ: READ,
+    Opcode.MODULE_LOAD: SUBMIT,
+    Opcode.MODULE_UNLOAD: SUBMIT,
+    Opcode.LAUNCH: SUBMIT,
+    Opcode.STREAM_CREATE: SUBMIT,
+    Opcode.STREAM_DESTROY: SUBMIT,
+    Opcode.STREAM_WAIT: SUBMIT,
+    Opcode.SUBMIT_RUN: SUBMIT,
+    Opcode.GRAPH_CREATE: SUBMIT | READ | WRITE,
+    Opcode.GRAPH_LAUNCH: SUBMIT | READ | WRITE,
+    Opcode.GRAPH_DESTROY: SUBMIT | READ | WRITE,
+}
+ANY_OF = frozenset({Opcode.SYNC, Opcode.STREAM_SELECT, Opcode.STREAM_SYNC})
+
+
+@pytest.mark.parametrize("op", sorted(SESSION_OPCODES), ids=lambda op: op.name)
+def test_what_each_operation_needs_of_each_set_of_permissions(op: Opcode) -> None:
+    for bits in range(int(ALL_PERMISSIONS) + 1):
+        has = Permission(bits)
+        may = bool(has & SESSION_PERMISSIONS) if op in ANY_OF else not ALL_OF[op] & ~has
+        assert (not missing_permission(op, has)) == may, has
+        frame = Frame(int(op), 0, 0, 7, 5, b"")
+        assert (Guest(has, 1 << 62, 1, 9).refuse(frame) is None) == may, has
+
+
+def test_the_specification_says_the_same() -> None:
+    text = " ".join(README.read_text(encoding="utf-8").split("## Tokens")[1].split("## Events")[0].split())
+    for permission in (SUBMIT, READ, WRITE):
+        (row,) = re.findall(rf"\| {int(permission):#04x} \| {permission.name} \| ([^|]*) \|", text)
+        named = {Opcode[word] for word in re.findall(r"\b[A-Z]+_?[A-Z]*\b", row) if word in Opcode.__members__}
+        listed = {op for op, needed in ALL_OF.items() if needed == permission}
+        assert named - {Opcode.GPU_SUBMIT} == listed
+    (any_of,) = re.findall(r"([A-Z_, a-z]*) need any of the three", text)
+    assert {Opcode[word] for word in re.findall(r"[A-Z]+_?[A-Z]+", any_of)} == ANY_OF
 
 
 @given(st.integers(0, 10**18 - 1), SETS)

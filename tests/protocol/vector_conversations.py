@@ -286,6 +286,23 @@ def shared_by_token() -> Script:
     return script
 
 
+def permitted_streams() -> Script:
+    script = Script("A token for TASKLET_SUBMIT alone: streams are its holder's to make, memory and graphs are not.")
+    script.hello("session")
+    token = bytes.fromhex("0802")
+    attached = m.AttachReply(SLICE, "cpu", CARD_UUID, ())
+    script.call("session", Opcode.ATTACH, m.Attach((Tlv(AttachOption.TOKEN, token),)), attached, LEASE)
+    script.call("session", Opcode.STREAM_CREATE, m.Empty(), m.Handle(1), LEASE)
+    script.call("session", Opcode.STREAM_SELECT, m.Handle(1), m.Empty(), LEASE)
+    script.call("session", Opcode.STREAM_WAIT, m.StreamWait(1, 0), m.Empty(), LEASE)
+    script.call("session", Opcode.STREAM_SYNC, m.Handle(1), m.Empty(), LEASE)
+    script.call("session", Opcode.STREAM_DESTROY, m.Handle(1), m.Empty(), LEASE)
+    for op, body in ((Opcode.MEM_ALLOC, m.MemAlloc(16)), (Opcode.GRAPH_DESTROY, m.Handle(1))):
+        denied = Failure(Status.DENIED, f"the token does not permit {op.name}")
+        script.refuse("session", script.ask("session", op, body, session_id=LEASE), denied)
+    return script
+
+
 def drain() -> Script:
     script = Script(
         "A tenant hears of its lease; an operator drains the node: a renewal is cut short, an acquire refused, and at "
@@ -400,6 +417,7 @@ SCRIPTS = (
     attach_refused,
     questions,
     shared_by_token,
+    permitted_streams,
     submit,
     drain,
     orphaned,
