@@ -5,7 +5,7 @@ session, a guest's too, or one on its way to the worker; a submit of it that sta
 connections on its page, so that the next broker knows them too; of control connections the next broker knows none.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Final
 
 from gpulease.daemon.broker.workers import Workers
@@ -22,12 +22,12 @@ class Presence:
         self._table = table
         self._workers = workers
         self._post = post
-        self._holders: dict[int, set[Hashable]] = {}
-        self._held: dict[Hashable, set[int]] = {}
+        self._holders: dict[int, set[object]] = {}
+        self._held: dict[object, set[int]] = {}
         # Leases of which the table was told that nobody is connected.
         self._unconnected: set[int] = set()
 
-    def hold(self, lease_id: int, holder: Hashable) -> None:
+    def hold(self, lease_id: int, holder: object) -> None:
         """Count a control connection as the lease's, until `leave`."""
         if not self._table.orphan_ms(lease_id):
             return
@@ -35,7 +35,7 @@ class Presence:
         self._held.setdefault(holder, set()).add(lease_id)
         self.look(lease_id)
 
-    def leave(self, holder: Hashable) -> None:
+    def leave(self, holder: object) -> None:
         """A control connection is gone."""
         for lease_id in self._held.pop(holder, ()):
             self._holders[lease_id].discard(holder)

@@ -3,7 +3,8 @@
 Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and `_total` behind a counter's name,
 which is the family's name and that suffix (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is read as
 `gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
-joined. No label tells a lease: their number has no bound.
+joined. No label tells a lease: their number has no bound. So what is told of sessions is told of all that a tenant
+has on a card. Names of the model server (`client/models/metrics.py`) are its own: no family here has one of them.
 """
 
 from dataclasses import dataclass
@@ -69,7 +70,11 @@ def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
 
 # --- sessions: what workers say on their control pages ---
 
-SESSION_ALLOCATED_BYTES: Final = _gauge("gpu_session_mem_alloc_bytes", "Bytes that sessions hold now.", PAIR)
+SESSION_ALLOCATED_BYTES: Final = _gauge(
+    "gpu_session_mem_alloc_bytes",
+    "Bytes that a tenant's sessions on a card hold now, all together; of one session, `gpulease leases` tells.",
+    PAIR,
+)
 SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, those of graphs and submits too.")
 SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that were answered, failures too.")
 SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that ended with a failure.")
@@ -91,7 +96,7 @@ LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatev
 LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that can be worked in now.", PAIR)
 LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
 LEASE_SECONDS: Final = Family(
-    "gpu_lease_seconds", Kind.SUMMARY, "How long leases that ended had lasted, until work was refused.", PAIR
+    "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long leases that ended had lasted, until work was refused.", PAIR
 )
 DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", ("operation", "reason"))
 ACQUIRE_SECONDS: Final = Family(

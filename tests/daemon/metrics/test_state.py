@@ -1,7 +1,9 @@
 """One moment of a node, as gauges."""
 
+import re
 from dataclasses import replace
 
+from gpulease.client.models import metrics as models
 from gpulease.daemon.core import FreeRequested, ReclaimFailed, RevokeRequested
 from gpulease.daemon.metrics import families
 from gpulease.daemon.metrics.state import AuditFacts, NodeFacts, gauges
@@ -87,3 +89,10 @@ def test_the_daemon() -> None:
     assert values[families.READY] == {(): True}
     assert [values[family][()] for family in (families.AUDIT_WAITING, families.AUDIT_DROPPED)] == [3, 4]
     assert values[families.CARD_AVAILABLE_BYTES] == {("GPU-a",): 0}, "a drained node grants nothing"
+
+
+def test_no_name_is_a_model_servers_too() -> None:
+    theirs = set(re.findall(r"^    ([a-z_]+)\{", models.__doc__ or "", re.MULTILINE))
+    assert "gpu_lease_seconds_total" in theirs
+    ours = {name for family in families.FAMILIES for name in (family.name, *family.series_names)}
+    assert not ours & {*theirs, *(name.removesuffix("_total") for name in theirs)}
