@@ -31,6 +31,7 @@ from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.renewal import RenewalSchedule, keep
+from gpulease.client.core.report import LeaseReport
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
@@ -154,7 +155,7 @@ class GpuLease(LeaseView):
         """Give it back; see gpulease.client.GpuLease.free."""
         await self._run(self._state.free())
 
-    async def query(self) -> dict[str, Any]:
+    async def query(self) -> LeaseReport:
         """What the daemon knows of it; see gpulease.client.GpuLease.query."""
         return await self._run(self._state.query())
 
@@ -208,7 +209,7 @@ class GpuSharedLease(LeaseView):
         self._state = state
         weakref.finalize(self, state.channel.close)
 
-    async def query(self) -> dict[str, Any]:
+    async def query(self) -> LeaseReport:
         """What the daemon knows of it; see gpulease.client.GpuLease.query."""
         return await drive(self._state.query())
 

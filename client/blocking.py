@@ -12,6 +12,7 @@ from gpulease.client.core.copies import PROMPT_READ_BYTES
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
+from gpulease.client.core.report import LeaseReport
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.tokens import Grant, HeldToken, issue_request, token_of
@@ -69,8 +70,8 @@ class GpuLease(LeaseView):
         """Give it back: everything in its session is gone. Raises what it had ended of, if it had."""
         drive(self._state.free())
 
-    def query(self) -> dict[str, Any]:
-        """What the daemon knows of it: state, cause, reason, generation, remaining_ms and more."""
+    def query(self) -> LeaseReport:
+        """What the daemon knows of it, whether it lives or not: see `LeaseReport` for each member and its unit."""
         return drive(self._state.query())
 
     def issue(
@@ -133,7 +134,7 @@ class GpuSharedLease(LeaseView):
         self._state = state
         weakref.finalize(self, state.channel.close)
 
-    def query(self) -> dict[str, Any]:
+    def query(self) -> LeaseReport:
         """What the daemon knows of it; see GpuLease.query."""
         return drive(self._state.query())
 

@@ -2,6 +2,7 @@
 
 from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
 from gpulease.client.core.events import LeaseEvent
+from gpulease.client.core.report import LeaseReport, SubmitReport
 from gpulease.client.core.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
@@ -64,6 +65,7 @@ __all__ = [
     "LeaseEvent",
     "LeaseExpired",
     "LeaseFreed",
+    "LeaseReport",
     "LoadFailed",
     "Module",
     "NotFound",
@@ -72,6 +74,7 @@ __all__ = [
     "Revoked",
     "Stream",
     "Submission",
+    "SubmitReport",
     "SyncFailed",
     "TimedOut",
     "Unsupported",

@@ -2,9 +2,19 @@
 
 import threading
 import time
-from typing import Any, Final
+from typing import Final
 
-from gpulease.client import Buffer, GpuBuilder, GpuLease, GpuSession, KernelArgs, LeaseExpired, Module, Revoked
+from gpulease.client import (
+    Buffer,
+    GpuBuilder,
+    GpuLease,
+    GpuSession,
+    KernelArgs,
+    LeaseExpired,
+    LeaseReport,
+    Module,
+    Revoked,
+)
 from gpulease.client.asking import ask
 from gpulease.client.bench.figures import percentile
 from gpulease.protocol import Opcode
@@ -101,7 +111,7 @@ def _wait_until_revoked(session: GpuSession, told_at: list[float]) -> None:
         told_at.append(time.monotonic())
 
 
-def _wait_until_torn_down(lease: GpuLease) -> dict[str, Any]:
+def _wait_until_torn_down(lease: GpuLease) -> LeaseReport:
     while True:
         report = lease.query()
         if report["state"] in ("torndown", "fenced"):

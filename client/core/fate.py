@@ -1,6 +1,7 @@
 """What became of a lease whose session's connection ended: the broker knows, so it is asked."""
 
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 from gpulease.client.core.lease import DAEMON_STOPS_HINT, LeaseState
 from gpulease.client.core.steps import Procedure, Sleep
@@ -50,7 +51,7 @@ _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""
 
 
-def fate_of(report: dict[str, Any]) -> Failure | None:
+def fate_of(report: Mapping[str, object]) -> Failure | None:
     """How the lease in a LEASE_QUERY report ended; None if it has not."""
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":

@@ -23,6 +23,7 @@ from gpulease.client.core.exchange import (
     doing_of,
 )
 from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.report import LeaseReport, lease_report_of
 from gpulease.client.core.steps import Locked, Procedure, Sleep
 from gpulease.client.core.tokens import Grant
 from gpulease.client.core.wish import LEASE_ID_VARIABLE, milliseconds
@@ -180,12 +181,10 @@ class LeaseState:
         """End one token of it."""
         yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
 
-    def query(self) -> Procedure[dict[str, Any]]:
+    def query(self) -> Procedure[LeaseReport]:
         """What the daemon knows of it, whether it lives or not."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
-        if not isinstance(reply.report, dict):
-            raise error_of(Failure(Status.DISCONNECTED, "the report is not a map"), doing_of(Opcode.LEASE_QUERY))
-        return reply.report
+        return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
 
     def event_stream(self) -> EventStream:
         """A subscription to it, not opened yet."""

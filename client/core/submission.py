@@ -10,6 +10,7 @@ from gpulease.client.core.fate import FATE_POLL_S, FATE_WAIT_S, fate_of
 from gpulease.client.core.launching import MAX_U32, dimensions
 from gpulease.client.core.lease import LEASE_OVER, LeaseState, by_token
 from gpulease.client.core.link import LinkEnded
+from gpulease.client.core.report import LeaseReport, SubmitReport
 from gpulease.client.core.steps import Procedure, Sleep
 from gpulease.client.core.texts import kernel_name, quoted, utf8
 from gpulease.client.core.wish import milliseconds, whole
@@ -223,7 +224,7 @@ def _find_out(
     return Disconnected(f"submit: {why}; its lease is still active", hint)
 
 
-def _submit_in(report: dict[str, Any], number: int | None) -> dict[str, Any] | None:
+def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
     """What a lease's report says of one of its submits."""
-    known = [report.get(name) for name in ("submit", "last_submit")]
-    return next((one for one in known if isinstance(one, dict) and one.get("number") == number), None)
+    known = (report.get("submit"), report.get("last_submit"))
+    return next((one for one in known if one is not None and one["number"] == number), None)

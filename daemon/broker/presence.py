@@ -37,8 +37,10 @@ class Presence:
 
     def leave(self, holder: object) -> None:
         """A control connection is gone."""
-        for lease_id in self._held.pop(holder, ()):
+        lease_ids = self._held.pop(holder, set())
+        for lease_id in lease_ids:
             self._holders[lease_id].discard(holder)
+        for lease_id in lease_ids:
             self.look(lease_id)
 
     def look(self, lease_id: int) -> None:
