@@ -158,7 +158,7 @@ def test_the_bearer_of_a_token_in_a_tenants_stead() -> None:
 
 def test_a_submit_is_told_from_who_asked_for_it_to_its_end() -> None:
     life = Life().granted()
-    refused = life.do(SubmitRequested(2, 5, "t", 1000))
+    refused = life.do(SubmitRequested(2, 5, "t", 0))
     assert [(kind.value, told["operation"], told["lease"]) for kind, told in refused] == [("deny", "submit", LEASE)]
     life = Life()
     life.do(AcquireRequested(1, "t", 5, 100, 60_000, submit_bytes=40), 1)

@@ -159,7 +159,7 @@ def test_workers_of_nobody_are_told_with_what_they_hold() -> None:
 def test_a_submit_of_a_kept_lease(page: PageState, reason: str | None, is_running: bool) -> None:
     own, submit = left(5), left(FIRST_SUBMIT_ID, page, reason=reason, submit_of=5)
     assert decide([KEPT], [submit, own])[1:] == [
-        (SubmitFound(FIRST_SUBMIT_ID, 5, CARD, is_running, 50), submit.worker.serial)
+        (SubmitFound(FIRST_SUBMIT_ID, 5, CARD, is_running, 50, submit.worker.spec.size_bytes), submit.worker.serial)
     ]
 
 

@@ -144,6 +144,7 @@ def test_counters(bench: Bench) -> None:
         Counter.SYNC_ERRORS: 0,
         Counter.COPIES: 2,
         Counter.COPIED_BYTES: 24,
+        Counter.CONNECTIONS: 0,
     }
 
 
