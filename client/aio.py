@@ -31,7 +31,7 @@ from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
 from gpulease.client.core.renewal import RenewalSchedule, keep
-from gpulease.client.core.report import LeaseReport
+from gpulease.client.core.report import LeaseReport, SubmitReport
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
@@ -105,6 +105,7 @@ __all__ = [
     "LeaseEvent",
     "LeaseExpired",
     "LeaseFreed",
+    "LeaseReport",
     "LoadFailed",
     "Module",
     "NotFound",
@@ -113,6 +114,7 @@ __all__ = [
     "Revoked",
     "Stream",
     "Submission",
+    "SubmitReport",
     "SyncFailed",
     "TimedOut",
     "Unsupported",
