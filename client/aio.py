@@ -35,6 +35,7 @@ from gpulease.client.core.report import LeaseReport, SubmitReport
 from gpulease.client.core.ring_channel import wanted_of
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
+from gpulease.client.core.streams import Streamed
 from gpulease.client.core.tokens import issue_request, token_of
 from gpulease.client.core.view import SessionView
 from gpulease.client.core.wish import Wish, address_of
@@ -340,7 +341,11 @@ class GpuSession(SessionView):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        await self.close()
+        try:
+            if kind is None:
+                await fence(self._state)
+        finally:
+            await self.close()
 
     async def _run(self, procedure: Procedure[T]) -> T:
         return await undisturbed(self._drive(procedure))
@@ -354,6 +359,8 @@ class GpuSession(SessionView):
         rest = None
         try:
             rest = operation()
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # as `drive` does
         finally:
             if rest is None:
                 self._lock.release()
@@ -392,7 +399,31 @@ class Stream(StreamHandle):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self.drop()
+        try:
+            if kind is None and self.owner is not None:
+                await fence(self.session("sync"), self)
+        finally:
+            self.drop()
+
+
+async def fence(state: Streamed, stream: Stream | None = None) -> None:
+    """Wait for a session's last work, or a stream's, and raise what failed in it; see GpuSession."""
+    limit = state.unsettled()
+    if limit is None:
+        return
+    try:
+        async with asyncio.timeout(limit.remaining_s()):
+            await state.lock.acquire()
+    except TimeoutError:
+        raise limit.error() from None
+    await undisturbed(_unlocking(state, state.fence(limit, stream)))
+
+
+async def _unlocking(state: Streamed, procedure: Procedure[T]) -> T:
+    try:
+        return await drive(procedure)
+    finally:
+        state.lock.release()
 
 
 class KeepAlive:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from gpulease.client.core.steps import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.errors import GpuLeaseError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
@@ -19,7 +20,7 @@ _undisturbed: Final[set["asyncio.Future[Any]"]] = set()
 
 
 async def drive(procedure: Procedure[T]) -> T:
-    """Run a procedure to its end in this task."""
+    """Run a procedure to its end in this task. The traceback of what it raises begins here."""
     try:
         step = procedure.send(None)
         while True:
@@ -32,6 +33,8 @@ async def drive(procedure: Procedure[T]) -> T:
     except StopIteration as done:
         result: T = done.value
         return result
+    except GpuLeaseError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
 
 
 async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
@@ -41,6 +44,8 @@ async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
     task.add_done_callback(_undisturbed.discard)
     try:
         return await asyncio.shield(task)
+    except GpuLeaseError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
         del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
 

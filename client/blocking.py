@@ -23,7 +23,7 @@ from gpulease.client.events import LeaseEvents, OnWarning, WarningWatch
 from gpulease.client.graphs import Recorder
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.keeping import KeepAlive, keep_alive
-from gpulease.client.streams import Stream
+from gpulease.client.streams import Stream, fence
 from gpulease.client.submission import Image, Submission
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
@@ -149,6 +149,10 @@ class GpuSession(SessionView):
     An operation is done when it returns, except those that are only handed over: `launch`, `mem_free`, and `mem_write`
     of up to 64 KiB. They are done in their order, and if one fails, those behind it are skipped; the next operation
     that waits reports it, and is not done itself. A session keeps its lease from being dropped.
+
+    Leaving its `with` block waits for the last of them, if nothing has yet, and raises what failed. It waits as `sync`
+    does, but no longer than the lease had left when the block was left: TimedOut if the lease goes on even so. A block
+    that is left by an exception, and `close`, wait for nothing.
     """
 
     def __init__(self, lease: "GpuLease | GpuSharedLease", *, shared_memory: bool = True) -> None:
@@ -300,7 +304,11 @@ class GpuSession(SessionView):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
+        try:
+            if kind is None:
+                fence(self._state)
+        finally:
+            self.close()
 
 
 def my_audience(address: str | None = None) -> bytes:

@@ -1,10 +1,13 @@
 """Streams of a blocking session."""
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from gpulease.client.handles import StreamHandle
 from gpulease.client.waiting import drive
+
+if TYPE_CHECKING:
+    from gpulease.client.core.streams import Streamed
 
 
 class Stream(StreamHandle):
@@ -18,7 +21,8 @@ class Stream(StreamHandle):
     A copy of an array of `GpuSession.empty` in a stream is only begun when the call returns: leave the array alone
     until the stream is waited for. Of any other memory it is done when it returns, and waits for that stream first.
 
-    It goes with its last reference, like a buffer, or when its `with` block is left: what it holds still runs.
+    It goes with its last reference, like a buffer: what it holds still runs. Leaving its `with` block waits for what it
+    holds and raises what failed, as leaving a session's does; left by an exception, it waits for nothing.
     """
 
     __slots__ = ()
@@ -44,4 +48,21 @@ class Stream(StreamHandle):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.drop()
+        try:
+            if kind is None and self.owner is not None:
+                fence(self.session("sync"), self)
+        finally:
+            self.drop()
+
+
+def fence(state: "Streamed", stream: Stream | None = None) -> None:
+    """Wait for a session's last work, or a stream's, and raise what failed in it; see GpuSession."""
+    limit = state.unsettled()
+    if limit is None:
+        return
+    if not state.lock.acquire(timeout=max(0.0, limit.remaining_s())):
+        raise limit.error()
+    try:
+        drive(state.fence(limit, stream))
+    finally:
+        state.lock.release()

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.steps import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.errors import GpuLeaseError
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ MAX_POLL_S: Final = 3600.0
 
 
 def drive(procedure: Procedure[T]) -> T:
-    """Run a procedure to its end in this thread."""
+    """Run a procedure to its end in this thread. The traceback of what it raises begins here."""
     try:
         step = procedure.send(None)
         while True:
@@ -29,6 +30,8 @@ def drive(procedure: Procedure[T]) -> T:
     except StopIteration as done:
         result: T = done.value
         return result
+    except GpuLeaseError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
 
 
 def _wait(step: Wait) -> bool:

@@ -22,7 +22,7 @@ from gpulease.client.core.ring_channel import share
 from gpulease.client.core.staging import Staging
 from gpulease.client.core.steps import Limit, Locked, Procedure
 from gpulease.client.core.texts import quoted
-from gpulease.client.errors import GpuLeaseError, InvalidHandle, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
 from gpulease.client.handles import Handle
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
@@ -53,6 +53,9 @@ larger one costs little beside the copy, and says at once whether it was done.""
 FREES_PER_FLUSH: Final = 256
 """Dropped handles freed by one operation at most, so that it is not held up by a list that was thrown away."""
 
+ONE_STREAM_FENCES: Final = frozenset({Opcode.SYNC, Opcode.MEM_READ, Opcode.ARENA_READ})
+"""Operations that wait for everything before them while the session has no stream but the default one."""
+
 _NOT_OPEN: Final = Failure(
     Status.INVALID_REQUEST, "the session is not open", "Open it first: `async with GpuSession(lease) as session`"
 )
@@ -79,6 +82,33 @@ class LeaseLimit:
         raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
 
 
+class FenceLimit(LeaseLimit):
+    """How long leaving a `with` block waits for the session's last work.
+
+    As long as the lease had left then. A renewal does not extend it: a lease that is kept alive may have no end.
+    """
+
+    def __init__(self, lease: LeaseState) -> None:
+        super().__init__(lease)
+        self._end = lease.deadline + EXPIRY_MARGIN_S
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._end - self._lease.clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises TimedOut, or LinkEnded if the lease has ended."""
+        yield from super().over()
+        raise self.error()
+
+    def error(self) -> TimedOut:
+        """What is raised where the lease goes on and its last work has not ended."""
+        return TimedOut(
+            "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
+            "Does a kernel run for ever? The session is closed, its lease goes on. Call sync() to wait longer",
+        )
+
+
 class Attached:
     """A session's connection and what is known of both.
 
@@ -96,6 +126,8 @@ class Attached:
         quiet_bytes: How large a write is not waited for.
         recorder: What records instead of it, None while nothing does.
         lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
+        settled_id: Up to this request everything is known to have ended well, or its failure was raised.
+        fences: Operations whose answer settles everything before them.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
@@ -124,6 +156,9 @@ class Attached:
         self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.small_read = SmallRead()
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
+        self.settled_id = 0
+        self.fences = ONE_STREAM_FENCES
+        self._raised: Failure | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -161,6 +196,7 @@ class Attached:
             self.staging = None if self.arena is None else Staging(self.arena)
             self.end = None
             self.connection = self.channel.link.connection
+            self.settled_id = self.connection.last_request_id
             return
         raise (yield from self._find_out(failure, "attach"))
 
@@ -234,14 +270,27 @@ class Attached:
         # Not inside the except block: the tenant's traceback shows one error, not two.
         raise (yield from self._find_out(failure, doing))
 
-    def ask(self, op: Opcode, payload: bytes = b"") -> Procedure[Any]:
+    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None) -> Procedure[Any]:
         """A request, under the session's lock; its reply's body."""
+        limit = limit or self.limit
         request_id = self.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=self.session_id)
-        yield from send(self.channel, (frame,), self.limit)
-        result: Body | Failure = yield from receive(self.channel, request_id, self.limit)
+        yield from send(self.channel, (frame,), limit)
+        result: Body | Failure = yield from receive(self.channel, request_id, limit)
         self.settle(result, op.name.lower())
+        self.acknowledge(op, request_id)
         return result
+
+    def acknowledge(self, op: Opcode, last_id: int, first_id: int = 0) -> None:
+        """An operation was answered that was the requests `first_id` to `last_id`, or `last_id` alone."""
+        if op in self.fences or self.settled_id >= (first_id or last_id) - 1:
+            self.settled_id = last_id
+
+    def unsettled(self) -> "FenceLimit | None":
+        """How long a `with` block that is left waits for what was not waited for yet; None if there is nothing."""
+        is_settled = self.end is not None or self.settled_id == self.connection.last_request_id
+        is_given_back = self.lease.over is not None and self.lease.over.status is Status.LEASE_FREED
+        return None if is_settled or is_given_back or self.recorder is not None else FenceLimit(self.lease)
 
     def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
         """A reply came: every quiet request before it is done, or failed, or was skipped.
@@ -258,6 +307,7 @@ class Attached:
             self.dropped.extend((op, handle) for request_id, op, handle in freed if request_id > failed_at)
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)
+        self._raised = result
         result = self.lease.heed(result)
         if result.status in LEASE_OVER:
             self.finish(result)

@@ -80,7 +80,8 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
     if len(data) <= session.quiet_bytes:
         yield from send(session.channel, (quiet_prefix(session, buffer, offset, data), data), limit)
         return
-    own_requests = []
+    own_requests: list[int] = []
+    first_id = link.connection.last_request_id + 1
     for at in range(0, len(data), session.chunk_bytes):
         piece = data[at : at + session.chunk_bytes]
         is_last = at + len(piece) == len(data)
@@ -99,6 +100,7 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
         )
         yield from send(session.channel, (prefix, piece), limit)
     session.settle((yield from receive(session.channel, request_id, limit)), "mem_write", own_requests)
+    session.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
 
 def quiet_prefix(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> bytes:
@@ -137,6 +139,7 @@ def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryvie
         yield from _take(session, in_flight.popleft(), failures)
     # The first is the one that matters: it may report a launch, and the ones behind it then succeed.
     session.settle(failures[0] if failures else None, "mem_read")
+    session.acknowledge(Opcode.MEM_READ, session.connection.last_request_id)
 
 
 def _take(session: "SessionState", request_id: int, failures: list[Failure]) -> Procedure[None]:

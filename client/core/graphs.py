@@ -8,7 +8,7 @@ from gpulease.client.core.attached import Attached
 from gpulease.client.core.steps import Procedure
 from gpulease.client.core.streams import Streamed
 from gpulease.client.core.texts import quoted
-from gpulease.client.errors import InvalidHandle, InvalidRequest, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Handle, Module, StreamHandle
 from gpulease.client.kernel_args import BoundParameter, ParameterName, pack_parameter
 from gpulease.protocol import Opcode
@@ -163,7 +163,10 @@ class Graphed(Streamed):
             raise error_of(over, _LAUNCH)
         if self.recorder is not None:
             raise InvalidRequest(f"{_LAUNCH}: the session is recording another", "Launch it before or behind the block")
-        number, frame = graph.frame(self, values)
+        try:
+            number, frame = graph.frame(self, values)
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # it ends at its caller's line, as where a face drives
         return self.hand_over(stream, number, frame, _LAUNCH)
 
     def close_graph(self, graph: GraphHandle) -> Procedure[None]:

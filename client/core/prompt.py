@@ -49,8 +49,11 @@ class _Asked:
                 self._late_id = request_id
                 channel.link.expect_late(self._op, request_id, late_into)
                 channel.feed()
-        if outcome and session.freed:
-            session.settle(None, "")
+        if outcome:
+            if session.freed:
+                session.settle(None, "")
+            if self._op in session.fences or session.settled_id == request_id - 1:
+                session.settled_id = request_id  # as `acknowledge` does
         return outcome
 
     def rest(self, session: "SessionState") -> Procedure[None]:
@@ -61,6 +64,7 @@ class _Asked:
         """The same; its body."""
         result: Body | Failure = yield from receive(session.channel, self._late_id, session.limit)
         session.settle(result, doing_of(self._op))
+        session.acknowledge(self._op, self._late_id)
         return result
 
 

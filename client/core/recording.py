@@ -194,6 +194,9 @@ class Recording(SessionState):
         """See Streamed."""
         return self._real.default_stream(kind)
 
+    def unsettled(self) -> None:
+        """Nothing is waited for while it records."""
+
     def wake(self) -> None:
         """See Attached."""
         self._real.wake()

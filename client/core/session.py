@@ -11,7 +11,7 @@ from gpulease.client.core.launching import KernelArguments, launch_frame
 from gpulease.client.core.steps import Procedure
 from gpulease.client.core.texts import utf8
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
-from gpulease.client.errors import InvalidRequest, error_of
+from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
 from gpulease.client.handles import Buffer, Module, StreamHandle
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Opcode
@@ -49,7 +49,10 @@ class SessionState(Graphed):
 
     def mem_free(self, buffer: Buffer) -> Procedure[None] | None:
         """Give a buffer back at once, under the session's lock: None, or what has still to be driven."""
-        self._check(buffer, Buffer, "mem_free")
+        try:
+            self._check(buffer, Buffer, "mem_free")
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # as `launch` does
         over = self.end or self.lease.over
         if over is not None:
             raise error_of(over, "mem_free")
@@ -238,7 +241,10 @@ class SessionState(Graphed):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
             pass  # a wrong type, the first launch, or no peer: found out below
-        return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+        try:
+            return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+        except GpuLeaseError as error:
+            raise error.with_traceback(None)  # noqa: B904  # it ends at its caller's line, as where a face drives
 
     def _launch_anew(
         self,

@@ -13,8 +13,8 @@ from gpulease.client.core.exchange import send
 from gpulease.client.core.lease import LeaseState
 from gpulease.client.core.patience import Patience
 from gpulease.client.core.prompt import Prompter
-from gpulease.client.core.steps import Procedure, Step
-from gpulease.client.errors import InvalidRequest
+from gpulease.client.core.steps import Limit, Procedure, Step
+from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, StreamHandle
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
@@ -32,6 +32,9 @@ DEFAULT: Final = 0
 """The number of the stream that is always there."""
 
 _UNKNOWN: Final = -1
+
+_FENCES: Final = frozenset({Opcode.SYNC})
+"""What waits for everything where there are several streams."""
 
 
 def not_recorded(doing: str) -> InvalidRequest:
@@ -67,6 +70,7 @@ class Streamed(Attached):
     def stream_create(self, kind: type[S]) -> Procedure[S]:
         """A stream, as a face's kind."""
         reply = yield from self._operation("stream", self.ask(Opcode.STREAM_CREATE))
+        self.fences = _FENCES
         return kind(self, reply.handle)
 
     def default_stream(self, kind: type[S]) -> S:
@@ -104,6 +108,21 @@ class Streamed(Attached):
             self.held.pop(number, None)
             return None
         return self._go_on("sync", self.releasing(self._stream_sync.rest(session), number))
+
+    def fence(self, limit: Limit, stream: StreamHandle | None = None) -> Procedure[None]:
+        """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before."""
+        raised = self._raised
+        if stream is None:
+            waiting = self.releasing(self.ask(Opcode.SYNC, limit=limit))
+        else:
+            asking = self.ask(Opcode.STREAM_SYNC, HANDLE.pack(stream.handle), limit)
+            waiting = self.releasing(asking, stream.handle)
+        try:
+            yield from self._guarded("sync", waiting)
+        except GpuLeaseError as error:
+            # A context that a fault ended answers everything with that fault.
+            if error.failure != raised:
+                raise
 
     def releasing(self, procedure: Procedure[T], number: int | None = None) -> Procedure[T]:
         """Wait for a stream, or for all of them, under the session's lock: their copies are done then."""

@@ -272,3 +272,16 @@ class TestSyncFailed:
         with pytest.raises(SyncFailed) as caught:
             session.sync()
         assert caught.value.address == buffer.handle + 400
+
+
+class TestLeaving:
+    def test_a_fault_of_the_last_launch_is_raised(self, lease: GpuLease) -> None:
+        with pytest.raises(SyncFailed) as caught, GpuSession(lease) as session:
+            number = start_stray_store(session, session.module_load(FAULTS), session.mem_alloc(16))
+        assert (caught.value.kernel, caught.value.failure.failed_request_id) == ("stray_store", number)
+
+    def test_a_fault_that_was_handled_is_not_raised_again(self, lease: GpuLease) -> None:
+        with GpuSession(lease) as session:
+            start_stray_store(session, session.module_load(FAULTS), session.mem_alloc(16))
+            with pytest.raises(SyncFailed):
+                session.sync()
