@@ -356,6 +356,13 @@ def test_a_guest_that_is_gone(shared: Shared) -> None:
     check_main_job(shared.session)
 
 
+def test_a_write_that_a_token_does_not_permit_is_told_when_the_block_is_left(shared: Shared) -> None:
+    grant = shared.lease.issue(Permission.MEM_READ)
+    shared.session.close()
+    with pytest.raises(Denied, match="does not permit"), GpuSession.attach(grant, shared.lease.address) as session:
+        session.mem_write(session.buffer(shared.handle, len(TEXT)), 0, b"x")
+
+
 def test_a_lease_that_ended(shared: Shared) -> None:
     grant = shared.lease.issue(Permission.MEM_READ, shared.audience)
     shared.lease.free()
