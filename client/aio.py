@@ -27,6 +27,7 @@ from gpulease.client.aio_submission import Submission, submit_by
 from gpulease.client.awaiting import Opening, drive, task_of, undisturbed
 from gpulease.client.blocking import TOKEN_S
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.forking import register
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
@@ -236,6 +237,7 @@ class GpuSession(SessionView):
         patience = patience_of(lease._state.waiting, SPIN_NS)
         self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
         self._closing: Callable[[], object] | None = None
+        register(self)
 
     @classmethod
     def attach(

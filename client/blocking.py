@@ -9,6 +9,7 @@ from typing import Any, Final, Self, TypeVar
 
 from gpulease.client.asking import ask
 from gpulease.client.core.copies import PROMPT_READ_BYTES
+from gpulease.client.core.forking import register
 from gpulease.client.core.launching import KernelArguments
 from gpulease.client.core.lease import LeaseState, LeaseView, acquire, by_environment, by_token
 from gpulease.client.core.patience import patience_of
@@ -162,6 +163,7 @@ class GpuSession(SessionView):
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
         patience = patience_of(lease._state.waiting, SPIN_NS)
         self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
+        register(self)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)
 

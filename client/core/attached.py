@@ -14,6 +14,7 @@ from gpulease.client.core.arena import Arena
 from gpulease.client.core.channel import Channel
 from gpulease.client.core.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
 from gpulease.client.core.fate import find_fate
+from gpulease.client.core.forking import OF_PARENT
 from gpulease.client.core.lease import LEASE_OVER, LeaseState
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.patience import Patience
@@ -203,6 +204,13 @@ class Attached:
     def _options(self) -> tuple[Tlv, ...]:
         token = self.lease.token
         return self._wanted.to_options() + ((Tlv(AttachOption.TOKEN, token),) if token else ())
+
+    def disown(self) -> Any:
+        """See Inherited. Another lock, which is returned, takes the lock's place: a parent's thread may hold that."""
+        if self.end is None:
+            self.end = OF_PARENT
+        self.lock = type(self.lock)()
+        return self.lock
 
     def wake(self) -> None:
         """Begin to close: whoever waits on the stream stops waiting and lets go of the lock."""

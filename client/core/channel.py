@@ -9,6 +9,7 @@ import struct
 from collections import deque
 from typing import Any, Final
 
+from gpulease.client.core.forking import OF_PARENT, register
 from gpulease.client.core.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
@@ -45,6 +46,7 @@ class Channel:
         self.is_torn = False
         self.takes_descriptors = False
         self.descriptors: list[int] = []
+        register(self)
 
     def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
         """Take over a frame, given in two parts, that nobody waits for; False if it has to be sent the long way.
@@ -138,6 +140,12 @@ class Channel:
         while self.link.end is None and self.pump():
             pass
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
+
+    def disown(self) -> None:
+        """See Inherited. The connection goes on: the parent has its own descriptor of it."""
+        self.link.break_off(OF_PARENT, is_explained=True)
+        self.drop_descriptors()
+        self.sock.close()
 
     def close(self) -> None:
         """Close the socket; again is harmless."""

@@ -1,6 +1,5 @@
 """A lease as the client knows it, and the control requests about it."""
 
-import os
 import time
 import weakref
 from collections import deque
@@ -22,6 +21,7 @@ from gpulease.client.core.exchange import (
     disconnected,
     doing_of,
 )
+from gpulease.client.core.forking import OF_PARENT, register
 from gpulease.client.core.link import LinkEnded
 from gpulease.client.core.report import LeaseReport, lease_report_of
 from gpulease.client.core.steps import Locked, Procedure, Sleep
@@ -115,6 +115,11 @@ class LeaseState:
         self.over: Failure | None = None
         self.outlives_daemon = False
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
+        register(self)
+
+    def disown(self) -> None:
+        """See Inherited."""
+        self.over = self.over or OF_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
         """The lease lasts `ttl_ms` from now."""
@@ -188,11 +193,13 @@ class LeaseState:
 
     def event_stream(self) -> EventStream:
         """A subscription to it, not opened yet."""
+        if self.over is OF_PARENT:
+            raise error_of(OF_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(self, op: Opcode, body: Body, *, is_patient: bool = True) -> Procedure[Any]:
         doing = doing_of(op)
-        if self.over is not None and op is not Opcode.LEASE_QUERY:
+        if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
         is_patient = is_patient and self.outlives_daemon and op in REPEATABLE
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else FATE_MARGIN_S)
@@ -305,7 +312,7 @@ class LeaseView:
 
     def _free_when_dropped(self) -> None:
         """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
-        weakref.finalize(self, _free_silently, self._state, os.getpid())
+        weakref.finalize(self, _free_silently, self._state)
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
@@ -396,13 +403,9 @@ def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
     return Waiting(chosen[0][0]) if chosen else None
 
 
-def _free_silently(state: LeaseState, owner_pid: int) -> None:
-    """Send LEASE_FREE if that takes no waiting. Runs in finalizers, so it never raises; not in a forked child."""
+def _free_silently(state: LeaseState) -> None:
+    """Send LEASE_FREE if that takes no waiting. Runs in finalizers, so it never raises."""
     channel = state.channel
-    if os.getpid() != owner_pid:
-        with suppress(OSError):
-            channel.sock.close()
-        return
     if state.over is None and channel.link.end is None and not _is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))

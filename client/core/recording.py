@@ -197,6 +197,10 @@ class Recording(SessionState):
     def unsettled(self) -> None:
         """Nothing is waited for while it records."""
 
+    def disown(self) -> Any:
+        """See Attached."""
+        return self._real.disown()
+
     def wake(self) -> None:
         """See Attached."""
         self._real.wake()

@@ -159,6 +159,11 @@ class RingChannel(Channel):
         self.is_torn = False
         return has_sent
 
+    def disown(self) -> None:
+        """See Inherited. The mapping goes with its last reference: a thread of the parent's may have been using it."""
+        super().disown()
+        self._is_closed = True
+
     def close(self) -> None:
         """See Channel."""
         super().close()

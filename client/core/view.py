@@ -17,6 +17,11 @@ class SessionView:
     """What a session's face shows without asking."""
 
     _state: SessionState
+    _lock: Any
+
+    def disown(self) -> None:
+        """See Inherited."""
+        self._lock = self._state.disown()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
         """A numpy array, not initialised, in memory that the session's process shares where there is such memory.
