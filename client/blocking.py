@@ -259,7 +259,8 @@ class GpuSession(SessionView):
             kernel: Its name.
             grid: One to three numbers of blocks.
             block: One to three numbers of threads.
-            args: KernelArgs, or the packed bytes.
+            args: KernelArgs, or a list of buffers and numpy scalars: `[buffer, np.uint32(n), np.float32(2)]`, and of
+                Python numbers where the image's PTX tells the parameters' types; or the packed bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
             stream: What to put it in; the default stream if None.
@@ -268,7 +269,8 @@ class GpuSession(SessionView):
             The launch's number, which a later error's `failure.failed_request_id` names.
 
         Raises:
-            LaunchFailed: It can't be started, as far as can be told here.
+            LaunchFailed: It can't be started, as far as can be told here: a float is given where the PTX declares an
+                integer, say.
         """
         with self._lock:
             number = self._state.launch(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpulease.client.errors import InvalidHandle
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import KernelEntry
+from gpulease.protocol.opcodes import ParameterType
 
 if TYPE_CHECKING:
     from gpulease.client.core.attached import Attached
@@ -93,22 +94,36 @@ class Module(Handle):
 
     Attributes:
         kernels: Its kernels by name, each with its parameters' sizes in bytes and the most threads its block may have.
+        parameter_types: By kernel, its parameters' types as the image's PTX declares them; nothing where it tells none.
     """
 
-    __slots__ = ("kernels", "latest", "templates")
+    __slots__ = ("kernels", "latest", "parameter_types", "templates")
 
     _free_op = Opcode.MODULE_UNLOAD
 
     def __init__(self, owner: "Attached", handle: int, kernels: tuple[KernelEntry, ...]) -> None:
         super().__init__(owner, handle)
         self.kernels: Mapping[str, KernelEntry] = MappingProxyType({kernel.name: kernel for kernel in kernels})
+        self.parameter_types: Mapping[str, tuple[ParameterType, ...]] = {}
         self.templates: dict[tuple[Any, ...], Any] = {}
         """Launches checked once (`core.launching`). Here, because they are void when the module is unloaded."""
         self.latest: Any = None
         """The one of them that was launched last."""
 
+    def tell_types(self, types: tuple[bytes, ...]) -> None:
+        """Its parameters' types, as MODULE_PARAMETERS answers them."""
+        told = zip(self.kernels, types, strict=False)
+        self.parameter_types = MappingProxyType({name: tuple(map(_type_of, each)) for name, each in told if each})
+
     def __repr__(self) -> str:
         return f"<Module {self.handle:#x} [{', '.join(self.kernels)}]{'' if self.is_alive else ', gone'}>"
+
+
+def _type_of(byte: int) -> ParameterType:
+    try:
+        return ParameterType(byte)
+    except ValueError:
+        return ParameterType.UNTOLD  # of a newer daemon
 
 
 class StreamHandle(Handle):

@@ -1,12 +1,14 @@
 """The arguments of a kernel, packed as the wire wants them: little-endian, without gaps."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
 from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest
 from gpulease.client.handles import Buffer
+from gpulease.protocol.opcodes import ParameterType
 
 _PACK_U32: Final = struct.Struct("<I").pack
 _PACK_U64: Final = struct.Struct("<Q").pack
@@ -15,12 +17,28 @@ _PACK_I64: Final = struct.Struct("<q").pack
 _PACK_F32: Final = struct.Struct("<f").pack
 _PACK_F64: Final = struct.Struct("<d").pack
 _POINTER: Final = struct.Struct("<Q")
-_FOUR: Final = (4,)
-_EIGHT: Final = (8,)
 
 
 Kind = Literal["buffer", "u32", "u64", "i32", "i64", "f32", "f64", "raw"]
 """What `KernelArgs.push_parameter` takes: each stands for the method of that name."""
+
+ArgumentKind = str | int
+"""What one argument is: a number's type ("f32"; "u8" and the like of numpy's scalars), "buffer", or raw bytes' size."""
+
+_SIZES: Final[dict[ArgumentKind, int]] = {
+    **{f"{sign}{8 * size}": size for sign in "ui" for size in (1, 2, 4, 8)},
+    "f16": 2,
+    "f32": 4,
+    "f64": 8,
+    "buffer": 8,
+}
+_U32: Final[tuple[ArgumentKind, ...]] = ("u32",)
+_U64: Final[tuple[ArgumentKind, ...]] = ("u64",)
+_I32: Final[tuple[ArgumentKind, ...]] = ("i32",)
+_I64: Final[tuple[ArgumentKind, ...]] = ("i64",)
+_F32: Final[tuple[ArgumentKind, ...]] = ("f32",)
+_F64: Final[tuple[ArgumentKind, ...]] = ("f64",)
+_BUFFER: Final[tuple[ArgumentKind, ...]] = ("buffer",)
 
 ParameterName = str
 
@@ -55,19 +73,24 @@ class KernelArgs:
 
     Attributes:
         data: The packed bytes.
-        sizes: Each argument's size in bytes.
+        kinds: What each argument was pushed as; of raw bytes, how many.
         buffers: The buffers among them.
         parameters: (name, which argument, its value) of those that a launch graph's launches can give anew.
     """
 
-    __slots__ = ("buffers", "data", "parameters", "sizes")
+    __slots__ = ("buffers", "data", "kinds", "parameters")
 
     def __init__(self) -> None:
         # Immutable values, so that a launch uses them as they are.
         self.data = b""
-        self.sizes: tuple[int, ...] = ()
+        self.kinds: tuple[ArgumentKind, ...] = ()
         self.buffers: tuple[Buffer, ...] = ()
         self.parameters: tuple[tuple[ParameterName, int, BoundParameter], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Each argument's size in bytes."""
+        return sizes_of(self.kinds)
 
     def push_u32(self, value: int) -> Self:
         """An unsigned integer of 4 bytes."""
@@ -75,7 +98,7 @@ class KernelArgs:
             self.data += _PACK_U32(value)
         except struct.error:
             raise self._misfit(value, "a u32, an integer from 0 to 2**32 - 1") from None
-        self.sizes += _FOUR
+        self.kinds += _U32
         return self
 
     def push_u64(self, value: int) -> Self:
@@ -84,7 +107,7 @@ class KernelArgs:
             self.data += _PACK_U64(value)
         except struct.error:
             raise self._misfit(value, "a u64, an integer from 0 to 2**64 - 1") from None
-        self.sizes += _EIGHT
+        self.kinds += _U64
         return self
 
     def push_i32(self, value: int) -> Self:
@@ -93,7 +116,7 @@ class KernelArgs:
             self.data += _PACK_I32(value)
         except struct.error:
             raise self._misfit(value, "an i32, an integer from -2**31 to 2**31 - 1") from None
-        self.sizes += _FOUR
+        self.kinds += _I32
         return self
 
     def push_i64(self, value: int) -> Self:
@@ -102,7 +125,7 @@ class KernelArgs:
             self.data += _PACK_I64(value)
         except struct.error:
             raise self._misfit(value, "an i64, an integer from -2**63 to 2**63 - 1") from None
-        self.sizes += _EIGHT
+        self.kinds += _I64
         return self
 
     def push_f32(self, value: float) -> Self:
@@ -111,7 +134,7 @@ class KernelArgs:
             self.data += _PACK_F32(value)
         except (struct.error, OverflowError):
             raise self._misfit(value, "an f32, a number up to 3.4e38") from None
-        self.sizes += _FOUR
+        self.kinds += _F32
         return self
 
     def push_f64(self, value: float) -> Self:
@@ -120,7 +143,7 @@ class KernelArgs:
             self.data += _PACK_F64(value)
         except (struct.error, OverflowError):
             raise self._misfit(value, "an f64, a number up to 1.8e308") from None
-        self.sizes += _EIGHT
+        self.kinds += _F64
         return self
 
     def push_buffer(self, buffer: Buffer, offset: int = 0) -> Self:
@@ -128,11 +151,11 @@ class KernelArgs:
         if not isinstance(buffer, Buffer):
             raise self._misfit(buffer, "a Buffer; integers go in with push_u64")
         if buffer.owner is None:
-            raise InvalidHandle(f"argument {len(self.sizes)}: buffer {buffer.handle:#x} is freed")
+            raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} is freed")
         if offset:
-            buffer.check_range(offset, 0, f"argument {len(self.sizes)}")
+            buffer.check_range(offset, 0, f"argument {len(self.kinds)}")
         self.data += _PACK_U64(buffer.handle + offset)
-        self.sizes += _EIGHT
+        self.kinds += _BUFFER
         self.buffers += (buffer,)
         return self
 
@@ -143,9 +166,9 @@ class KernelArgs:
         except TypeError:
             raise self._misfit(data, "bytes") from None
         if not raw:
-            raise InvalidRequest(f"argument {len(self.sizes)}: it has no bytes")
+            raise InvalidRequest(f"argument {len(self.kinds)}: it has no bytes")
         self.data += raw
-        self.sizes += (len(raw),)
+        self.kinds += (len(raw),)
         return self
 
     def push_parameter(self, name: str, kind: Kind, value: Any) -> Self:
@@ -159,21 +182,21 @@ class KernelArgs:
             value: What it is where nothing else is said. Of a buffer: the buffer, or the buffer and an offset in it.
         """
         if not isinstance(name, str) or not name.isidentifier() or name == STREAM:
-            raise InvalidRequest(f"argument {len(self.sizes)}: {quoted(name)} is no name for a parameter")
-        bound = pack_parameter(f"argument {len(self.sizes)}", kind, value)
-        index = len(self.sizes)
+            raise InvalidRequest(f"argument {len(self.kinds)}: {quoted(name)} is no name for a parameter")
+        bound = pack_parameter(f"argument {len(self.kinds)}", kind, value)
+        index = len(self.kinds)
         _push(self, kind, value)
         self.parameters += ((name, index, bound),)
         return self
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self.kinds)
 
     def __repr__(self) -> str:
         return f"<KernelArgs sizes={self.sizes} data={self.data.hex()}>"
 
     def _misfit(self, value: Any, wanted: str) -> InvalidRequest:
-        return InvalidRequest(f"argument {len(self.sizes)}: {quoted(value)} is not {wanted}")
+        return InvalidRequest(f"argument {len(self.kinds)}: {quoted(value)} is not {wanted}")
 
 
 def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
@@ -200,3 +223,103 @@ def _push(args: KernelArgs, kind: Kind, value: Any) -> None:
         args.push_buffer(*value)
     else:
         getattr(args, f"push_{kind}")(value)
+
+
+def sizes_of(kinds: tuple[ArgumentKind, ...]) -> tuple[int, ...]:
+    """Each argument's size in bytes."""
+    return tuple(kind if isinstance(kind, int) else _SIZES[kind] for kind in kinds)
+
+
+# --- arguments as a list ---
+
+_SCALAR_LETTERS: Final = dict.fromkeys("BHILQ?", "u") | dict.fromkeys("bhilq", "i") | dict.fromkeys("efd", "f")
+"""By the letter of a scalar's format (Python's struct), what kind of number it is."""
+
+_PACKED_AS: Final = {
+    "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q",
+    "f16": "<e", "f32": "<f", "f64": "<d",
+}  # fmt: skip
+
+
+def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = ()) -> KernelArgs:
+    """The arguments of a list: buffers, (buffer, offset), numpy scalars, bytes; Python's numbers where types are told.
+
+    Args:
+        values: The arguments in order.
+        types: The kernel's parameters, as far as they are told.
+    """
+    args = KernelArgs()
+    for index, value in enumerate(values):
+        if isinstance(value, Buffer):
+            args.push_buffer(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Buffer):
+            _push(args, "buffer", value)
+        elif isinstance(value, bytes | bytearray | memoryview):
+            args.push_raw(value)
+        else:
+            told = types[index] if index < len(types) else ParameterType.UNTOLD
+            kind, data = _scalar(index, value) or _number(index, value, told)
+            args.data += data
+            args.kinds += (kind,)
+    return args
+
+
+def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
+    """A number that knows its size, numpy's or ctypes'; None for any other. Raises InvalidRequest for an array."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        return None
+    if view.ndim:
+        raise InvalidRequest(
+            f"argument {index}: an array of the host's memory is no argument of a kernel",
+            "Write it to a buffer and give that; a struct by value goes as bytes",
+        )
+    if view.format.startswith((">", "!")):
+        raise InvalidRequest(f"argument {index}: {quoted(value)} is big-endian")
+    letter = _SCALAR_LETTERS.get(view.format.lstrip("@=<"))
+    return f"{letter}{8 * view.itemsize}" if letter else view.itemsize, view.tobytes()
+
+
+def _number(index: int, value: Any, told: ParameterType) -> tuple[ArgumentKind, bytes]:
+    """A Python number as the parameter wants it."""
+    if not isinstance(value, int | float):
+        hint = "A list has buffers, (buffer, offset), numpy scalars and bytes"
+        raise InvalidRequest(f"argument {index}: {quoted(value)} is no argument of a kernel", hint)
+    kind = "u64" if told is ParameterType.POINTER else told.name.lower().replace("s", "i")
+    layout = _PACKED_AS.get(kind)
+    if layout is None:
+        scalars = (
+            "np.float32({0!r}) or np.float64({0!r})"
+            if isinstance(value, float)
+            else "np.uint32({0!r}) or np.int64({0!r})"
+        )
+        raise InvalidRequest(
+            f"argument {index}: {quoted(value)} has no size, and the image does not tell the parameter's type",
+            f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
+        )
+    try:
+        return kind, struct.pack(layout, value)
+    except (struct.error, OverflowError):
+        raise InvalidRequest(
+            f"argument {index}: {quoted(value)} does not fit the parameter, {type_text(told)}"
+        ) from None
+
+
+def type_text(told: ParameterType) -> str:
+    """A parameter's type as PTX writes it."""
+    return "a pointer (.ptr)" if told is ParameterType.POINTER else f".{told.name.lower()}"
+
+
+_ANY_KIND: Final = frozenset({"untold", "b8", "b16", "b32", "b64", "f16x2"})
+
+
+def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
+    """Whether an argument is a float where the kernel wants an integer or a pointer, or the other way round.
+
+    Sizes are compared elsewhere. Raw bytes fit anything; an integer fits a pointer; its sign does not matter.
+    """
+    name = told.name.lower()
+    if isinstance(kind, int) or name in _ANY_KIND:
+        return False
+    return kind.startswith("f") != name.startswith("f")

@@ -60,6 +60,7 @@ _NEEDED: Final[dict[int, Permission]] = {
     Opcode.ARENA_READ: Permission.MEM_READ,
     Opcode.MODULE_LOAD: _SUBMIT,
     Opcode.MODULE_UNLOAD: _SUBMIT,
+    Opcode.MODULE_PARAMETERS: _SUBMIT,
     Opcode.LAUNCH: _SUBMIT,
     Opcode.STREAM_CREATE: _SUBMIT,
     Opcode.STREAM_DESTROY: _SUBMIT,

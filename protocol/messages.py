@@ -209,7 +209,7 @@ class MemAlloc:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A device pointer (of MEM_ALLOC, MEM_FREE), module (MODULE_UNLOAD), stream (STREAM_...) or graph (GRAPH_...)."""
+    """A device pointer (of MEM_ALLOC, MEM_FREE), module (MODULE_...), stream (STREAM_...) or graph (GRAPH_...)."""
 
     handle: int = wire(U64)
 
@@ -282,6 +282,16 @@ class ModuleLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleParameters:
+    """The types of a module's parameters: by kernel, in ModuleLoaded's order, one `ParameterType` byte a parameter.
+
+    A kernel of which nothing is told has no bytes.
+    """
+
+    types: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_ARGUMENTS), limits.MAX_KERNELS))
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel to queue. `args` are the arguments' little-endian bytes without gaps, `arg_sizes` their sizes."""
 
@@ -338,6 +348,7 @@ Body = (
     | StreamWait
     | ModuleLoad
     | ModuleLoaded
+    | ModuleParameters
     | Launch
     | GraphCreate
     | GraphLaunch
@@ -390,6 +401,7 @@ BODIES: Final[dict[Opcode, tuple[type[Body], type[Body]]]] = {
     Opcode.GRAPH_LAUNCH: (GraphLaunch, Empty),
     Opcode.GRAPH_DESTROY: (Handle, Empty),
     Opcode.SUBMIT_RUN: (SubmitRun, SubmitDone),
+    Opcode.MODULE_PARAMETERS: (Handle, ModuleParameters),
 }
 """(request, reply) of each operation. Two are never asked for: GOODBYE, an error reply to request 0 that says why the
 daemon is about to close the connection, and LEASE_EVENT, which it sends whenever there is something to tell, as a reply

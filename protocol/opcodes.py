@@ -70,6 +70,7 @@ class Opcode(IntEnum):
     GRAPH_LAUNCH = 0x0611
     GRAPH_DESTROY = 0x0612
     SUBMIT_RUN = 0x0613
+    MODULE_PARAMETERS = 0x0614
 
 
 SESSION_OPCODES: Final = frozenset(op for op in Opcode if 0x0600 <= op < 0x0700)
@@ -152,6 +153,41 @@ class SubmitOption(IntEnum):
     """
 
     NUMBER = 32
+
+
+class SessionOption(IntEnum):
+    """Types of the options in ATTACH's reply that say what the session can do.
+
+    PARAMETER_TYPES, without a value: MODULE_PARAMETERS.
+    """
+
+    PARAMETER_TYPES = 33
+
+
+class ParameterType(IntEnum):
+    """A kernel parameter's type as PTX declares it, by PTX's own names; one byte.
+
+    UNTOLD: the image does not say it, or it is an array or a vector. POINTER: an integer that is declared as one.
+    """
+
+    UNTOLD = 0
+    B8 = 1
+    B16 = 2
+    B32 = 3
+    B64 = 4
+    U8 = 5
+    U16 = 6
+    U32 = 7
+    U64 = 8
+    S8 = 9
+    S16 = 10
+    S32 = 11
+    S64 = 12
+    F16 = 13
+    F16X2 = 14
+    F32 = 15
+    F64 = 16
+    POINTER = 17
 
 
 class RevokeOutcome(IntEnum):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 from gpulease.client.core.texts import kernel_name, quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
-from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.kernel_args import ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of, type_text
 from gpulease.protocol import Failure, ProtocolError, Status
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
 from gpulease.protocol.messages import KernelEntry, Launch
+from gpulease.protocol.opcodes import ParameterType
 
 if TYPE_CHECKING:
     from gpulease.client.core.session import SessionState
@@ -26,7 +27,7 @@ MAX_U32: Final = 2**32 - 1
 MAX_LISTED_KERNELS: Final = 16
 """Kernels a message lists before it says how many more there are."""
 
-KernelArguments = KernelArgs | bytes | bytearray | memoryview
+KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tuple[Any, ...]
 
 
 class Latest:
@@ -36,7 +37,7 @@ class Latest:
     can't change.
     """
 
-    __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "shared_bytes", "sizes", "template")
+    __slots__ = ("block", "block_type", "grid", "grid_type", "kernel", "kinds", "shared_bytes", "template")
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Latest:
         kernel: str,
         grid: Sequence[int],
         block: Sequence[int],
-        sizes: tuple[int, ...],
+        kinds: tuple[ArgumentKind, ...],
         shared_bytes: int,
     ) -> None:
         self.template = template
@@ -52,7 +53,7 @@ class Latest:
         self.grid_type, self.block_type = type(grid), type(block)
         self.grid = grid if self.grid_type is tuple else copy(grid)
         self.block = block if self.block_type is tuple else copy(block)
-        self.sizes = sizes
+        self.kinds = kinds
         self.shared_bytes = shared_bytes
 
 
@@ -68,17 +69,19 @@ def launch_frame(
 ) -> tuple[int, bytes]:
     """(number, frame) of a quiet launch. Raises LaunchFailed, InvalidHandle or InvalidRequest; nothing is sent then."""
     buffers: tuple[Buffer, ...]
+    kinds: tuple[ArgumentKind, ...]
+    args = in_order(module, kernel, args)
     if isinstance(args, KernelArgs) and arg_sizes is None:
-        data, sizes, buffers = args.data, args.sizes, args.buffers
+        data, kinds, buffers = args.data, args.kinds, args.buffers
     else:
-        data, sizes, buffers = _raw(kernel, args, arg_sizes)
+        data, kinds, buffers = _raw(kernel, args, arg_sizes)
     template: LaunchTemplate | None
     try:
-        template = module.templates.get((kernel, tuple(grid), tuple(block), shared_bytes, sizes))
+        template = module.templates.get((kernel, tuple(grid), tuple(block), shared_bytes, kinds))
     except (TypeError, AttributeError):
         template = None  # a wrong type: what is wrong with it is found out below
     if template is None:
-        template = _make_template(session, module, kernel, grid, block, sizes, shared_bytes)
+        template = _make_template(session, module, kernel, grid, block, kinds, shared_bytes)
     # What may have changed since the template was made.
     if module.owner is not session:
         raise _foreign(session, module, kernel)
@@ -88,24 +91,28 @@ def launch_frame(
     if len(data) != template.args_bytes:
         raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
     if isinstance(args, KernelArgs):
-        module.latest = Latest(template, kernel, grid, block, sizes, shared_bytes)
+        module.latest = Latest(template, kernel, grid, block, kinds, shared_bytes)
     request_id = session.connection.next_request_id()
     return request_id, template.frame(request_id, data)
 
 
 def _raw(
-    kernel: str, args: KernelArguments, arg_sizes: Iterable[int] | None
-) -> tuple[bytes, tuple[int, ...], tuple[Buffer, ...]]:
+    kernel: str, args: KernelArgs | bytes | bytearray | memoryview, arg_sizes: Iterable[int] | None
+) -> tuple[bytes, tuple[ArgumentKind, ...], tuple[Buffer, ...]]:
     if isinstance(args, KernelArgs):
-        raise InvalidRequest(f"launch of {quoted(kernel)}: KernelArgs know their sizes; arg_sizes is for raw bytes")
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: KernelArgs and lists know their sizes; arg_sizes is for raw bytes"
+        )
     if arg_sizes is None:
         raise InvalidRequest(
             f"launch of {quoted(kernel)}: raw argument bytes need arg_sizes, the size of each argument"
         )
     try:
-        return bytes(memoryview(args)), tuple(arg_sizes), ()
-    except TypeError:
-        raise InvalidRequest(f"launch of {quoted(kernel)}: arguments are KernelArgs, or bytes and arg_sizes") from None
+        return bytes(memoryview(args)), tuple(size.__index__() for size in arg_sizes), ()
+    except (TypeError, AttributeError):
+        raise InvalidRequest(
+            f"launch of {quoted(kernel)}: arguments are KernelArgs, a list, or bytes and arg_sizes"
+        ) from None
 
 
 def _make_template(
@@ -114,7 +121,7 @@ def _make_template(
     kernel: str,
     grid: Sequence[int],
     block: Sequence[int],
-    sizes: tuple[int, ...],
+    kinds: tuple[ArgumentKind, ...],
     shared_bytes: int,
 ) -> LaunchTemplate:
     if not isinstance(module, Module):
@@ -124,7 +131,9 @@ def _make_template(
     entry = module.kernels.get(kernel_name(kernel, "launch"))
     if entry is None:
         raise _failed(kernel, f"the module has no such kernel; it has {_listed(module)}")
+    sizes = sizes_of(kinds)
     _check_sizes(entry, sizes)
+    _check_kinds(entry, kinds, module.parameter_types.get(kernel, ()))
     full_grid = dimensions(kernel, "grid", grid)
     full_block = dimensions(kernel, "block", block)
     threads = full_block[0] * full_block[1] * full_block[2]
@@ -141,7 +150,7 @@ def _make_template(
         raise _failed(kernel, str(error)) from None
     if len(module.templates) >= MAX_TEMPLATES:
         module.templates.clear()
-    module.templates[kernel, tuple(grid), tuple(block), shared_bytes, sizes] = template
+    module.templates[kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
     return template
 
 
@@ -152,6 +161,30 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
     for index, (size, parameter) in enumerate(zip(sizes, wanted, strict=True)):
         if size != parameter:
             raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
+
+
+def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
+    for index, (kind, told) in enumerate(zip(kinds, types, strict=False)):
+        if mismatch(kind, told):
+            given = "a buffer" if kind == "buffer" else f"a {kind}"
+            raise _failed(
+                entry.name,
+                f"argument {index} is {given}, the kernel's parameter is {type_text(told)}",
+                "Push a float for a float, and an integer or a buffer for an integer; push_raw passes any bytes",
+            )
+
+
+def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
+    """Arguments that are a list, as KernelArgs; any others as they are. Raises InvalidRequest or InvalidHandle."""
+    if not isinstance(args, list | tuple):
+        return args
+    types: tuple[ParameterType, ...] = ()
+    if isinstance(module, Module) and isinstance(kernel, str):
+        types = module.parameter_types.get(kernel, ())
+    try:
+        return pack_listed(args, types)
+    except (InvalidRequest, InvalidHandle) as error:
+        raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
 
 
 def dimensions(kernel: str, what: str, given: Any) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpulease.client.core import copies
 from gpulease.client.core.graphs import Recorded, check_parameters, needed
-from gpulease.client.core.launching import KernelArguments, launch_frame
+from gpulease.client.core.launching import KernelArguments, in_order, launch_frame
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.steps import Procedure
 from gpulease.client.core.streams import S, not_recorded
@@ -101,6 +101,7 @@ class Recording(SessionState):
         """Record a launch: its node's number."""
         self._check_turn("launch")
         _check_stream(stream, "launch")
+        args = in_order(module, kernel, args)
         _, frame = launch_frame(self._real, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
         if isinstance(args, KernelArgs):

@@ -19,6 +19,7 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, MEM_ALLOC
 from gpulease.protocol.messages import ModuleLoad
+from gpulease.protocol.opcodes import SessionOption
 
 MODULE_LOAD_FIXED_BYTES: Final = 4
 """Of a MODULE_LOAD's payload, what is not the image: its length."""
@@ -171,8 +172,15 @@ class SessionState(Graphed):
         most = self._max_payload_bytes - MODULE_LOAD_FIXED_BYTES
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: an image of {len(code)} bytes; 1 to {most} are taken")
-        reply = yield from self._operation("module_load", self.ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code))))
-        return Module(self, reply.module, reply.kernels)
+        return (yield from self._operation("module_load", self._load(code)))
+
+    def _load(self, code: bytes) -> Procedure[Module]:
+        reply = yield from self.ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
+        module = Module(self, reply.module, reply.kernels)
+        if any(option.type == SessionOption.PARAMETER_TYPES for option in self.attached.options):
+            told = yield from self.ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module))
+            module.tell_types(told.types)
+        return module
 
     def module_unload(self, module: Module) -> Procedure[None]:
         """Unload a module now."""
@@ -217,7 +225,7 @@ class SessionState(Graphed):
             if (
                 kernel == latest.kernel
                 and type(args) is KernelArgs
-                and args.sizes == latest.sizes
+                and args.kinds == latest.kinds
                 and (grid is latest.grid or (type(grid) is latest.grid_type and grid == latest.grid))
                 and (block is latest.block or (type(block) is latest.block_type and block == latest.block))
                 and shared_bytes == latest.shared_bytes

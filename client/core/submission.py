@@ -15,7 +15,7 @@ from gpulease.client.core.steps import Procedure, Sleep
 from gpulease.client.core.texts import kernel_name, quoted, utf8
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
-from gpulease.client.kernel_args import KernelArgs
+from gpulease.client.kernel_args import KernelArgs, pack_listed
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import AttachOption
@@ -83,8 +83,10 @@ class SubmissionBase:
             raise InvalidRequest(f"arg: {quoted(data)} is neither bytes nor a number with a size", hint) from None
         return self._push(ArgumentKind.VALUE if is_value else ArgumentKind.INPUT, data)
 
-    def args(self, args: KernelArgs) -> Self:
+    def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
         """The next arguments: numbers and raw bytes, as a launch takes them."""
+        if isinstance(args, list | tuple):
+            args = pack_listed(args)
         if not isinstance(args, KernelArgs) or args.buffers:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)

@@ -8,11 +8,12 @@ from gpulease.daemon.worker.desks import Desk, Holdings
 from gpulease.daemon.worker.launching import Planner
 from gpulease.daemon.worker.page import Counter
 from gpulease.daemon.worker.replies import done, empty
+from gpulease.daemon.worker.signatures import parameter_types
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.fastpath import HANDLE, parse_fixed
 from gpulease.protocol.framing import Frame
-from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded
+from gpulease.protocol.messages import Handle, KernelEntry, ModuleLoad, ModuleLoaded, ModuleParameters
 
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
@@ -24,16 +25,26 @@ class ModuleDesk(Desk):
         super().__init__(holdings)
         self._planner = planner
         self._counters = counters
+        self._types: dict[int, tuple[bytes, ...]] = {}
 
     def load(self, frame: Frame) -> bytes:
         """MODULE_LOAD."""
-        number, module = self.take(parse_body(ModuleLoad, frame.payload).image)
+        image = parse_body(ModuleLoad, frame.payload).image
+        number, module = self.take(image)
         try:
-            return done(frame, ModuleLoaded(number, _entries(module)))
+            reply = done(frame, ModuleLoaded(number, _entries(module)))
+            self._types[number] = parameter_types(image, module.kernels)
+            return reply
         except LocalProtocolError as error:
             # Too many kernels, or names too long to be told.
             self._give_back(number)
             raise ImageRejected(f"the module's kernels can't be listed: {error}") from None
+
+    def parameters(self, frame: Frame) -> bytes:
+        """MODULE_PARAMETERS."""
+        (number,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
+        self._ledger.module(number)
+        return done(frame, ModuleParameters(self._types.get(number, ())))
 
     def take(self, image: bytes) -> tuple[int, Module]:
         """Load an image: the number it is known by, and the module.
@@ -67,6 +78,7 @@ class ModuleDesk(Desk):
     def _give_back(self, number: int) -> None:
         self._context.module_unload(self._ledger.module(number), self._check_lease)
         self._ledger.remove_module(number)
+        self._types.pop(number, None)
         self._count()
 
 

@@ -29,7 +29,8 @@ from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.messages import AttachReply
-from gpulease.protocol.opcodes import Flag, Opcode, Status
+from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
+from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
 MAX_CONNECTIONS: Final = 16
@@ -196,7 +197,8 @@ class Server:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
         ring, arena = ring_for(connection.sock, wanted, self._patience), self._arena_for(connection, wanted)
         given = Given(None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes)
-        body = build_body(replace(self._welcome, options=given.to_options()))
+        options = (*given.to_options(), Tlv(SessionOption.PARAMETER_TYPES, b""))
+        body = build_body(replace(self._welcome, options=options))
         header = {"request_id": request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
         frame = build_frame(Opcode.ATTACH, body, **header)
         fds = [shared.fd for shared in (ring, arena) if shared is not None]

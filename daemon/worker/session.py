@@ -121,6 +121,7 @@ class Session:
             Opcode.MEM_READ: memory.read,
             Opcode.MODULE_LOAD: modules.load,
             Opcode.MODULE_UNLOAD: modules.unload,
+            Opcode.MODULE_PARAMETERS: modules.parameters,
             Opcode.LAUNCH: self._launch,
             Opcode.SYNC: self._sync,
             Opcode.PING: self._ping,

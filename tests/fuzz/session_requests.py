@@ -144,6 +144,7 @@ BODIES: dict[int, Body] = {
             Opcode.STREAM_DESTROY,
             Opcode.STREAM_SELECT,
             Opcode.STREAM_SYNC,
+            Opcode.MODULE_PARAMETERS,
             Opcode.GRAPH_DESTROY,
         ),
         handle,

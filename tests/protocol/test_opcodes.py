@@ -46,6 +46,7 @@ def test_the_numbers_that_are_ours_never_change() -> None:
         "STREAM_SELECT": 0x060D,
         "STREAM_WAIT": 0x060E,
         "STREAM_SYNC": 0x060F,
+        "MODULE_PARAMETERS": 0x0614,
     }.items()
     assert {status.name: int(status) for status in Status}.items() >= {
         "OK": 0,

@@ -6,7 +6,15 @@ from gpulease.protocol import Exclusivity, Failure, Opcode, RevokeOutcome, Statu
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission
 from gpulease.protocol.codec import build_body
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, ORPHAN_TAG, HelloOption, ParameterKind, Phase
+from gpulease.protocol.opcodes import (
+    GPU_RESOURCE_TYPE,
+    ORPHAN_TAG,
+    HelloOption,
+    ParameterKind,
+    ParameterType,
+    Phase,
+    SessionOption,
+)
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.sharing import Given, Wanted
 
@@ -72,6 +80,20 @@ def arena_copies() -> Script:
     outside = Failure(Status.INVALID_REQUEST, "bytes 67108860 to 67108868 are outside the arena of 67108864 bytes")
     too_far = m.ArenaCopy(POINTER, 0, (64 << 20) - 4, 8)
     script.refuse("session", script.ask("session", Opcode.ARENA_READ, too_far, session_id=LEASE), outside)
+    script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
+def parameter_types() -> Script:
+    script = Script("A client asks for the types of a module's parameters, since ATTACH's reply says that it may.")
+    script.hello("control")
+    script.grant()
+    script.attach(told=(Tlv(SessionOption.PARAMETER_TYPES, b""),))
+    script.load()
+    types = bytes([ParameterType.U64, ParameterType.U32, ParameterType.F32])
+    script.call("session", Opcode.MODULE_PARAMETERS, m.Handle(MODULE), m.ModuleParameters((types, types)), LEASE)
+    unknown = Failure(Status.INVALID_HANDLE, "7 is not a loaded module of this session")
+    script.refuse("session", script.ask("session", Opcode.MODULE_PARAMETERS, m.Handle(7), session_id=LEASE), unknown)
     script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
     return script
 
@@ -405,6 +427,7 @@ SCRIPTS = (
     main_job,
     deferred_failure,
     arena_copies,
+    parameter_types,
     streams,
     launch_graph,
     session_failures,

@@ -17,6 +17,7 @@ from gpulease.protocol.opcodes import (
     Flag,
     InventoryFlag,
     ParameterKind,
+    ParameterType,
     Phase,
     RevokeOutcome,
     Waiting,
@@ -177,6 +178,11 @@ SESSION: Cases = {
         m.ModuleLoaded(0, ()),
         m.ModuleLoaded(2, (m.KernelEntry("scale", 1024, (8, 4, 4)), m.KernelEntry("bias", 1024, (8, 4, 4)))),
         m.ModuleLoaded(U64, (m.KernelEntry("", U32, ()),) * limits.MAX_KERNELS),
+    ),
+    "ModuleParameters": (
+        m.ModuleParameters(()),
+        m.ModuleParameters((bytes([ParameterType.POINTER, ParameterType.U32, ParameterType.F32]), b"")),
+        m.ModuleParameters((b"\x07" * limits.MAX_ARGUMENTS,) * 2),
     ),
     "Launch": (
         m.Launch(0, "", 0, 0, 0, 0, 0, 0, 0, b"", ()),
