@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.aio_events import LeaseEvents, WarningWatch
 from gpulease.client.aio_graphs import Graph, Recorder
@@ -279,6 +279,16 @@ class GpuSession(SessionView):
     async def mem_write(self, buffer: Buffer, offset: int, data: Any, stream: "Stream | None" = None) -> None:
         """Copy any buffer's bytes to byte `offset`; see gpulease.client.GpuSession.mem_write."""
         await self._begin(lambda: self._state.mem_write(buffer, offset, data, stream))
+
+    @overload
+    async def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: None = None, stream: "AsyncStream | None" = None
+    ) -> bytes: ...
+
+    @overload
+    async def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: T, stream: "AsyncStream | None" = None
+    ) -> T: ...
 
     async def mem_read(
         self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: "Stream | None" = None

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.asking import ask
 from gpulease.client.core.copies import PROMPT_READ_BYTES
@@ -220,8 +220,18 @@ class GpuSession(SessionView):
                 drive(rest)
         return None
 
+    @overload
+    def mem_read(
+        self, buffer: Buffer, offset: int, nbytes: int, into: None = None, stream: Stream | None = None
+    ) -> bytes: ...
+
+    @overload
+    def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Into, stream: Stream | None = None) -> Into: ...
+
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None) -> Any:
         """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then.
+
+        `into` is anything contiguous that can be written: an array of any type, a bytearray, a memoryview.
 
         In a stream, an array of `empty` has them once that was waited for: see Stream.
         """

@@ -1,5 +1,6 @@
 """Copies to and from device memory: cut into chunks, pipelined, and with no copy of the data on this side."""
 
+import ctypes
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,17 +54,28 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
         raise InvalidRequest(f"{doing}: `into` is read-only")
     if view.nbytes < nbytes:
         raise InvalidRequest(f"{doing}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
-    flat = _flat(view) if view.nbytes else memoryview(bytearray())
+    if not view.nbytes:
+        return memoryview(bytearray())
+    flat = _flat(view)
     if flat is None:
-        raise InvalidRequest(f"{doing}: `into` is not contiguous, or of a type whose bytes can't be seen")
+        raise InvalidRequest(
+            f"{doing}: `into` is not contiguous, so there is nowhere to read to",
+            "Read into a contiguous array, and copy from that",
+        )
     return flat[:nbytes]
 
 
 def _flat(view: memoryview) -> memoryview | None:
+    """The bytes of a C-contiguous view in place; None if it is none, or can't be seen in place."""
+    if not view.c_contiguous:
+        return None
     try:
-        return view.cast("B") if view.c_contiguous else None
+        return view.cast("B")
     except TypeError:
-        return None  # no bytes at all, or a format that struct does not know
+        pass  # no bytes at all, or a format that struct does not know: a complex number's, a record's
+    if view.readonly or not view.nbytes:
+        return None
+    return memoryview((ctypes.c_ubyte * view.nbytes).from_buffer(view)).cast("B")
 
 
 def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:

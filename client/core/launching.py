@@ -166,7 +166,7 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
 def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
     for index, (kind, told) in enumerate(zip(kinds, types, strict=False)):
         if mismatch(kind, told):
-            given = "a buffer" if kind == "buffer" else f"a {kind}"
+            given = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
             raise _failed(
                 entry.name,
                 f"argument {index} is {given}, the kernel's parameter is {type_text(told)}",

@@ -1,7 +1,7 @@
 """What a session's face shows and does without asking."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gpulease.client.core.arena import empty
 from gpulease.client.core.session import SessionState
@@ -10,7 +10,10 @@ from gpulease.client.handles import BorrowedBuffer
 from gpulease.protocol.lease_ids import LeaseId
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+
+S = TypeVar("S", bound="np.generic")
 
 
 class SessionView:
@@ -22,6 +25,15 @@ class SessionView:
     def disown(self) -> None:
         """See Inherited."""
         self._lock = self._state.disown()
+
+    @overload
+    def empty(self, shape: int | Sequence[int]) -> "NDArray[np.float64]": ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: "type[S] | np.dtype[S]") -> "NDArray[S]": ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]": ...
 
     def empty(self, shape: int | Sequence[int], dtype: Any = float) -> "NDArray[Any]":
         """A numpy array, not initialised, in memory that the session's process shares where there is such memory.

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from gpulease.client import Buffer, GpuLease, GpuSession, KernelArgs, LaunchFailed, Module, SyncFailed
+from gpulease.client import (
+    Buffer,
+    GpuLease,
+    GpuSession,
+    InvalidRequest,
+    KernelArgs,
+    LaunchFailed,
+    Module,
+    SyncFailed,
+)
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, MemWrite, ModuleLoad
 from helpers.daemon import Daemon
@@ -215,3 +224,36 @@ def test_a_bad_launch_found_by_the_client_is_not_sent(lease: GpuLease, session: 
         session.launch(faults, "no_such", [1], [1], KernelArgs())
     session.sync()
     assert lease.query()["operations"] == before + 1
+
+
+def test_a_float_for_an_integer_is_refused_before_anything_is_sent(session: GpuSession) -> None:
+    module, buffer = session.module_load(TRANSFORM), session.mem_alloc(16)
+    session.mem_write(buffer, 0, np.ones(4, np.float32))
+    with pytest.raises(LaunchFailed, match=r"argument 2 is a u32, the kernel's parameter is \.f32"):
+        session.launch(module, "scale", [1], [4], KernelArgs().push_buffer(buffer).push_u32(4).push_u32(2))
+    with pytest.raises(LaunchFailed, match=r"argument 1 is an f32, the kernel's parameter is \.u32"):
+        session.launch(module, "scale", [1], [4], [buffer, np.float32(4), np.float32(2)])
+    assert session.mem_read(buffer, 0, 16) == np.ones(4, np.float32).tobytes()
+
+
+def test_arguments_are_a_list(session: GpuSession) -> None:
+    module, buffer = session.module_load(TRANSFORM), session.mem_alloc(16)
+    array = session.empty(4, np.float32)
+    session.mem_write(buffer, 0, np.ones(4, np.float32))
+    session.launch(module, "scale", [1], [4], [buffer, np.uint32(4), np.float32(2)])
+    session.launch(module, "scale", [1], [4], (buffer, 4, 3), stream=session.default_stream)
+    with session.record() as graph:
+        session.launch(module, "scale", [1], [4], [buffer, 4, 5.0])
+        session.mem_read(buffer, 0, 16, into=array)
+    graph.launch()
+    session.sync()
+    assert array.tolist() == [30.0] * 4
+
+
+def test_a_submit_takes_numpy_scalars_in_a_list(daemon: Daemon) -> None:
+    ones = np.ones(4, np.float32)
+    with daemon.builder(2 << 20).submits(1 << 20).acquire() as lease:
+        submit = lease.submit("scale", TRANSFORM).grid([1]).block([4]).inout(ones)
+        with pytest.raises(InvalidRequest, match=r"argument 0: 4 has no size.*np\.uint32\(4\)"):
+            submit.args([4, 2.0])
+        assert submit.args([np.uint32(4), np.float32(2)]).launch() == [(ones * 2).tobytes()]

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from gpulease.client import Buffer, InvalidHandle, InvalidRequest, KernelArgs
 from gpulease.client.core.session import SessionState
+from gpulease.client.kernel_args import mismatch, pack_listed
+from gpulease.protocol.opcodes import ParameterType as T
 
 
 class StandIn:
@@ -86,3 +88,72 @@ def test_a_buffer_is_its_pointer_and_is_held() -> None:
 
 def test_what_it_shows() -> None:
     assert repr(KernelArgs().push_u32(1)) == "<KernelArgs sizes=(4,) data=01000000>"
+
+
+def test_a_list_packs_as_the_methods_do() -> None:
+    buffer = buffer_of(0x1000, 64)
+    listed = pack_listed(
+        [
+            buffer,
+            (buffer, 8),
+            np.uint32(7),
+            np.int64(-1),
+            np.float32(2),
+            np.float64(0.5),
+            np.int8(-2),
+            np.bool_(True),
+            b"abc",
+        ]
+    )
+    pushed = KernelArgs().push_buffer(buffer).push_buffer(buffer, 8).push_u32(7).push_i64(-1).push_f32(2).push_f64(0.5)
+    assert listed.data == pushed.data + b"\xfe\x01abc"
+    assert listed.kinds == (*pushed.kinds, "i8", "u8", 3)
+    assert listed.sizes == (8, 8, 4, 8, 4, 8, 1, 1, 3)
+    assert listed.buffers == (buffer, buffer)
+
+
+def test_a_number_of_python_s_takes_the_type_that_is_told() -> None:
+    told = [T.U32, T.S64, T.F32, T.F64, T.POINTER, T.U8, T.F32]
+    args = pack_listed([7, -1, 2.5, 0.5, 0x1000, True, 3], told)
+    assert args.kinds == ("u32", "i64", "f32", "f64", "u64", "u8", "f32")
+    assert args.data == struct.pack("<IqfdQBf", 7, -1, 2.5, 0.5, 0x1000, 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "told", "words"),
+    [
+        (7, T.UNTOLD, r"7 has no size.*np\.uint32\(7\)"),
+        (7, T.B32, r"7 has no size"),
+        (2.5, T.UNTOLD, r"np\.float32\(2\.5\)"),
+        (2.5, T.U32, r"2\.5 does not fit the parameter, \.u32"),
+        (-1, T.U32, r"-1 does not fit the parameter, \.u32"),
+        (1e300, T.F32, r"does not fit the parameter, \.f32"),
+        ("text", T.U32, r"'text' is no argument of a kernel"),
+        (None, T.UNTOLD, r"None is no argument"),
+        (np.zeros(4, np.float32), T.POINTER, r"an array of the host's memory.*Write it to a buffer"),
+    ],
+)
+def test_a_list_s_misfits_are_refused(value: Any, told: T, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"(?s)argument 0: .*{words}"):
+        pack_listed([value], [told])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "is_refused"),
+    [
+        ("u32", T.F32, True),
+        ("f32", T.U32, True),
+        ("f64", T.POINTER, True),
+        ("buffer", T.F64, True),
+        ("u32", T.S32, False),
+        ("i64", T.POINTER, False),
+        ("buffer", T.U64, False),
+        ("f32", T.B32, False),
+        ("u32", T.UNTOLD, False),
+        (4, T.F32, False),
+        ("f16", T.F16, False),
+        ("f32", T.F16X2, False),
+    ],
+)
+def test_a_float_and_an_integer_are_no_match(kind: str | int, told: T, is_refused: bool) -> None:
+    assert mismatch(kind, told) is is_refused
