@@ -69,7 +69,8 @@ def test_a_launch_returns_while_its_kernel_never_ends(daemon: Daemon) -> None:
             session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
         wait_until(lambda: lease.query()["launches"] == 101, "the worker has queued all launches")
         assert lease.query()["syncs"] == 0
-        # The lease frees them: an operation would wait for the kernel.
+        # The lease frees them: an operation would wait for the kernel, and so would leaving the block.
+        session.close()
 
 
 def test_a_launch_takes_a_small_part_of_its_kernels_time(session: GpuSession, faults: Module, buffer: Buffer) -> None:

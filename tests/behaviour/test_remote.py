@@ -29,7 +29,7 @@ from gpulease.client.blocking import my_audience
 from gpulease.daemon.pki.authority import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping
-from gpulease.protocol.sharing import Wanted
+from gpulease.protocol.sharing import Given, Wanted
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 from helpers.processes import open_files
@@ -109,7 +109,8 @@ def test_nothing_is_shared_with_a_relayed_peer(daemon: Daemon, pki: Pki) -> None
         with pki.peer(daemon.tls_address, pki.ann).hello() as session:
             session.session_id = grant.lease_id
             options = Wanted(ring=True, arena_bytes=1 << 20).to_options()
-            assert session.request(Opcode.ATTACH, Attach(options), grant.lease_id).options == ()
+            given = session.request(Opcode.ATTACH, Attach(options), grant.lease_id).options
+            assert Given.from_options(given) == Given()
             assert session.request(Opcode.PING, Ping(5), grant.lease_id) == Ping(5)
         peer.free(grant.lease_id)
 

@@ -149,7 +149,7 @@ def test_the_neighbour_goes_on(daemon: Daemon) -> None:
         neighbour = Neighbour(session)
         for _ in range(5):
             victim = daemon.builder().acquire()
-            with GpuSession(victim) as doomed:
+            with pytest.raises(Revoked), GpuSession(victim) as doomed:
                 kept = start_endless(doomed)
                 assert daemon.revoke(victim.lease_id) == RevokeOutcome.TORN_DOWN
                 neighbour.check()
