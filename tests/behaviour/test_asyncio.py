@@ -131,7 +131,7 @@ def test_revoked_while_it_waits(run: Callable[[Main], None]) -> None:
             kept = await start_endless(session)
             waiting = asyncio.create_task(session.sync())
             await asyncio.to_thread(
-                wait_until, lambda: daemon.query(lease.lease_id)["operations"] == 4, "the worker waits for the kernel"
+                wait_until, lambda: daemon.query(lease.lease_id)["operations"] == 5, "the worker waits for the kernel"
             )
             await asyncio.to_thread(daemon.revoke, lease.lease_id)
             with pytest.raises(Revoked):

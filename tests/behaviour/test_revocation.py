@@ -126,7 +126,7 @@ def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: 
     waiting = threading.Thread(target=wait)
     waiting.start()
     # Sent before it waits: the launch and whatever was sent before it; 4 operations in all with the one that waits.
-    wait_until(lambda: lease.query()["operations"] == 4, "the worker waits for the kernel")
+    wait_until(lambda: lease.query()["operations"] == 5, "the worker waits for the kernel")
     started = time.monotonic()
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
     waiting.join(AT_ONCE_S)

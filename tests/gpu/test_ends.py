@@ -86,7 +86,7 @@ def test_a_tenant_that_waits_for_an_endless_kernel_is_revoked(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    wait_until(lambda: lease.query()["operations"] == 4, "the worker waits for the kernel")
+    wait_until(lambda: lease.query()["operations"] == 5, "the worker waits for the kernel")
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
     waiting.join(LATEST_S)
     assert not waiting.is_alive()
