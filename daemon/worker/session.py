@@ -104,8 +104,7 @@ class Session:
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease, page.counters)
         memory = MemoryDesk(holdings)
-        self.slots = memory.slots
-        self._memory = memory
+        self._memory, self.slots = memory, memory.slots
         modules = ModuleDesk(holdings, self._planner, page.counters)
         self.arena = ArenaDesk(holdings)
         self.streams = streams = StreamDesk(holdings)

@@ -52,4 +52,5 @@ def sharing(daemon: Daemon) -> Iterator[Shared]:
     with wish.acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(len(TEXT))
         session.mem_write(buffer, 0, TEXT)
+        session.sync()  # leaving the block has nothing to wait for, then, however the lease ends
         yield Shared(daemon, lease, session, buffer.handle, my_audience(daemon.tcp_address))
