@@ -278,14 +278,14 @@ class Attached:
         # Not inside the except block: the tenant's traceback shows one error, not two.
         raise (yield from self._find_out(failure, doing))
 
-    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None) -> Procedure[Any]:
-        """A request, under the session's lock; its reply's body."""
+    def ask(self, op: Opcode, payload: bytes = b"", limit: Limit | None = None, doing: str = "") -> Procedure[Any]:
+        """A request, under the session's lock; its reply's body. `doing`: of what operation it is a part."""
         limit = limit or self.limit
         request_id = self.channel.link.expect(op)
         frame = build_frame(op, payload, request_id=request_id, session_id=self.session_id)
         yield from send(self.channel, (frame,), limit)
         result: Body | Failure = yield from receive(self.channel, request_id, limit)
-        self.settle(result, op.name.lower())
+        self.settle(result, doing or op.name.lower())
         self.acknowledge(op, request_id)
         return result
 
