@@ -38,7 +38,7 @@ CARD: Final = {
 }
 CARD_PERHAPS: Final = {
     **dict.fromkeys(("drain_left_ms", "held_bytes", "warm_contexts", "warm_wanted", "warm_bytes"), NUMBER),
-    "recycled_contexts": NUMBER,
+    **dict.fromkeys(("recycled_contexts", "unowned_bytes", "outside_bytes"), NUMBER),
     "sandbox": LIST,
 }
 MEASURE: Final = {"measure": WORD, "on": TRUTH, "detail": WORD}

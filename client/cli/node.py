@@ -60,6 +60,9 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
             head, rows, width, title=head.index("card"), spared=("exclusive", "warm", "driver"), texts=("card", "name")
         )
     )
+    for card in cards:
+        if taken := _taken(card):
+            click.echo(wrapped_text(taken, width))
     # All workers of a node are in the same one; a daemon from before there was one says nothing.
     sandbox = cards[0].get("sandbox") if cards else None
     if sandbox and shows_sandbox:
@@ -68,6 +71,13 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     elif sandbox and (off := [found["measure"] for found in sandbox if not found["on"]]):
         which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
         click.echo("\n" + wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width))
+
+
+def _taken(card: Report) -> str:
+    """What others hold of the card's memory since the daemon measured it, "" if nothing."""
+    holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
+    held = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
+    return f"Card {card['index']}: taken since the daemon began: {' and '.join(held)}." if held else ""
 
 
 def _warm(card: Report) -> str:

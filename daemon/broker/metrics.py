@@ -155,7 +155,8 @@ class NodeMetrics:
         for uuid in self._cards:
             # No thread, or no answer: what is not known is not told.
             with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
-                found[uuid] = await asyncio.to_thread(self._source.stray_bytes, uuid)
+                reading = await asyncio.to_thread(self._source.read, uuid)
+                found[uuid] = self._table.stray_bytes(uuid, reading.unowned_bytes)
         return found
 
     def _content(self) -> Content:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from gpulease.daemon.broker.reclaim import UnlistedSince
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.insisting import insist
 from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
 from gpulease.daemon.core import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.core.others import Others
 from gpulease.daemon.worker.spec import WorkerSpec
 
 PROBE_TIMEOUT_S: Final = 60.0
@@ -102,8 +104,22 @@ class _Probe:
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
+    """Return once the card shows the probe's bytes back, by the rules that leases' bytes are proved free by."""
     until = time.monotonic() + PROOF_TIMEOUT_S
-    while missing := await asyncio.to_thread(source.missing_proof, card.uuid, pid):
+    unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
+    while True:
+        looked_ns = time.monotonic_ns()
+        try:
+            reading = await asyncio.to_thread(source.read, card.uuid)
+        except CardsUnavailable as error:
+            missing = str(error)
+        else:
+            missing = unlisted.missing(reading, looked_ns)
+            if not missing:
+                seen = unlisted.event(0, card.uuid, reading, looked_ns)
+                if others.is_shown_free(seen.unowned_bytes, seen.least_bytes, seen.since_ns, seen.looked_ns):
+                    return
+                missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
         if time.monotonic() > until:
             raise CardsUnavailable(
                 f"card {card.index} ({card.uuid}) does not give memory back: {missing}",

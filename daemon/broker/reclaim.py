@@ -1,11 +1,14 @@
-"""Waiting for the proof that a dead worker's bytes are back, without blocking the loop."""
+"""Looks at the cards' memory, without blocking the loop: for dead workers' bytes, and for what others hold."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from gpulease.daemon.cards.source import CardSource
-from gpulease.daemon.core import Event, ReclaimProved
+from gpulease.daemon.broker.workers import Workers
+from gpulease.daemon.cards.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.core import CardLooked, Event, ReclaimProved, WorkerUnlisted
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 
@@ -16,9 +19,40 @@ FIRST_LOOK_DELAY_S: Final = 0.002
 MAX_LOOK_DELAY_S: Final = 0.1
 """Between two looks in the end: the core fences the slice when its own timer runs out, and looks are not free."""
 
+ROUND_S: Final = 1.0
+"""Between two looks at what others hold. A program outside the daemon that takes memory shrinks the capacity within
+this; the leases of this second may have more of the card promised than it has. A look takes 0.3 ms."""
+
+FIRST_ROUND_TIMEOUT_S: Final = 5.0
+"""For the look before the daemon listens. Stops a driver that hangs from keeping leases that live from their tenants."""
+
+
+class UnlistedSince:
+    """The looks at a card that did not list one process: the facts of `WorkerUnlisted`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since_ns: int | None = None
+        self._least_bytes = 0
+
+    def missing(self, reading: CardReading, looked_ns: int) -> str:
+        """Take in a look, and say what is missing; "" if the card does not list the process."""
+        if (held := reading.processes.get(self._pid)) is not None:
+            self._since_ns = None
+            return f"NVML still lists process {self._pid} with {held} bytes"
+        if self._since_ns is None:
+            self._since_ns, self._least_bytes = looked_ns, reading.unowned_bytes
+        self._least_bytes = min(self._least_bytes, reading.unowned_bytes)
+        return ""
+
+    def event(self, lease_id: int, card_uuid: str, reading: CardReading, looked_ns: int) -> WorkerUnlisted:
+        """What the lease table is told of the last look."""
+        since_ns = looked_ns if self._since_ns is None else self._since_ns
+        return WorkerUnlisted(lease_id, card_uuid, reading.unowned_bytes, self._least_bytes, since_ns, looked_ns)
+
 
 class Reclaimer:
-    """Looks at the card until it shows a worker's bytes back.
+    """Looks at the card for a dead worker until the lease table has its proof.
 
     It gives up only when told to: how long is too long is the lease table's to say.
     """
@@ -29,7 +63,7 @@ class Reclaimer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        """Post `ReclaimProved` once it is proved."""
+        """Post `WorkerUnlisted` at each look that does not list the process, or `ReclaimProved` if there was none."""
         task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(lease_id, None))
@@ -48,15 +82,67 @@ class Reclaimer:
 
     async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
         delay_s = FIRST_LOOK_DELAY_S
+        unlisted = UnlistedSince(pid)
         while pid:
+            looked_ns = time.monotonic_ns()
             try:
-                missing = await asyncio.to_thread(self._source.missing_proof, card_uuid, pid)
-            except (MemoryError, RuntimeError) as error:
+                reading = await asyncio.to_thread(self._source.read, card_uuid)
+            except (CardsUnavailable, MemoryError, RuntimeError) as error:
                 # No thread can be started: that is no reason to fence, there may be memory before the time is over.
                 missing = f"the card can't be looked at: {error}"
-            if not missing:
-                break
+            else:
+                missing = unlisted.missing(reading, looked_ns)
+                if not missing:
+                    self._post(unlisted.event(lease_id, card_uuid, reading, looked_ns))
+                    # With its proof the lease table told this task to give up: it ends here.
+                    await asyncio.sleep(0)
+                    missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             tell(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
         self._post(ReclaimProved(lease_id))
+
+
+class CardWatch:
+    """Looks once a second at what others than workers hold of the cards, and tells the lease table."""
+
+    def __init__(
+        self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
+    ) -> None:
+        self._source = source
+        self._card_uuids = card_uuids
+        self._workers = workers
+        self._post = post
+        self._rounds: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look once now, and go round from then on, where others can hold anything."""
+        if self._rounds is None and self._source.has_others:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
+                    await self._look_at_all()
+            self._rounds = asyncio.get_running_loop().create_task(self._go_round())
+
+    async def stop(self) -> None:
+        """Stop looking."""
+        if self._rounds is not None:
+            self._rounds.cancel()
+            await asyncio.gather(self._rounds, return_exceptions=True)
+
+    async def _go_round(self) -> None:
+        while True:
+            await asyncio.sleep(ROUND_S)
+            await self._look_at_all()
+
+    async def _look_at_all(self) -> None:
+        for card_uuid in self._card_uuids:
+            # What can't be seen now is seen a second later; proofs wait meanwhile.
+            with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
+                await self._look(card_uuid)
+
+    async def _look(self, card_uuid: str) -> None:
+        own, looked_ns = self._workers.pids(), time.monotonic_ns()
+        reading = await asyncio.to_thread(self._source.read, card_uuid)
+        # A worker that began, or was settled, while the card was looked at is the daemon's own too.
+        own |= self._workers.pids()
+        self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))

@@ -134,4 +134,6 @@ def _details(card: CardSnapshot, driver: str) -> dict[str, Any]:
         "warm_wanted": card.warm_wanted,
         "recycled_contexts": card.recycled_contexts,
         "warm_bytes": card.warm_bytes,
+        "unowned_bytes": card.unowned_bytes,
+        "outside_bytes": card.outside_bytes,
     }

@@ -18,7 +18,7 @@ from gpulease.daemon.broker.headroom import Headroom
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.metrics import NodeMetrics
 from gpulease.daemon.broker.presence import Presence
-from gpulease.daemon.broker.reclaim import Reclaimer
+from gpulease.daemon.broker.reclaim import CardWatch, Reclaimer
 from gpulease.daemon.broker.recycling import Recycler
 from gpulease.daemon.broker.telling import Teller
 from gpulease.daemon.broker.timers import Timers
@@ -35,6 +35,7 @@ from gpulease.daemon.core import (
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
+    CapacityChanged,
     Card,
     Cause,
     Denied,
@@ -112,6 +113,7 @@ class Runtime:
         workers.tell_of_connections(self.presence.look, partial(tokens.guest_answered, self.journal))
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
+        self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
         self._weigher = Weigher(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
         workers.look_with(self._weigher.look, self._recycler.on_scrubbed)
@@ -163,6 +165,7 @@ class Runtime:
         await self._weigher.stop()
         await self._recycler.stop()
         await self._reclaimer.stop()
+        await self.card_watch.stop()
         self.headroom.close()
 
     # --- requests ---
@@ -276,8 +279,8 @@ class Runtime:
             case SubmitEnded(submit_id, lease_id):
                 self._let_go(submit_id)
                 self.presence.look(lease_id)
-            case Warned():
-                pass  # the teller's to tell
+            case Warned() | CapacityChanged():
+                pass  # the teller's to tell, and the chronicle's
             case WarmEnded(warm_id):
                 self._let_go(warm_id)
             case _:

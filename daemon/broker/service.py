@@ -121,6 +121,7 @@ class Service:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen or BadHandover."""
         self.runtime.headroom.watch(asyncio.get_running_loop())
         self.runtime.adopt(self._cards, time.monotonic_ns() + self._config.limits.max_ttl_s * NS_PER_S)
+        await self.runtime.card_watch.start()
         if self._remote is not None:
             await self._remote.start()
         elif self._config.tls is not None:
@@ -355,7 +356,9 @@ async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Wor
     cards = []
     for fact in facts:
         overhead = overheads[fact.uuid]
-        cards.append(Card(fact.uuid, fact.index, fact.name, fact.capacity_bytes, overhead, fact.is_partition))
+        spare = max(0, fact.found_bytes - fact.capacity_bytes)
+        shape = (fact.capacity_bytes, overhead, fact.is_partition, spare, fact.slack_bytes)
+        cards.append(Card(fact.uuid, fact.index, fact.name, *shape))
         tell(
             LogEvent.CARD_FOUND,
             index=fact.index,

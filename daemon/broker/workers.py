@@ -181,6 +181,10 @@ class Workers:
             return worker is not None
         return not has_ended(worker.pidfd)
 
+    def pids(self) -> set[int]:
+        """The process ids of all workers that live, or have ended and are not settled."""
+        return {worker.pid for worker in self._workers.values()} | {one.pid for one in self._ended_workers.values()}
+
     def ended_pid(self, lease_id: int) -> int:
         """The process id of a worker that has ended; 0 if it never had one."""
         return 0 if (ended := self._ended_workers.get(lease_id)) is None else ended.pid

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gpulease.daemon.cards.source import EX_CONFIG, CardFacts, CardLoad, CardsUnavailable
+from gpulease.daemon.cards.source import EX_CONFIG, CardFacts, CardLoad, CardReading, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
 _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
@@ -36,6 +36,7 @@ class EmbeddedCards:
     driver = "cpu"
     allowance_bytes = ALLOWANCE_BYTES
     reserve_bytes = 0
+    has_others = False
 
     def __init__(self, sizes_bytes: Sequence[int]) -> None:
         for size_bytes in sizes_bytes:
@@ -62,13 +63,9 @@ class EmbeddedCards:
         """What every worker holds of its card, as far as is pretended."""
         return CONTEXT_BYTES
 
-    def missing_proof(self, card_uuid: str, pid: int) -> str:
+    def read(self, card_uuid: str) -> CardReading:
         """A session's memory is its worker's anonymous memory: the kernel had it back when the worker was reaped."""
-        return ""
-
-    def stray_bytes(self, card_uuid: str) -> int:
-        """None: what nobody maps is the kernel's."""
-        return 0
+        return CardReading(0, {})
 
     def load(self, card_uuid: str) -> CardLoad:
         """Unknown: nothing counts how busy a pretended card is."""

@@ -1,8 +1,8 @@
 """NVIDIA cards, through NVML: the broker's only look at them, which makes no context and holds no VRAM.
 
-The proof that a dead worker's bytes are back has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and
-nvmlDeviceGetMemoryInfo): the card no longer lists the process, and what is used on the card beyond what its listed
-processes hold is no more than it was at start-up. Other leases that come and go meanwhile change neither half.
+A look has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): what each process
+holds, and what is used on the card beyond that, which belongs to no process. A process that has died leaves the first
+some milliseconds before its bytes leave the second. The lease table decides what a look proves (core/others).
 """
 
 import contextlib
@@ -15,14 +15,15 @@ from gpulease.daemon.cards import cuinit
 from gpulease.daemon.cards.diagnosis import EX_OSERR, NO_LIBRARY, Library, diagnose, no_cards
 from gpulease.daemon.cards.host import look
 from gpulease.daemon.cards.listing import Shared
-from gpulease.daemon.cards.source import CardFacts, CardLoad, CardsUnavailable
+from gpulease.daemon.cards.source import CardFacts, CardLoad, CardReading, CardsUnavailable
 from gpulease.daemon.core import KeptCard
 
 RESERVE_BYTES: Final = 256 << 20
 """Kept off every card's capacity: the driver's own needs grow a little with the number of contexts."""
 
 UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
-"""How far the bytes that belong to no listed process may move without being a leak; a context's share is larger."""
+"""How far the bytes that belong to no listed process may move without being a leak; a context's share is larger. Of
+programs outside the daemon as much again may go unseen: the reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
@@ -40,12 +41,14 @@ class NvidiaCards:
     driver = "cuda"
     allowance_bytes = ALLOWANCE_BYTES
     reserve_bytes = ALLOWANCE_BYTES + SLACK_BYTES
+    has_others = True
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: lease at most this much of each card, None for all of it."""
         self._limit_bytes = limit_bytes
         self._handles: dict[str, Any] = {}
         self._unattributed_bytes: dict[str, int] = {}
+        self._earlier_bytes: dict[str, int] = {}
         self._listings: dict[str, Shared[dict[int, int]]] = {}
         try:
             pynvml.nvmlInit()
@@ -91,29 +94,23 @@ class NvidiaCards:
             )
         return held
 
-    def missing_proof(self, card_uuid: str, pid: int) -> str:
-        """See the module's text."""
-        try:
-            processes = self._processes(card_uuid)
-            if pid in processes:
-                return f"NVML still lists process {pid} with {processes[pid]} bytes"
-            unattributed = self._used(card_uuid) - sum(processes.values())
-        except pynvml.NVMLError as error:
-            return f"NVML can't say what the card holds: {error}"
-        allowed = self._allowed_bytes(card_uuid)
-        if unattributed > allowed:
-            return f"{unattributed} bytes of the card belong to no process; at most {allowed} are expected"
-        return ""
+    def read(self, card_uuid: str) -> CardReading:
+        """See the module's text.
 
-    def stray_bytes(self, card_uuid: str) -> int:
-        """What `missing_proof` finds too much of. For a moment that may be a process's that ends just now."""
+        The processes are listed twice. One that begins or ends between NVML's answers would hide as many bytes that
+        belong to nobody: so only what a process held both before and after the card's sum was read is taken off it.
+        """
         try:
-            unattributed = self._used(card_uuid) - sum(self._processes(card_uuid).values())
+            before = self._processes(card_uuid)
+            used = self._used(card_uuid)
+            after = self._processes(card_uuid)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
                 f"NVML can't say what the card holds: {error}", hint="See what nvidia-smi says of it."
             ) from None
-        return unattributed if unattributed > self._allowed_bytes(card_uuid) else 0
+        owned = sum(min(held, after.get(pid, 0)) for pid, held in before.items())
+        unowned = used - owned - self._unattributed_bytes[card_uuid]
+        return CardReading(unowned, after, self._earlier_bytes[card_uuid])
 
     def load(self, card_uuid: str) -> CardLoad:
         """What NVML says, each figure for itself: some cards tell one and not the other."""
@@ -124,9 +121,6 @@ class NvidiaCards:
         with contextlib.suppress(pynvml.NVMLError):
             used_bytes = self._used(card_uuid)
         return CardLoad(utilization_percent, used_bytes)
-
-    def _allowed_bytes(self, card_uuid: str) -> int:
-        return self._unattributed_bytes[card_uuid] + UNATTRIBUTED_SLACK_BYTES
 
     def close(self) -> None:
         """Shut NVML down."""
@@ -144,16 +138,26 @@ class NvidiaCards:
         self._handles[uuid] = handle
         self._listings[uuid] = Shared(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         if (measured := known.get(uuid)) is not None:
             # What is used now is the leases' that live on, and that of others which are just dying.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
         else:
             used = self._used(uuid)
             unattributed_bytes = used - sum(self._processes(uuid).values())
-            found_bytes = max(0, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) - used - RESERVE_BYTES)
+            found_bytes = max(0, total - used - RESERVE_BYTES)
         self._unattributed_bytes[uuid] = unattributed_bytes
+        self._earlier_bytes[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
-        return CardFacts(uuid, index, name, capacity, found_bytes=found_bytes, unattributed_bytes=unattributed_bytes)
+        return CardFacts(
+            uuid,
+            index,
+            name,
+            capacity,
+            found_bytes=found_bytes,
+            unattributed_bytes=unattributed_bytes,
+            slack_bytes=UNATTRIBUTED_SLACK_BYTES,
+        )
 
     def _used(self, card_uuid: str) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)

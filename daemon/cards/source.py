@@ -1,6 +1,6 @@
 """The seam between the broker and what knows the cards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -37,6 +37,7 @@ class CardFacts:
         capacity_bytes: All that may be leased, contexts' overhead included; the node's reserve is already taken off.
         found_bytes: The same before the operator's own bound.
         unattributed_bytes: What of the card belongs to no process, the base line of proofs.
+        slack_bytes: How far what others hold may move by itself; the reserve covers it.
     """
 
     uuid: str
@@ -46,6 +47,26 @@ class CardFacts:
     is_partition: bool = False
     found_bytes: int = 0
     unattributed_bytes: int = 0
+    slack_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CardReading:
+    """One look at a card.
+
+    Attributes:
+        unowned_bytes: What belongs to no process, beyond what did when the card was measured; it may be below zero.
+        processes: What each process on the card holds, by its id.
+        earlier_bytes: What processes outside the daemon held when the card was measured.
+    """
+
+    unowned_bytes: int
+    processes: Mapping[int, int]
+    earlier_bytes: int = 0
+
+    def outside_bytes(self, own: Set[int]) -> int:
+        """What processes hold that are none of `own`, beyond what such held when the card was measured."""
+        return sum(held for pid, held in self.processes.items() if pid not in own) - self.earlier_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +106,12 @@ class CardSource(Protocol):
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """What a process holds on a card now, 0 if nothing."""
 
-    def missing_proof(self, card_uuid: str, pid: int) -> str:
-        """Why it is not proved yet that all a dead process held on a card is back; "" once it is proved."""
+    @property
+    def has_others(self) -> bool:
+        """Whether anything besides workers can hold memory of these cards."""
 
-    def stray_bytes(self, card_uuid: str) -> int:
-        """What of a card belongs to no process and did not at start-up; 0 within what that may move by.
-
-        Raises CardsUnavailable.
-        """
+    def read(self, card_uuid: str) -> CardReading:
+        """Look at a card. Raises CardsUnavailable."""
 
     def load(self, card_uuid: str) -> CardLoad:
         """How busy a card is."""

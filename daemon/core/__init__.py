@@ -11,6 +11,7 @@ from gpulease.daemon.core.effects import (
     ArmPoolTimer,
     ArmTimer,
     ArmWaitTimer,
+    CapacityChanged,
     Denied,
     DrainSet,
     Effect,
@@ -40,6 +41,7 @@ from gpulease.daemon.core.effects import (
 )
 from gpulease.daemon.core.events import (
     AcquireRequested,
+    CardLooked,
     ConnectionsChanged,
     DrainCancelled,
     DrainRequested,
@@ -72,6 +74,7 @@ from gpulease.daemon.core.events import (
     WorkerFound,
     WorkerReady,
     WorkerScrubbed,
+    WorkerUnlisted,
 )
 from gpulease.daemon.core.invariants import InvariantBroken
 from gpulease.daemon.core.keeping import KeptCard, KeptLease, KeptWarm, Past
@@ -102,7 +105,9 @@ __all__ = [
     "ArmPoolTimer",
     "ArmTimer",
     "ArmWaitTimer",
+    "CapacityChanged",
     "Card",
+    "CardLooked",
     "CardSnapshot",
     "Cause",
     "ConnectionsChanged",
@@ -184,5 +189,6 @@ __all__ = [
     "WorkerFound",
     "WorkerReady",
     "WorkerScrubbed",
+    "WorkerUnlisted",
     "ends_ns",
 ]

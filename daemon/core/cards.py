@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.core.leases import ALONE, Lease
+from gpulease.daemon.core.others import Others
 from gpulease.daemon.core.recycling import gives_way
 from gpulease.daemon.core.warm import YIELDING, WarmContext, WarmState
 
@@ -17,8 +18,10 @@ class Card:
 
     Attributes:
         index: Its number on the node, what `selector` may name it by.
-        capacity_bytes: What may be held on it in all; the node's reserve is already taken off.
+        capacity_bytes: What may be held on it in all, as it was measured; the node's reserve is already taken off.
         overhead_bytes: What one context costs besides its tenant's bytes; charged to the node, per lease.
+        spare_bytes: What the operator's bound leaves of it besides; others may take so much before capacity shrinks.
+        slack_bytes: How far what others hold may be from what is booked; the reserve covers it. See `others`.
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -30,9 +33,12 @@ class Card:
     capacity_bytes: int
     overhead_bytes: int
     is_partition: bool = False
+    spare_bytes: int = 0
+    slack_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not self.uuid or min(self.index, self.capacity_bytes, self.overhead_bytes) < 0:
+        numbers = (self.index, self.capacity_bytes, self.overhead_bytes, self.spare_bytes, self.slack_bytes)
+        if not self.uuid or min(numbers) < 0:
             raise ValueError(f"Card {self.uuid!r} needs a uuid, and no number of it may be negative: {self!r}.")
 
     @property
@@ -53,6 +59,7 @@ class CardSnapshot:
     """What one card held at one moment.
 
     Attributes:
+        capacity_bytes: What may be held on it in all now.
         free_bytes: What no lease holds and no fence keeps; warm contexts give way, so theirs are among them.
         available_bytes: The largest slice a tenant could be granted now: what is free less one context's
             overhead, and nothing while one lease has the card to itself.
@@ -62,6 +69,8 @@ class CardSnapshot:
         warm_bytes: What all the pool's contexts hold, those that are being made or dropped too.
         leases: How many live leases it has, the fenced ones too.
         is_exclusive: One lease has the card to itself.
+        unowned_bytes: What of the card belongs to no process and did not when it was measured.
+        outside_bytes: What programs outside the daemon hold of the card beyond what they held then.
     """
 
     uuid: str
@@ -78,6 +87,8 @@ class CardSnapshot:
     recycled_contexts: int
     warm_wanted: int
     warm_bytes: int
+    unowned_bytes: int = 0
+    outside_bytes: int = 0
 
 
 class CardAccount:
@@ -89,6 +100,7 @@ class CardAccount:
         stuck_bytes: What warm contexts hold that could not be proved gone.
         fenced_bytes: The same of leases and warm contexts together.
         pending_leases: How many leases' workers are not ready.
+        others: What others hold of the card.
         warm: The pool's contexts here, by number.
         warm_wanted: How many there are to be.
         awaiting: The pending leases that wait for warm contexts to leave, in the order they came.
@@ -103,6 +115,7 @@ class CardAccount:
         "held_bytes",
         "leases",
         "leases_by_tenant",
+        "others",
         "pending_leases",
         "stuck_bytes",
         "warm",
@@ -118,6 +131,7 @@ class CardAccount:
         self.pending_leases = 0
         self.awaited_bytes = 0
         self.stuck_bytes = 0
+        self.others = Others(card.spare_bytes, card.slack_bytes)
         self.warm: dict[int, WarmContext] = {}
         self.warm_wanted = warm_wanted
         self.awaiting: dict[int, Lease] = {}
@@ -126,13 +140,13 @@ class CardAccount:
 
     @property
     def capacity_bytes(self) -> int:
-        """The card's."""
-        return self.card.capacity_bytes
+        """What may be held on the card now: what was measured, less what others have taken since."""
+        return max(0, self.card.capacity_bytes - self.others.taken_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What may be granted: warm contexts give way. Below zero if a fence took what was granted already."""
-        return self.card.capacity_bytes - self.held_bytes - self.stuck_bytes
+        """What may be granted: warm contexts give way. Below zero if a fence or others took what was granted."""
+        return self.capacity_bytes - self.held_bytes - self.stuck_bytes
 
     @property
     def warm_bytes(self) -> int:
@@ -243,7 +257,7 @@ class CardAccount:
             self.card.uuid,
             self.card.index,
             self.card.name,
-            self.card.capacity_bytes,
+            self.capacity_bytes,
             self.held_bytes,
             max(0, self.free_bytes),
             self.available_bytes,
@@ -254,4 +268,6 @@ class CardAccount:
             self.recycled,
             self.warm_wanted,
             self.warm_bytes,
+            self.others.unowned.booked_bytes,
+            self.others.outside.booked_bytes,
         )

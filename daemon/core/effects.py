@@ -9,6 +9,7 @@ and submits by the same effects, with their numbers.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpulease.daemon.core.cards import CardSnapshot
 from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.events import TimerKind
 from gpulease.daemon.core.leases import Cause, LeaseSnapshot, StoryEntry
@@ -140,10 +141,21 @@ class RecycleWorker:
 
 @dataclass(frozen=True, slots=True)
 class ProveReclaimed:
-    """Watch the device until the lease's bytes are back; answered by `ReclaimProved` or `ReclaimFailed`."""
+    """Watch the device until the lease's bytes are back; answered by `WorkerUnlisted`, as often as it takes.
+
+    `ReclaimProved` answers it too, and `ReclaimFailed`.
+    """
 
     lease_id: int
     card_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityChanged:
+    """For logs: others hold more or less of a card than was booked, so that more or less of it can be leased."""
+
+    card: CardSnapshot
+    is_less: bool
 
 
 class ArmTimer(NamedTuple):
@@ -293,6 +305,7 @@ Effect = (
     | ScrubWorker
     | RecycleWorker
     | ProveReclaimed
+    | CapacityChanged
     | ArmTimer
     | ArmWaitTimer
     | ArmHoldTimer

@@ -254,6 +254,41 @@ class ReclaimProved:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerUnlisted:
+    """The card does not list the process of a reaped worker. Sent at each look, until the table has its proof.
+
+    Attributes:
+        unowned_bytes: What of the card belonged to no process at this look, beyond what did when it was measured.
+        least_bytes: The least of that at any look that did not list the process.
+        since_ns: The time of the first of these looks.
+        looked_ns: The time at which this look began.
+    """
+
+    lease_id: int
+    card_uuid: str
+    unowned_bytes: int
+    least_bytes: int
+    since_ns: int
+    looked_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardLooked:
+    """What others than leases and the pool hold of a card, beyond what they held when it was measured; see `others`.
+
+    Attributes:
+        unowned_bytes: What belongs to no process.
+        outside_bytes: What belongs to processes that are none of the daemon's workers.
+        looked_ns: The time at which the look began.
+    """
+
+    card_uuid: str
+    unowned_bytes: int
+    outside_bytes: int
+    looked_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReclaimFailed:
     """The worker could not be killed, or its bytes could not be shown back: the slice is fenced."""
 
@@ -356,6 +391,8 @@ Event = (
     | HoldTimerFired
     | PoolTimerFired
     | ReclaimProved
+    | WorkerUnlisted
+    | CardLooked
     | ReclaimFailed
     | FenceClearRequested
     | LeaseRestored

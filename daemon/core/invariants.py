@@ -115,7 +115,8 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
 
 
 def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> None:
-    name, capacity = f"Card {account.card.uuid}", account.card.capacity_bytes
+    # What was granted stays granted when others take of the card: then nothing more is.
+    name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:
         _validate_warm(book, account, context)
@@ -139,8 +140,10 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     _require(
         promised <= capacity or not is_new_in, f"{name} promises {promised} of {capacity} bytes, and nobody leaves."
     )
+    is_fitting = promised <= now or not (waiting or yielding)
+    _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
     first = next(iter(account.awaiting.values()), None)
-    _require(first is None or used + first.awaited_bytes > capacity, f"{name} has room for a lease that waits for it.")
+    _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
     pending = sum(lease.state is LeaseState.PENDING for lease in leases)
     _require(
         account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
@@ -152,7 +155,7 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     most = 0 if book.recycling is None else book.recycling.max_idle
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
     is_closed = book.is_shutting_down or book.drain_ns is not None
-    must_be_empty = is_closed or account.fenced_bytes or account.exclusive_leases
+    must_be_empty = is_closed or account.stuck_bytes or account.exclusive_leases
     _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 

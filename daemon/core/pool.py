@@ -5,7 +5,8 @@
 2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
 3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
    lease is started once their bytes are proved back, never before.
-4. A card whose memory is fenced, or that one lease has to itself, keeps none; nor does a node that is drained.
+4. A card that one lease has to itself keeps none; nor does one where a context of the pool is fenced, nor a node that
+   is drained. A lease's fence leaves the pool what room there is besides.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
 6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
    already, so that what the pool held of the one that is taken is free again.
@@ -22,6 +23,7 @@ from gpulease.daemon.core.cards import CardAccount
 from gpulease.daemon.core.effects import (
     ArmPoolTimer,
     ArmTimer,
+    CapacityChanged,
     Effect,
     KillWorker,
     ProveReclaimed,
@@ -206,6 +208,30 @@ class Pool:
             self._book.has_freed_room = True
         return tuple(context.warm_id for context in cleared)
 
+    # --- What others hold of a card: see `others`. ------------------------------
+
+    def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
+        """Book what others hold, and give them room or take it back."""
+        account = self._account(event.card_uuid)
+        before_bytes = account.others.booked_bytes
+        if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
+            self._change_capacity(account, before_bytes, now_ns, out)
+
+    def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> bool:
+        """Whether a reaped worker's bytes are proved free; what others hold is booked first."""
+        others = self._account(event.card_uuid).others
+        before_bytes = others.booked_bytes
+        is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.looked_ns)
+        if others.booked_bytes != before_bytes:
+            self._change_capacity(self._account(event.card_uuid), before_bytes, now_ns, out)
+        return is_free
+
+    def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, out: list[Effect]) -> None:
+        is_less = account.others.booked_bytes > before_bytes
+        out.append(CapacityChanged(account.snapshot(), is_less))
+        self._book.has_freed_room = True
+        self._fit(account, now_ns, out)
+
     # --- An earlier daemon's. -------------------------------------------------
 
     def restore_fence(self, kept: KeptWarm) -> None:
@@ -372,6 +398,10 @@ class Pool:
         account.fenced_bytes += context.charge_bytes
         told = f"{context.reason}; {reason}" if context.reason else reason
         out.append(WarmEnded(context.warm_id, context.card_uuid, told, is_fenced=True))
+        self._fit(account, now_ns, out)
+
+    def _fit(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        """The card has less room: drop contexts, then end leases that were to have their room, the latest first."""
         self._make_room(account, now_ns, out)
         while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))

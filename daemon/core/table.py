@@ -74,6 +74,7 @@ class LeaseTable:
         # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
+            events.CardLooked: self._pool.on_card_looked,
             events.ConnectionsChanged: self._on_connections_changed,
             events.DrainCancelled: self._draining.on_cancelled,
             events.DrainRequested: self._draining.on_requested,
@@ -112,12 +113,18 @@ class LeaseTable:
             InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
-        if not self.submits.take_event(event, now_ns, out) and not self._pool.take_event(event, now_ns, out):
-            self._handlers[type(event)](event, now_ns, out)
+        if not isinstance(event, events.WorkerUnlisted):
+            self._take(event, now_ns, out)
+        elif self._pool.is_shown_free(event, now_ns, out):
+            self._take(events.ReclaimProved(event.lease_id), now_ns, out)
         if self._book.has_freed_room:
             self._admission.serve_line(now_ns, out)
         self._pool.tend(now_ns, out)
         return out
+
+    def _take(self, event: Event, now_ns: int, out: list[Effect]) -> None:
+        if not self.submits.take_event(event, now_ns, out) and not self._pool.take_event(event, now_ns, out):
+            self._handlers[type(event)](event, now_ns, out)
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """A live lease, or one that ended and is still remembered."""
@@ -127,6 +134,11 @@ class LeaseTable:
         """What a live lease holds of its card, its contexts' overhead included; 0 if there is none."""
         lease = self._book.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
+
+    def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
+        """What of a card's unowned bytes the table has not booked; 0 within the card's slack."""
+        unowned = self._book.account_by_uuid[card_uuid].others.unowned
+        return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
     def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
         """What is to outlive this table of a live lease; None of one that is pending, or not there."""

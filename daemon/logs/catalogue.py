@@ -154,6 +154,18 @@ class LogEvent(Enum):
         WARNING,
         "cards were measured beside workers of an earlier daemon: start again for all of their capacity",
     )
+    CARD_SHRANK = Kind(
+        "card.shrank",
+        WARNING,
+        "the driver, or programs outside the daemon, hold more of the card than before",
+        ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
+    )
+    CARD_GREW = Kind(
+        "card.grew",
+        INFO,
+        "the driver, or programs outside the daemon, hold less of the card than before",
+        ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
+    )
     CARDS_AWAITED = Kind(
         "cards.awaited", WARNING, "the cards can't be used yet; it is tried again", ("reason", "hint", "patience_s")
     )

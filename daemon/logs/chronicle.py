@@ -19,6 +19,7 @@ from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.core import (
     FIRST_WARM_ID,
     AcquireRequested,
+    CapacityChanged,
     Cause,
     Denial,
     Denied,
@@ -83,7 +84,7 @@ _KEPT: Final = frozenset(
 _STORIED: Final = frozenset({AcquireRequested, RequesterGone, WorkerReady, WorkerFailed, WorkerExited, WorkerScrubbed})
 _TELLING: Final = frozenset(
     {
-        *(SpawnWorker, KillWorker, WarmEnded, SubmitReady, SubmitEnded, SubmitFenced),
+        *(SpawnWorker, KillWorker, WarmEnded, SubmitReady, SubmitEnded, SubmitFenced, CapacityChanged),
         *(Granted, Denied, LeaseEnded),
     }
 )
@@ -298,6 +299,14 @@ class Chronicle(Recorder):
             case WarmEnded(card_uuid=card, reason=reason):
                 # It may have been a tenant's, who can leave one after the other.
                 self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
+            case CapacityChanged(card, is_less):
+                tell(
+                    LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
+                    card=card.uuid,
+                    capacity_bytes=card.capacity_bytes,
+                    unowned_bytes=card.unowned_bytes,
+                    outside_bytes=card.outside_bytes,
+                )
             case SubmitReady(_, submit_id, lease_id):
                 self._say_of(LogEvent.SUBMIT_READY, lease_id, worker_pid=self._pid_of(submit_id))
             case SubmitEnded(_, lease_id, reason):

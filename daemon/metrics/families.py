@@ -140,6 +140,11 @@ CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with what it i
 CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "All that can be leased.")
 CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "What leases hold, with their contexts' share.")
 CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
+CARD_OTHERS_BYTES: Final = _gauge(
+    "gpulease_card_others_bytes",
+    "Bytes that the driver (`unowned`) or other programs (`outside`) took since the card was measured.",
+    ("UUID", "holder"),
+)
 WARM_CONTEXTS: Final = _gauge(
     "gpulease_warm_contexts", "Contexts made ahead, and recycled ones, which wait for their tenant.", ("UUID", "state")
 )

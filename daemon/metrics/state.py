@@ -27,7 +27,7 @@ class NodeFacts:
         pairs: Those that had a lease at any time: they are told with 0 when they have none.
         allocated_bytes: What sessions hold, by lease.
         charged_bytes: What live leases hold of their cards by the books, by lease.
-        stray_bytes: What no process holds, by card; a card that could not be looked at is missing.
+        stray_bytes: What no process holds and is not booked, by card; one that could not be looked at is missing.
         checks: What readiness hangs on, by name.
         audit: The audit log's figures, None if none is kept.
     """
@@ -95,6 +95,11 @@ def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
+        },
+        families.CARD_OTHERS_BYTES: {
+            (card.uuid, holder): held
+            for card in cards
+            for holder, held in (("unowned", card.unowned_bytes), ("outside", card.outside_bytes))
         },
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},

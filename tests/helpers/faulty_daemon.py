@@ -20,7 +20,7 @@ from typing import Any
 from gpulease.daemon.__main__ import main
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardSource
+from gpulease.daemon.cards.source import CardReading, CardsUnavailable, CardSource
 from gpulease.daemon.worker.spec import WorkerSpec
 
 
@@ -94,12 +94,14 @@ def card_sources() -> list[type[CardSource]]:
 
 def withhold_proof(cards: type[CardSource], flag: Path) -> None:
     """A fault injected from outside: production code has no switch for it."""
-    proof = cards.missing_proof
+    read = cards.read
 
-    def missing_proof(self: CardSource, card_uuid: str, pid: int) -> str:
-        return "the test withholds the proof" if flag.exists() else proof(self, card_uuid, pid)
+    def reading(self: CardSource, card_uuid: str) -> CardReading:
+        if flag.exists():
+            raise CardsUnavailable("the test withholds the proof", hint="")
+        return read(self, card_uuid)
 
-    cards.missing_proof = missing_proof  # type: ignore[method-assign]
+    cards.read = reading  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

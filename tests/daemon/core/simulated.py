@@ -13,6 +13,7 @@ from gpulease.daemon.core import (
     ArmTimer,
     ArmWaitTimer,
     Card,
+    CardLooked,
     Cause,
     CoreLimits,
     Denied,
@@ -60,7 +61,9 @@ from gpulease.daemon.core import (
     WorkerFailed,
     WorkerFound,
     WorkerReady,
+    WorkerUnlisted,
 )
+from gpulease.daemon.core.others import SETTLE_NS
 from gpulease.daemon.core.tenants import TenantRules
 from gpulease.daemon.core.warm import FIRST_LEFT_ID
 from gpulease.protocol.opcodes import Exclusivity
@@ -120,6 +123,11 @@ class Shell:
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
+        # What of each card others really hold: unowned, and by processes of theirs; and what dead workers' bytes are
+        # still in the card's sum, by number, those that were proved free too.
+        self.others: dict[str, tuple[int, int]] = {card.uuid: (0, 0) for card in CARDS}
+        self.lingering: dict[int, tuple[str, int]] = {}
+        self.unlisted: dict[int, tuple[int, int]] = {}
         self.deadlines: dict[int, tuple[int, int]] = {}
         self.ended: set[int] = set()
         self.remembered: dict[int, tuple[str, int]] = {}
@@ -128,8 +136,12 @@ class Shell:
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
+            if event.lease_id in self.alive and event.lease_id in self.unproved:
+                self.lingering[event.lease_id] = self.unproved[event.lease_id]
             self.alive.discard(event.lease_id)
         if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
+            self.unproved.pop(event.lease_id, None)
+        if isinstance(event, WorkerUnlisted) and self.is_provable(event):
             self.unproved.pop(event.lease_id, None)
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
@@ -141,14 +153,57 @@ class Shell:
             if isinstance(effect, FenceCleared):
                 of_leases = [number for number, lease_id in self.submits.leases.items() if lease_id in effect.lease_ids]
                 for lease_id in (*effect.lease_ids, *effect.warm_ids, *of_leases):
-                    self.unproved.pop(lease_id, None)
-                    self.alive.discard(lease_id)
+                    self.forget(lease_id)
             elif isinstance(effect, SubmitEnded) and self.submits.is_cleared:
-                self.unproved.pop(effect.submit_id, None)
-                self.alive.discard(effect.submit_id)
+                self.forget(effect.submit_id)
         for effect in effects:
             self.execute(effect)
         return effects
+
+    def forget(self, number: int) -> None:
+        """An operator vouches for its bytes."""
+        self.unproved.pop(number, None)
+        self.lingering.pop(number, None)
+        self.alive.discard(number)
+
+    def unowned_bytes(self, card_uuid: str) -> int:
+        """What the card shows that no process has."""
+        return self.others[card_uuid][0] + sum(held for uuid, held in self.lingering.values() if uuid == card_uuid)
+
+    def booked_bytes(self, card_uuid: str) -> int:
+        """What the table has booked for others."""
+        card = next(card for card in self.table.cards() if card.uuid == card_uuid)
+        return card.unowned_bytes + card.outside_bytes
+
+    def is_provable(self, event: WorkerUnlisted) -> bool:
+        booked = next(card.unowned_bytes for card in self.table.cards() if card.uuid == event.card_uuid)
+        has_settled = event.looked_ns - event.since_ns >= SETTLE_NS
+        return event.lease_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
+
+    def look(self, card_uuid: str) -> None:
+        self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
+
+    def leave_alone(self) -> None:
+        """Others go, and dead workers' bytes with them; the table sees it."""
+        self.lingering.clear()
+        self.others = dict.fromkeys(self.others, (0, 0))
+        for wait_ns in (0, SETTLE_NS):
+            self.now_ns += wait_ns
+            for card in CARDS:
+                self.look(card.uuid)
+
+    def look_for(self, job: ProveReclaimed) -> None:
+        """A look at the card for a dead worker, and another one later unless that was enough."""
+        number, card_uuid = job.lease_id, job.card_uuid
+        unowned = self.unowned_bytes(card_uuid)
+        since_ns, least = self.unlisted.get(number, (self.now_ns, unowned))
+        self.unlisted[number] = since_ns, min(least, unowned)
+        event = WorkerUnlisted(number, card_uuid, unowned, min(least, unowned), since_ns, self.now_ns)
+        is_enough = self.is_provable(event)
+        self.send(event)
+        if not is_enough:
+            self.now_ns += 100 * MS
+            self.jobs.append(job)
 
     def change_rules(self, rules: TenantRules, renamed: frozenset[str]) -> None:
         waiting = {waiter.tenant for waiter in self.table.waiting()}
@@ -239,6 +294,7 @@ class Shell:
         card = next(card for card in CARDS if card.uuid == effect.card_uuid)
         has_worker = effect.lease_id in self.unproved
         self.hold(effect.lease_id, card, effect.size_bytes + card.overhead_bytes)
+        self.check_room(card)
         on_card = self.leases_on(card) - {effect.lease_id}
         for lease_id in on_card:
             assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
@@ -254,6 +310,7 @@ class Shell:
     def on_warm_up(self, effect: WarmUp) -> None:
         card = next(card for card in CARDS if card.uuid == effect.card_uuid)
         self.hold(effect.warm_id, card, card.overhead_bytes)
+        self.check_room(card)
         alone = [lease_id for lease_id in self.leases_on(card) if self.exclusivity[lease_id] in ALONE]
         assert not alone, "a context was made beside a lease that is to be alone"
         self.alive.add(effect.warm_id)
@@ -267,6 +324,8 @@ class Shell:
         card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
         self.recycled.on_rename(from_id, to_id, self)
         del self.unproved[from_id]
+        if from_id in self.lingering:
+            self.lingering[to_id] = self.lingering.pop(from_id)
         assert to_id not in self.unproved, "two workers of one name"
         self.hold(to_id, card, card.overhead_bytes)
         if from_id in self.alive:
@@ -286,6 +345,20 @@ class Shell:
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
 
+    def check_room(self, card: Card) -> None:
+        """Something was granted: all of it, and what others hold by the table's books, is no more than the card has.
+
+        Nor is it with the bytes of workers that are dead and proved free, and that are in the card's sum all the same.
+        """
+        held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
+        assert held + self.booked_bytes(card.uuid) <= card.capacity_bytes, "what others hold was granted"
+        twice = sum(
+            held_bytes
+            for number, (uuid, held_bytes) in self.lingering.items()
+            if uuid == card.uuid and number not in self.unproved
+        )
+        assert held + twice <= card.capacity_bytes, "a dead worker's bytes were granted while they are on the card"
+
     def leases_on(self, card: Card) -> set[int]:
         return {number for number, (uuid, _) in self.unproved.items() if uuid == card.uuid and number < FIRST_WARM_ID}
 
@@ -297,8 +370,10 @@ class Shell:
         elif isinstance(job, ScrubWorker):
             self.recycled.scrub(number, luck, self)
         elif isinstance(job, ProveReclaimed):
-            failed = ReclaimFailed(number, "NVML gave an error")
-            self.send(failed if luck % 6 == 0 else ReclaimProved(number))
+            if luck % 6 == 0:
+                self.send(ReclaimFailed(number, "NVML gave an error"))
+            else:
+                self.look_for(job)
         elif luck % 8 == 0:
             self.send(WorkerFailed(number, "no context"))
         elif number in self.alive:
@@ -369,6 +444,9 @@ class Shell:
             self.send(WorkerFound(number, uuid, held_bytes))
         self.find_ended()
         self.disk.is_being_read = False
+        self.unlisted.clear()
+        for card in CARDS:
+            self.look(card.uuid)
         if self.table.drain_ns is not None:
             self.fire(DrainTimerFired())
         if not is_tail_lost:
@@ -400,7 +478,8 @@ class Shell:
         )
 
     def finish(self) -> None:
-        """Everything that was slow or lost happens after all, in due order."""
+        """Everything that was slow or lost happens after all, in due order; what was dead is gone."""
+        self.lingering.clear()
         self.timers += self.lost_timers
         while self.jobs or self.timers:
             while self.jobs:

@@ -304,6 +304,23 @@ class AnyOrder(RuleBasedStateMachine):
     def timer_is_lost(self, pick: int) -> None:
         self.shell.lost_timers.append(self.shell.timers.pop(pick % len(self.shell.timers)))
 
+    @rule(pick=ANY, unowned=st.integers(-20, 400), outside=st.integers(-20, 400), luck=ANY)
+    def others_come_and_go(self, pick: int, unowned: int, outside: int, luck: int) -> None:
+        card = CARDS[pick % len(CARDS)]
+        is_there = luck % 3 == 1
+        self.shell.others[card.uuid] = (unowned, outside) if is_there else (0, 0)
+
+    @rule(pick=ANY, ms=st.sampled_from([0, 1000, 2000]))
+    def a_card_is_looked_at(self, pick: int, ms: int) -> None:
+        self.shell.now_ns += ms * MS
+        self.shell.look(CARDS[pick % len(CARDS)].uuid)
+
+    @precondition(lambda self: self.shell.lingering)
+    @rule(pick=ANY)
+    def a_dead_workers_bytes_leave_the_card(self, pick: int) -> None:
+        numbers = sorted(self.shell.lingering)
+        del self.shell.lingering[numbers[pick % len(numbers)]]
+
     @rule(ms=st.integers(0, 3000))
     def time_passes(self, ms: int) -> None:
         self.shell.now_ns += ms * MS
@@ -367,6 +384,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert {lease.state for lease in shell.table.snapshots()} <= {LeaseState.FENCED}
         self.ask(DrainCancelled)
         self.clear_fences(None)
+        shell.leave_alone()
         shell.finish()
         assert all(card.held_bytes == 0 for card in shell.table.cards())
         wanted = 0 if shell.table.is_shutting_down else self.warm_contexts

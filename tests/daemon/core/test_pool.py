@@ -236,16 +236,26 @@ def test_a_lease_that_is_to_be_alone_leaves_no_other_context() -> None:
     assert s.at(10).do(PoolTimerFired()) == []
 
 
-def test_a_fenced_card_keeps_none() -> None:
+def test_a_fenced_lease_leaves_the_pool_what_room_there_is_besides() -> None:
     s = PoolScenario(2)
-    s.active(1)
+    s.active(1, 80)
     s.at(1)
     s.fill()
     s.do(WorkerExited(1, "it died"))
-    effects = s.do(ReclaimFailed(1, "NVML gave an error"))
-    assert sorted(killed(effects)) == [WARM + 1, WARM + 2]
-    for warm_id in (WARM + 1, WARM + 2):
-        s.gone_warm(warm_id)
+    assert killed(s.do(ReclaimFailed(1, "NVML gave an error"))) == []
+    assert s.card().warm_contexts == 2
+    s.do(WorkerExited(WARM + 1, "it died"))
+    s.do(ReclaimProved(WARM + 1))
+    s.at(FIRST_BACK_OFF_S)
+    s.fill()
+    assert s.card().warm_contexts == 2, "it is full again, beside the fence"
+
+
+def test_a_card_where_a_context_of_the_pool_is_fenced_keeps_none() -> None:
+    s = PoolScenario(2)
+    s.do(WorkerExited(WARM, "it died"))
+    assert killed(s.do(ReclaimFailed(WARM, "NVML gave an error"))) == [WARM + 1]
+    s.gone_warm(WARM + 1)
     assert s.at(100).do(PoolTimerFired()) == []
     assert WarmUp in kinds(s.do(FenceClearRequested(9, None)))
 
