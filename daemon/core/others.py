@@ -27,15 +27,15 @@ class Growth:
 
     Args:
         slack_bytes: How far what is seen may be from what is booked.
-        rise_ns: For how long more must be seen before it is booked.
+        settles: Whether more must last before it is booked.
     """
 
-    __slots__ = ("_extreme_bytes", "_is_rising", "_rise_ns", "_since_ns", "_slack_bytes", "booked_bytes")
+    __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
 
-    def __init__(self, slack_bytes: int, rise_ns: int = SETTLE_NS) -> None:
+    def __init__(self, slack_bytes: int, *, settles: bool = True) -> None:
         self.booked_bytes = 0
         self._slack_bytes = slack_bytes
-        self._rise_ns = rise_ns
+        self._settles = settles
         # Since when every look showed more than is booked, or less; None if the last one did not.
         self._since_ns: int | None = None
         self._is_rising = False
@@ -55,7 +55,8 @@ class Growth:
         if self._since_ns is None or is_rising is not self._is_rising:
             self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
         self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
-        if is_first or looked_ns - self._since_ns >= (self._rise_ns if is_rising else SETTLE_NS):
+        is_at_once = is_first or (is_rising and not self._settles)
+        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
             self._book(self._extreme_bytes)
 
     def book_at_least(self, seen_bytes: int) -> None:
@@ -89,7 +90,7 @@ class Others:
 
     def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
         self.unowned = Growth(slack_bytes)
-        self.outside = Growth(slack_bytes, rise_ns=0)
+        self.outside = Growth(slack_bytes, settles=False)
         self._spare_bytes = spare_bytes
         self._is_first = True
         self._looked_ns = 0

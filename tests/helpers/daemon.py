@@ -55,12 +55,13 @@ class Faults:
     withhold_proof_while: Path | None = None
     inflate_while: Path | None = None
     hang_syncs_while: Path | None = None
+    others_in: Path | None = None
     leaks_descriptors: bool = False
     has_hostile_workers: bool = False
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
-        flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while")}
+        flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in")}
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
         others = {"leaks_descriptors": self.leaks_descriptors, "has_hostile_workers": self.has_hostile_workers}
         return json.dumps({"constants": self.constants} | others | paths)

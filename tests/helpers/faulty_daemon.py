@@ -2,9 +2,10 @@
 
 FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3);
 `leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
-`helpers.hostile_worker.HOSTILE_BYTES` are taken over; and three paths. As long as `withhold_proof_while`
+`helpers.hostile_worker.HOSTILE_BYTES` are taken over; and paths. As long as `withhold_proof_while`
 exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
-as long as `hang_syncs_while` does, no file gets to the disk.
+as long as `hang_syncs_while` does, no file gets to the disk. `others_in` is a file of two numbers: the bytes of each
+card that belong to no process, and those of a program outside the daemon; while it is not there, there are none.
 """
 
 import contextlib
@@ -34,6 +35,8 @@ def break_things(faults: dict[str, Any]) -> None:
     if faults["withhold_proof_while"] is not None:
         for cards in card_sources():
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
+    if faults["others_in"] is not None:
+        let_others_in(Path(faults["others_in"]))
     if faults["leaks_descriptors"]:
         leak_descriptors()
     if faults["has_hostile_workers"]:
@@ -102,6 +105,20 @@ def withhold_proof(cards: type[CardSource], flag: Path) -> None:
         return read(self, card_uuid)
 
     cards.read = reading  # type: ignore[method-assign]
+
+
+def let_others_in(path: Path) -> None:
+    """Pretended cards that others use, too."""
+
+    def read(self: EmbeddedCards, card_uuid: str) -> CardReading:
+        try:
+            unowned, outside = map(int, path.read_text().split())
+        except FileNotFoundError:
+            unowned = outside = 0
+        return CardReading(unowned, {os.getpid(): outside})
+
+    EmbeddedCards.read = read  # type: ignore[method-assign]
+    EmbeddedCards.has_others = True
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from gpulease.daemon.broker.peers import Peer
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardsUnavailable
+from gpulease.daemon.cards.source import CardReading, CardsUnavailable
 from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
 from gpulease.daemon.journal import Journal
 from gpulease.daemon.logs.telling import ATTRIBUTE
@@ -39,7 +39,7 @@ class Scene:
         headroom.close()
         self.health = Health(table, workers, Journal(), Recorder(), headroom)
         source = EmbeddedCards([100])
-        source.stray_bytes = lambda card_uuid: look()  # type: ignore[method-assign]
+        source.read = lambda card_uuid: CardReading(look(), {})  # type: ignore[method-assign]
         self.metrics = NodeMetrics(table, source, workers, Recorder(), self.health)
         self.answers: list[Metrics | Failure] = []
 

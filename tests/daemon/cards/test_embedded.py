@@ -1,6 +1,7 @@
 import uuid
 
 from gpulease.daemon.cards.embedded import EmbeddedCards
+from gpulease.daemon.cards.source import CardReading
 
 GIB = 1 << 30
 
@@ -27,5 +28,6 @@ def test_nothing_but_the_tenants_bytes_is_charged_and_nothing_is_missing() -> No
     source = EmbeddedCards([GIB])
     assert source.driver == "cpu"
     assert source.process_bytes("GPU-any", 1) == 0
-    assert source.missing_proof("GPU-any", 1) == ""
+    assert source.read("GPU-any") == CardReading(0, {})
+    assert not source.has_others
     source.close()

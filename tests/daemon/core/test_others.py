@@ -269,7 +269,7 @@ def test_what_is_within_the_slack_is_not_booked() -> None:
 
 @pytest.mark.parametrize("seen", [SLACK + 1, SLACK, SLACK // 2 + 1])
 def test_a_figure_about_the_slack_is_not_booked_and_let_go_in_turns(seen: int) -> None:
-    growth = Growth(SLACK, rise_ns=0)
+    growth = Growth(SLACK, settles=False)
     growth.look(SLACK + 1, 0)
     assert growth.booked_bytes == SLACK + 1
     growth.look(seen, 1)

@@ -1,0 +1,84 @@
+"""Others take memory of the card and give it back, as an operator and a tenant see it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import CapacityExceeded, GpuSession
+from helpers.daemon import Daemon, Faults
+from helpers.log_story import records_of
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+CARD_MIB = 1024
+WARM = 2
+
+SETTLE_NS = 300_000_000
+LOOK_S = 0.05
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    return tmp_path / "others"
+
+
+@pytest.fixture
+def daemon(others: Path) -> Iterator[Daemon]:
+    constants = {"gpulease.daemon.core.others:SETTLE_NS": SETTLE_NS, "gpulease.daemon.broker.reclaim:ROUND_S": LOOK_S}
+    faults = Faults(constants=constants, others_in=others)
+    daemon = Daemon(vram=(f"{CARD_MIB}MiB",), config=f"warm_contexts = {WARM}\n", faults=faults, log_format="json")
+    daemon.wait_until_it_answers()
+    yield daemon
+    daemon.stop()
+
+
+def hold(others: Path, unowned_mib: int, outside_mib: int = 0) -> None:
+    fresh = others.with_suffix(".new")
+    fresh.write_text(f"{unowned_mib * MIB} {outside_mib * MIB}")
+    fresh.replace(others)
+
+
+def wait_for_figures(daemon: Daemon, capacity_mib: int, unowned_mib: int, outside_mib: int) -> None:
+    wanted = (capacity_mib * MIB, unowned_mib * MIB, outside_mib * MIB)
+
+    def figures() -> tuple[int, int, int]:
+        (card,) = daemon.inventory().details
+        return card["capacity_bytes"], card["unowned_bytes"], card["outside_bytes"]
+
+    wait_until(lambda: figures() == wanted, f"the card shows {wanted}", seen=figures)
+
+
+def wait_until_full(daemon: Daemon) -> None:
+    wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == WARM, "the pool is full")
+
+
+def test_what_stays_behind_a_dead_worker_is_the_nodes_and_fences_nothing(daemon: Daemon, others: Path) -> None:
+    wait_until_full(daemon)
+    lease = daemon.builder(100 * MIB).acquire()
+    beside = daemon.builder(100 * MIB).acquire()
+    hold(others, 150)
+    lease.free()
+    assert daemon.inventory().details[0]["fenced_bytes"] == 0
+    wait_for_figures(daemon, CARD_MIB - 150, 150, 0)
+    with pytest.raises(CapacityExceeded):
+        daemon.builder((CARD_MIB - 150 - 99) * MIB).acquire()
+    with GpuSession(beside) as session:
+        session.sync()
+    others.unlink()
+    wait_for_figures(daemon, CARD_MIB, 0, 0)
+    daemon.builder((CARD_MIB - 150 - 99) * MIB).acquire().free()
+    beside.free()
+    wait_until_full(daemon)
+
+
+def test_a_program_that_takes_the_card_is_told_of(daemon: Daemon, others: Path) -> None:
+    hold(others, 0, 1000)
+    wait_for_figures(daemon, CARD_MIB - 1000, 0, 1000)
+    with pytest.raises(CapacityExceeded):
+        daemon.builder(100 * MIB).acquire()
+    told = [record for record in records_of(daemon.log()) if record["event"] == "card.shrank"]
+    assert [(record["outside_bytes"], record["capacity_bytes"]) for record in told] == [(1000 * MIB, 24 * MIB)]
+    others.unlink()
+    wait_for_figures(daemon, CARD_MIB, 0, 0)
+    daemon.builder(100 * MIB).acquire().free()
