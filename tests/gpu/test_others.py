@@ -1,0 +1,51 @@
+"""Programs outside gpulease use a real card, too: nobody's slice is fenced for what they leave there."""
+
+import pytest
+
+from gpulease.client import GpuSession
+from helpers.card_daemon import daemon_on
+from helpers.daemon import Daemon
+from helpers.kernels import check_main_job
+from helpers.nvml import Cards
+from helpers.outside_program import outside_program
+from helpers.waiting import wait_until
+
+pytestmark = pytest.mark.gpu
+
+WARM = 4
+PROGRAMS = 3
+LEASES = 4
+SLICE_BYTES = 64 << 20
+
+
+def wait_until_full(daemon: Daemon) -> None:
+    def is_full() -> bool:
+        return all(card["warm_contexts"] == WARM for card in daemon.inventory().details)
+
+    wait_until(is_full, "the pool is full", 60, seen=daemon.log)
+
+
+def test_programs_with_managed_memory_come_and_go_beside_leases(cards: Cards) -> None:
+    """The driver keeps memory for them until the card's last context ends, and the pool's contexts are there."""
+    with daemon_on(cards, vram=(), config=f"warm_contexts = {WARM}\n[limits]\nreclaim_timeout_s = 10\n") as daemon:
+        wait_until_full(daemon)
+        capacity = daemon.inventory().details[0]["capacity_bytes"]
+        for _ in range(PROGRAMS):
+            with outside_program() as pid:
+                for _ in range(LEASES):
+                    with daemon.builder(SLICE_BYTES).device(0).acquire() as lease, GpuSession(lease) as session:
+                        check_main_job(session)
+                held = cards.process_bytes(0, pid)
+                wait_until(
+                    lambda held=held: daemon.inventory().details[0]["outside_bytes"] == held,
+                    "what the program holds is off the capacity",
+                    seen=daemon.inventory,
+                )
+            with daemon.builder(SLICE_BYTES).device(0).acquire() as lease, GpuSession(lease) as session:
+                check_main_job(session)
+        wait_until(lambda: daemon.inventory().details[0]["outside_bytes"] == 0, "it is back", seen=daemon.inventory)
+        wait_until_full(daemon)
+        card = daemon.inventory().details[0]
+        assert card["fenced_bytes"] == 0
+        assert card["capacity_bytes"] == capacity - card["unowned_bytes"]
+        print({name: card[name] for name in ("capacity_bytes", "unowned_bytes", "outside_bytes", "warm_contexts")})
