@@ -20,11 +20,24 @@ from gpulease.client import (
     LoadFailed,
     SyncFailed,
 )
-from gpulease.client.verify.kernels import BLOCK, GRID, ONE, WARP, compiling_long, hungry, rule_breakers, with_variable
+from gpulease.client.verify.kernels import (
+    BLOCK,
+    GRID,
+    ONE,
+    WARP,
+    compiling_long,
+    hungry,
+    launching_kernels,
+    printing,
+    rule_breakers,
+    with_managed_variable,
+    with_variable,
+)
 from gpulease.client.verify.scene import SLICE_BYTES, Breach, Scene, worker_pid
 
 FAR_BYTES: Final = 1 << 40
 SHARED_BYTES: Final = 64
+HEAP_BYTES: Final = 1 << 30
 
 BEYOND_WORDS: Final = 1 << 24
 """Into shared memory: past any card's."""
@@ -79,6 +92,9 @@ def faults(scene: Scene, sizes: Sizes) -> list[Fault]:
         Fault("stack overflow", partial(_kernel, kernel="sinking")),
         Fault("more than the slice", _over_slice),
         Fault("variables of 40 GiB", partial(_load, image=with_variable(40 << 30))),
+        Fault("managed variable", partial(_load, image=with_managed_variable())),
+        Fault("kernel that launches kernels", partial(_load, image=launching_kernels())),
+        Fault("printf of every thread", _print),
         Fault("endless kernel, one warp", partial(_endless, grid=ONE, block=WARP)),
         Fault("endless kernel, whole card", partial(_endless, grid=GRID, block=BLOCK)),
         Fault(f"{sizes.launches} launches at once", partial(_flood, launches=sizes.launches)),
@@ -89,7 +105,7 @@ def faults(scene: Scene, sizes: Sizes) -> list[Fault]:
         Fault("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
     ]
     if scene.is_card:
-        rows.insert(8, Fault("64 KiB of stack a thread", _stack))
+        rows[8:8] = [Fault("64 KiB of stack a thread", _stack), Fault("device heap of 1 GiB", _heap)]
     return rows
 
 
@@ -157,6 +173,27 @@ def _stack(scene: Scene) -> Told:
     error = _failure_of(session.sync)
     session.sync()
     return _ended(scene, lease.lease_id, _told(error, LaunchFailed), error)
+
+
+def _heap(scene: Scene) -> Told:
+    """The device's heap is bounded: a kernel that wants more of it gets a null pointer, and the card is not asked."""
+    lease = scene.wish().acquire()
+    session = GpuSession(lease)
+    module, found = session.module_load(hungry()), session.mem_alloc(8)
+    session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(found).push_u64(HEAP_BYTES))
+    if any(session.mem_read(found, 0, 8)):
+        raise Breach(f"a kernel got {HEAP_BYTES} bytes of heap in a slice of {SLICE_BYTES}")
+    return _ended(scene, lease.lease_id, "-", "a null pointer")
+
+
+def _print(scene: Scene) -> Told:
+    """What the printf buffer can't hold is lost; it does not grow."""
+    lease = scene.wish().acquire()
+    session = GpuSession(lease)
+    session.launch(session.module_load(printing()), "print_a_line", GRID, BLOCK, KernelArgs())
+    session.sync()
+    session.mem_free(session.mem_alloc(SLICE_BYTES))
+    return _ended(scene, lease.lease_id, "-", "all were done")
 
 
 def _endless(scene: Scene, grid: tuple[int, int, int], block: tuple[int, int, int]) -> Told:

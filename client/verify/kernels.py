@@ -11,6 +11,8 @@ BLOCK: Final = (256, 1, 1)
 GRID: Final = (1024, 1, 1)
 """With BLOCK: more threads than most cards hold at a time."""
 
+_LINE: Final = b"a line that nobody reads\n\0"
+
 LONG_LINES: Final = 200
 """Instructions of each kernel of a module that compiles for long."""
 
@@ -42,6 +44,43 @@ def with_variable(size_bytes: int) -> bytes:
     head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
     body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
     return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
+
+
+def with_managed_variable() -> bytes:
+    """PTX of one word of managed memory. A driver keeps memory for such until the card's last context ends."""
+    head = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .global .attribute(.managed) .align 4 .u32 word;\n"
+    body = ".reg .b32 %r<2>;\nld.global.u32 %r1, [word];\nst.global.u32 [word], %r1;\nret;\n"
+    return f"{head}.visible .entry touch()\n{{\n{body}}}\n".encode()
+
+
+def launching_kernels() -> bytes:
+    """PTX of a kernel that launches kernels itself: it needs CUDA's device runtime, which no session links in."""
+    head = (
+        ".version 7.0\n.target sm_75\n.address_size 64\n"
+        ".extern .func (.param .b32 status) cudaLaunchDeviceV2(.param .b64 buffer, .param .b64 stream);\n"
+    )
+    body = (
+        ".reg .b64 %rd<2>;\nmov.u64 %rd1, 0;\n{\n.param .b64 buffer;\nst.param.b64 [buffer], %rd1;\n"
+        ".param .b64 stream;\nst.param.b64 [stream], %rd1;\n.param .b32 status;\n"
+        "call.uni (status), cudaLaunchDeviceV2, (buffer, stream);\n}\nret;\n"
+    )
+    return f"{head}.visible .entry parent()\n{{\n{body}}}\n".encode()
+
+
+def printing() -> bytes:
+    """PTX of a kernel whose every thread prints one line."""
+    head = (
+        ".version 7.0\n.target sm_75\n.address_size 64\n"
+        ".extern .func (.param .b32 count) vprintf(.param .b64 format, .param .b64 arguments);\n"
+        f".global .align 1 .b8 line[{len(_LINE)}] = {{{', '.join(map(str, _LINE))}}};\n"
+    )
+    body = (
+        ".reg .b64 %rd<3>;\nmov.u64 %rd1, line;\ncvta.global.u64 %rd1, %rd1;\nmov.u64 %rd2, 0;\n"
+        "{\n.param .b64 format;\nst.param.b64 [format], %rd1;\n.param .b64 arguments;\n"
+        "st.param.b64 [arguments], %rd2;\n.param .b32 count;\n"
+        "call.uni (count), vprintf, (format, arguments);\n}\nret;\n"
+    )
+    return f"{head}.visible .entry print_a_line()\n{{\n{body}}}\n".encode()
 
 
 def fill(session: GpuSession, module: Module, buffer: Buffer, words: int, value: int) -> None:

@@ -1,7 +1,7 @@
 """The matrix: each fault beside a neighbour at work, and what the neighbour and the card saw of it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gpulease.client import GpuLeaseError
@@ -29,18 +29,20 @@ def run_matrix(scene: Scene, beside: Neighbour, rows: list[Fault], quiet_s: floa
 
 
 def _run(scene: Scene, beside: Neighbour, fault: Fault, quiet_s: float) -> Row:
+    breach = _breach_of(scene.wait_for_pool)
     used_mib, held_bytes, leases = scene.used_mib(), scene.held_bytes(), scene.lease_ids()
     beside.window()
     time.sleep(quiet_s)
     quiet = beside.window()
-    told, breach = None, ""
+    told = None
     try:
         told = fault.run(scene)
     except (Breach, GpuLeaseError) as error:
-        breach = f"{type(error).__name__}: {error}"
+        breach = breach or f"{type(error).__name__}: {error}"
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
     during = beside.window()
+    breach = breach or _breach_of(scene.wait_for_pool)
     more_mib = scene.card_is_back_to(used_mib)
     if not breach and during.error:
         breach = f"the neighbour: {during.error}"
@@ -49,3 +51,11 @@ def _run(scene: Scene, beside: Neighbour, fault: Fault, quiet_s: float) -> Row:
     if not breach and more_mib > 0:
         breach = f"the card shows {more_mib} MiB more than before"
     return Row(fault.name, told, quiet, during, more_mib, breach)
+
+
+def _breach_of(proof: Callable[[], None]) -> str:
+    try:
+        proof()
+    except (Breach, GpuLeaseError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -18,6 +18,9 @@ LEASE_S: Final = 120.0
 END_S: Final = 30.0
 """For a lease to be torn down."""
 
+POOL_S: Final = 60.0
+"""For the pool of contexts made ahead to be full again."""
+
 CARD_S: Final = 5.0
 """For the card's own figure to be back; it was proved back before the lease was torn down."""
 
@@ -71,6 +74,14 @@ class Scene:
     def held_bytes(self) -> int:
         """What leases hold, by the daemon's account."""
         return int(first_card(self.address, "held_bytes")["held_bytes"])
+
+    def wait_for_pool(self) -> None:
+        """Return once every context that is to be made ahead is there. Raises Breach."""
+        until = time.monotonic() + POOL_S
+        while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
+            if time.monotonic() > until:
+                raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} contexts made ahead are there")
+            time.sleep(_LOOK_S)
 
     def lease_ids(self) -> set[int]:
         """All leases that live."""

@@ -4,8 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import CapacityExceeded, GpuSession
+from gpulease.client.asking import ask
+from gpulease.client.cli.__main__ import main
+from gpulease.protocol import Opcode
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon, Faults
 from helpers.log_story import records_of
 from helpers.waiting import wait_until
@@ -61,6 +68,11 @@ def test_what_stays_behind_a_dead_worker_is_the_nodes_and_fences_nothing(daemon:
     lease.free()
     assert daemon.inventory().details[0]["fenced_bytes"] == 0
     wait_for_figures(daemon, CARD_MIB - 150, 150, 0)
+    done = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: daemon.address, "COLUMNS": "200"})
+    assert "Card 0: taken since the daemon began: 150 MiB by the driver." in done.stdout
+    told = text_string_to_metric_families(ask(Opcode.METRICS, Empty(), daemon.address).exposition)
+    (family,) = [family for family in told if family.name == "gpulease_card_others_bytes"]
+    assert {sample.labels["holder"]: sample.value for sample in family.samples} == {"unowned": 150 * MIB, "outside": 0}
     with pytest.raises(CapacityExceeded):
         daemon.builder((CARD_MIB - 150 - 99) * MIB).acquire()
     with GpuSession(beside) as session:

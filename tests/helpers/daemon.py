@@ -61,7 +61,10 @@ class Faults:
 
     def as_argument(self) -> str:
         """For the launcher's command line."""
-        flags = {name: getattr(self, name) for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in")}
+        flags = {
+            name: getattr(self, name)
+            for name in ("withhold_proof_while", "inflate_while", "hang_syncs_while", "others_in")
+        }
         paths = {name: None if path is None else str(path) for name, path in flags.items()}
         others = {"leaks_descriptors": self.leaks_descriptors, "has_hostile_workers": self.has_hostile_workers}
         return json.dumps({"constants": self.constants} | others | paths)
