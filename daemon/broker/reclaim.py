@@ -24,7 +24,7 @@ ROUND_S: Final = 1.0
 this; the leases of this second may have more of the card promised than it has. A look takes 0.3 ms."""
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""For the look before the daemon listens. Stops a driver that hangs from keeping leases that live from their tenants."""
+"""For the look before the daemon listens. Stops a driver that hangs from keeping tenants from their leases."""
 
 
 class UnlistedSince:

@@ -4,8 +4,8 @@
    context ends (150 MiB for managed memory on an H200), and for some 0.1 s those of a process that has just died.
    Outside bytes belong to processes that are none of the daemon's workers.
 2. Both are booked, and the card's capacity is less by what is booked. What is seen is booked once it has lasted for
-   SETTLE_NS, up or down: until then, the bytes of a dead worker are still charged to its lease. Outside bytes are booked
-   up at once, because they can't be a worker's.
+   SETTLE_NS, up or down: until then, the bytes of a dead worker are still charged to its lease. More outside bytes are
+   booked at once, because they can't be a worker's.
 3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
    what is booked. If they are still more after SETTLE_NS, they are not the worker's to answer for: what there was of
    them at every look since is booked first, so that nothing of it can be granted, and then the proof stands.

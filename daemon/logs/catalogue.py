@@ -156,7 +156,7 @@ class LogEvent(Enum):
     )
     CARD_SHRANK = Kind(
         "card.shrank",
-        WARNING,
+        INFO,
         "the driver, or programs outside the daemon, hold more of the card than before",
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )

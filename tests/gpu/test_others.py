@@ -25,6 +25,13 @@ def wait_until_full(daemon: Daemon) -> None:
     wait_until(is_full, "the pool is full", 60, seen=daemon.log)
 
 
+def wait_for_outside_bytes(daemon: Daemon, held: int) -> None:
+    def is_booked() -> bool:
+        return bool(daemon.inventory().details[0]["outside_bytes"] == held)
+
+    wait_until(is_booked, "what programs hold is off the capacity", seen=daemon.inventory)
+
+
 def test_programs_with_managed_memory_come_and_go_beside_leases(cards: Cards) -> None:
     """The driver keeps memory for them until the card's last context ends, and the pool's contexts are there."""
     with daemon_on(cards, vram=(), config=f"warm_contexts = {WARM}\n[limits]\nreclaim_timeout_s = 10\n") as daemon:
@@ -35,17 +42,11 @@ def test_programs_with_managed_memory_come_and_go_beside_leases(cards: Cards) ->
                 for _ in range(LEASES):
                     with daemon.builder(SLICE_BYTES).device(0).acquire() as lease, GpuSession(lease) as session:
                         check_main_job(session)
-                held = cards.process_bytes(0, pid)
-                wait_until(
-                    lambda held=held: daemon.inventory().details[0]["outside_bytes"] == held,
-                    "what the program holds is off the capacity",
-                    seen=daemon.inventory,
-                )
+                wait_for_outside_bytes(daemon, cards.process_bytes(0, pid))
             with daemon.builder(SLICE_BYTES).device(0).acquire() as lease, GpuSession(lease) as session:
                 check_main_job(session)
-        wait_until(lambda: daemon.inventory().details[0]["outside_bytes"] == 0, "it is back", seen=daemon.inventory)
+        wait_for_outside_bytes(daemon, 0)
         wait_until_full(daemon)
         card = daemon.inventory().details[0]
         assert card["fenced_bytes"] == 0
         assert card["capacity_bytes"] == capacity - card["unowned_bytes"]
-        print({name: card[name] for name in ("capacity_bytes", "unowned_bytes", "outside_bytes", "warm_contexts")})

@@ -21,7 +21,7 @@ from typing import Any
 from gpulease.daemon.__main__ import main
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardReading, CardsUnavailable, CardSource
+from gpulease.daemon.cards.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.worker.spec import WorkerSpec
 
 

@@ -39,7 +39,7 @@ def outside_program() -> Iterator[int]:
 
 
 def _use_managed_memory() -> None:
-    import pycuda.driver as cuda  # noqa: PLC0415  # only this process may make a context
+    import pycuda.driver as cuda  # only this process may make a context
 
     cuda.init()
     context = cuda.Device(0).make_context()

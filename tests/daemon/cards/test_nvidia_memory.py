@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 
-from gpulease.daemon.cards import nvidia
 from gpulease.daemon.cards.nvidia import RESERVE_BYTES, UNATTRIBUTED_SLACK_BYTES, NvidiaCards
 from gpulease.daemon.cards.source import CardsUnavailable
 from gpulease.daemon.core import KeptCard
@@ -39,7 +39,7 @@ class MadeNvml:
 
     def pass_on(self) -> None:
         if self.broken:
-            raise nvidia.pynvml.NVMLError(nvidia.pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         self.answers += 1
         self.meanwhile.pop(str(self.answers), lambda: None)()
 
@@ -64,7 +64,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> MadeNvml:
         "nvmlDeviceGetGraphicsRunningProcesses": lambda handle: [],
     }
     for name, answer in answers.items():
-        monkeypatch.setattr(nvidia.pynvml, name, answer)
+        monkeypatch.setattr(pynvml, name, answer)
     return made
 
 

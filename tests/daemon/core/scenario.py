@@ -1,6 +1,6 @@
 """A lease table with a clock and short words for what happens to it."""
 
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from gpulease.daemon.core import (
     AcquireRequested,
@@ -44,7 +44,7 @@ class Scenario:
         self.now_ns = 1000 * S
         self.requests = 0
 
-    def at(self, seconds: float) -> "Scenario":
+    def at(self, seconds: float) -> Self:
         """Let time pass."""
         self.now_ns += int(seconds * S)
         return self
