@@ -282,12 +282,12 @@ class GpuSession(SessionView):
 
     @overload
     async def mem_read(
-        self, buffer: Buffer, offset: int, nbytes: int, into: None = None, stream: "AsyncStream | None" = None
+        self, buffer: Buffer, offset: int, nbytes: int, into: None = None, stream: "Stream | None" = None
     ) -> bytes: ...
 
     @overload
     async def mem_read(
-        self, buffer: Buffer, offset: int, nbytes: int, into: T, stream: "AsyncStream | None" = None
+        self, buffer: Buffer, offset: int, nbytes: int, into: T, stream: "Stream | None" = None
     ) -> T: ...
 
     async def mem_read(

@@ -29,7 +29,6 @@ from gpulease.client.submission import Image, Submission
 from gpulease.client.waiting import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
-from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, Empty
 from gpulease.protocol.sharing import Wanted
 

@@ -1,5 +1,6 @@
 """A lease as the client knows it, and the control requests about it."""
 
+import os
 import time
 import weakref
 from collections import deque

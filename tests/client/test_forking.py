@@ -97,7 +97,7 @@ def test_a_child_is_refused_and_its_parent_goes_on(peer: ScriptedPeer, how: str,
 ASYNC_PROGRAM = """
 import asyncio, os, sys
 from gpulease.client import InvalidRequest
-from gpulease.client.aio import AsyncGpuBuilder as GpuBuilder, AsyncGpuSession as GpuSession
+from gpulease.client.aio import GpuBuilder, GpuSession
 
 async def refused(operation):
     try:

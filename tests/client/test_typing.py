@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     # Only for the checker, whatever the asyncio face's names are.
     from gpulease.client import aio
 
-    async def check_asyncio_types(session: aio.AsyncGpuSession, buffer: Buffer) -> None:
+    async def check_asyncio_types(session: aio.GpuSession, buffer: Buffer) -> None:
         assert_type(await session.mem_read(buffer, 0, 16), bytes)
         assert_type(await session.mem_read(buffer, 0, 16, into=bytearray(16)), bytearray)
         assert_type(session.empty(4, np.uint8), NDArray[np.uint8])

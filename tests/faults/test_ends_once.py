@@ -25,7 +25,7 @@ def free(lasting: LastingDaemon, lease_id: int) -> None:
     ask(Opcode.LEASE_FREE, LeaseRef(lease_id), lasting.address)
 
 
-def free_all_until_killed(lasting: LastingDaemon, lease_ids: list[int]) -> None:
+def free_all_until_killed(lasting: LastingDaemon, lease_ids: Sequence[int]) -> None:
     """All are freed at once; who is answered first kills the broker: other ends are durable, and the zygote untold."""
     start = threading.Barrier(len(lease_ids))
 

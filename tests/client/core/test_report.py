@@ -5,8 +5,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from gpulease.client import Disconnected, LeaseReport, SubmitReport
-from gpulease.client.aio import AsyncGpuBuilder
+from gpulease.client import Disconnected, LeaseReport, SubmitReport, aio
 from gpulease.client.core.report import lease_report_of
 from helpers.daemon import Daemon
 from helpers.submits import ROOM, scaling
@@ -34,7 +33,7 @@ def test_the_types_name_all_that_the_daemon_says(daemon: Daemon) -> None:
 
 def test_coroutines_get_the_same(daemon: Daemon) -> None:
     async def ask() -> LeaseReport:
-        async with await AsyncGpuBuilder(daemon.address).min_vram(1 << 20).acquire() as lease:
+        async with await aio.GpuBuilder(daemon.address).min_vram(1 << 20).acquire() as lease:
             return await lease.query()
 
     assert asyncio.run(ask())["state"] == "active"

@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.client import GpuBuilder, GpuExclusivityClass, InvalidRequest
-from gpulease.client.aio import AsyncGpuBuilder
+from gpulease.client import GpuBuilder, GpuExclusivityClass, InvalidRequest, aio
 from gpulease.client.core.wish import address_of, milliseconds
 from gpulease.protocol.address import DEFAULT_ADDRESS
 
@@ -55,8 +54,8 @@ def test_the_last_word_counts() -> None:
     assert [parameter.value for parameter in wish.parameters] == [b"\0"]
 
 
-@pytest.mark.parametrize("builder", [GpuBuilder, AsyncGpuBuilder])
-def test_sizes_are_numbers_or_as_people_write_them(builder: type[GpuBuilder | AsyncGpuBuilder]) -> None:
+@pytest.mark.parametrize("builder", [GpuBuilder, aio.GpuBuilder])
+def test_sizes_are_numbers_or_as_people_write_them(builder: type[GpuBuilder | aio.GpuBuilder]) -> None:
     written, counted = builder().min_vram("4GiB").submits("64 MiB"), builder().min_vram(4 << 30).submits(64 << 20)
     assert written._request() == counted._request()
     assert written._request().size_bytes == (4 << 30) + (64 << 20)
