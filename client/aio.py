@@ -243,7 +243,7 @@ class GpuSession(SessionView):
     def attach(
         cls, token: bytes | str | Grant | None = None, address: str | None = None, *, shared_memory: bool = True
     ) -> Opening[Self]:
-        """Another tenant's session, by a token of theirs, or `gpulease run`'s; see gpulease.client.GpuSession.attach."""
+        """Another tenant's session, by a token, or `gpulease run`'s; see gpulease.client.GpuSession.attach."""
         return Opening(cls._attached(token, address, shared_memory))
 
     @classmethod

@@ -74,10 +74,10 @@ def is_default(config: pytest.Config) -> bool:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List what was tried, a line for each subsystem."""
     count, seconds = Counter[str](), Counter[str]()
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+    for report in [report for kind in ("passed", "failed", "") for report in terminalreporter.getreports(kind)]:
         parts = report.nodeid.partition("::")[0].split("/")[1:-1]
         subsystem = "/".join(parts[: 2 if parts[:1] in (["daemon"], ["client"]) else 1]) or "the tree"
-        count[subsystem] += 1
+        count[subsystem] += report.when == "call"
         seconds[subsystem] += report.duration
     if len(count) > 1:
         terminalreporter.section("what was tried")

@@ -245,7 +245,7 @@ def test_a_block_is_what_its_tag_says(block: Block, tmp_path: Path) -> None:
         case "python":
             compile(block.text, str(block), "exec")
         case "sh":
-            for line in block.text.replace("\\\n", " ").splitlines():
+            for line in logical_lines(block.text.replace("\\\n", " ")):
                 for words in commands_of(line):
                     check_command(words)
         case "toml":
@@ -265,8 +265,23 @@ def test_what_is_not_run_says_what_it_needs() -> None:
         assert told in block.section, block
 
 
+def logical_lines(text: str) -> Iterator[str]:
+    """Lines of shell; one whose quotes are open goes on in the next."""
+    begun = ""
+    for line in text.splitlines():
+        begun += line
+        try:
+            commands_of(begun)
+        except ValueError:
+            begun += "\n"
+        else:
+            yield begun
+            begun = ""
+    assert not begun, f"a quote is never closed: {begun}"
+
+
 def commands_of(line: str) -> list[list[str]]:
-    """The commands of a line of shell, each as its words."""
+    """The commands of a line of shell, each as its words. Raises ValueError where a quote is open."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
     lexer.whitespace_split = True
     found: list[list[str]] = [[]]

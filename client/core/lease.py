@@ -69,6 +69,10 @@ LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
 REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
 """What may be asked again without knowing whether it was done: it then was done once, as far as anybody can see."""
 
+ACQUIRE_REPLY_LIMIT_S: Final = 90.0
+"""How long a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
+before it. The daemon gives a worker 60 s to start, and then says itself that it did not."""
+
 RECONNECT_LIMIT_S: Final = 30.0
 """Longest one of these waits for a daemon that keeps leases over its restart, and not for longer than the lease lasts.
 A restart takes seconds; a daemon that is not back by then is more than restarted."""
@@ -384,7 +388,7 @@ def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseS
     doing = doing_of(Opcode.LEASE_ALLOC)
     channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
     try:
-        limit = TimeLimit(CONTROL_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
+        limit = TimeLimit(ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
         grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
         lease = LeaseState(channel, lock, grant)
         lease.waiting = _waiting_of(wanted)

@@ -69,7 +69,7 @@ def test_what_a_session_did_stays_when_its_lease_ends(daemon: Daemon) -> None:
         assert all(
             then <= now for then, now in zip(earlier.of_tenant(*SESSION), later.of_tenant(*SESSION), strict=True)
         )
-    for name in ("acquired_total", "dropped_total", "seconds_count"):
+    for name in ("acquired_total", "dropped_total", "lifetime_seconds_count"):
         assert after.value(f"gpu_lease_{name}") == before.value(f"gpu_lease_{name}") + 1, name
     assert after.value("gpu_lease_active") == after.value("gpu_session_mem_alloc_bytes") == 0
     assert after.value("gpu_lease_leaked_bytes") == after.value("gpu_lease_fenced_slices") == 0

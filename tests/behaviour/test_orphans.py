@@ -39,7 +39,7 @@ def client(address: str, orphan_s: float, has: str) -> Iterator[tuple[int, Calla
     ) as process:
         assert process.stdout is not None
         try:
-            lease_id = int(process.stdout.readline())
+            lease_id = int(process.stdout.readline(), 16)
 
             def kill() -> None:
                 process.kill()

@@ -181,14 +181,16 @@ def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Dae
         pid = daemon.worker_pid(lease.lease_id)
         check_main_job(session)
     # Without one: a kernel may take longer than the lease before would have let it.
-    with daemon.builder().acquire() as lease, GpuSession(lease) as session:
+    with daemon.builder().acquire() as lease:
+        session = GpuSession(lease)
         assert daemon.worker_pid(lease.lease_id) == pid
         start_endless(session)
         time.sleep(0.6)
         assert daemon.query(lease.lease_id)["state"] == "active"
     wait_until_full(daemon)
     daemon.builder().acquire().free()
-    with daemon.builder().max_kernel_secs(0.2).acquire() as lease, GpuSession(lease) as session:
+    with daemon.builder().max_kernel_secs(0.2).acquire() as lease:
+        session = GpuSession(lease)
         start_endless(session)
         wait_until(lambda: daemon.query(lease.lease_id)["cause"] == "kernel_timeout", "it is ended")
 

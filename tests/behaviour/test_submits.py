@@ -280,7 +280,7 @@ def test_a_submit_whose_program_is_killed_is_ended(daemon: Daemon) -> None:
     script = KILLED.format(tests=tests, address=daemon.address)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=python_environment()) as program:
         assert program.stdout is not None
-        lease_id = int(program.stdout.readline())
+        lease_id = int(program.stdout.readline(), 16)
         wait_until(lambda: is_launched(daemon, lease_id), "its kernel is launched")
         program.kill()
     wait_until(lambda: not workers_of(daemon.processes), "its worker is gone", seen=daemon.processes)

@@ -28,10 +28,10 @@ def test_goals(monkeypatch: pytest.MonkeyPatch, figures: dict[str, float], is_go
     for words, leases in ((["--core"], 10_000), (["--core", "--leases", "7", "--json"], 7)):
         result = CliRunner().invoke(bench, words)
         assert result.exit_code == (0 if is_good else 1)
-        assert str(leases) in result.output
+        assert str(leases) in result.stdout
         assert {count for count, _ in asked} == {leases}
         asked.clear()
-    assert set(json.loads(result.output)["figures"]) == {" + ".join(kept) or "nothing kept" for kept in core.KEPT}
+    assert set(json.loads(result.stdout)["figures"]) == {" + ".join(kept) or "nothing kept" for kept in core.KEPT}
 
 
 def test_a_core_that_can_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

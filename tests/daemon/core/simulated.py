@@ -257,7 +257,14 @@ class Shell:
                 assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
                 self.asked_to_prove.add(effect.lease_id)
             self.jobs.append(effect)
-        elif isinstance(effect, ArmTimer):
+        elif isinstance(effect, Warned):
+            assert self.table.get(effect.lease_id) is not None
+            assert effect.lease_id not in self.ended
+        else:
+            self.on_timer_armed(effect)
+
+    def on_timer_armed(self, effect: Effect) -> None:
+        if isinstance(effect, ArmTimer):
             fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
             self.timers.append((effect.due_ns, fired))
         elif isinstance(effect, ArmWaitTimer):
@@ -270,9 +277,6 @@ class Shell:
             assert effect.due_ns > self.now_ns, "a drain that is over already"
             self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
             self.timers.append((effect.due_ns, DrainTimerFired()))
-        elif isinstance(effect, Warned):
-            assert self.table.get(effect.lease_id) is not None
-            assert effect.lease_id not in self.ended
         elif isinstance(effect, ArmPoolTimer):
             assert effect.due_ns > self.now_ns, "a pause that is over already"
             self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
