@@ -41,6 +41,7 @@ def operations(session: GpuSession) -> int:
     return int(session.lease.query()["operations"])
 
 
+@pytest.mark.exhaustive
 def test_there_and_back(session: GpuSession) -> None:
     data, back = session.empty((1000, 333), np.float32), session.empty((1000, 333), np.float32)
     data[:] = np.random.default_rng(1).random(data.shape)

@@ -111,6 +111,7 @@ def test_failures_are_typed(run: Callable[[Main], None]) -> None:
     run(main)
 
 
+@pytest.mark.exhaustive
 def test_renew_and_keep_alive(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
         async with await builder(daemon, seconds=4).acquire() as lease, aio.GpuSession(lease) as session:

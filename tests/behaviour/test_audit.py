@@ -32,6 +32,7 @@ SIZE = 1 << 20
 WHO = f"uid:{os.getuid()}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("required", [False, True])
 def test_what_a_day_leaves(start_daemon: Callable[..., Daemon], tmp_path: Path, required: bool) -> None:
     folder = tmp_path / "log"
@@ -227,6 +228,7 @@ def used_by(everything: list[Record], lease: str) -> int:
     return used.lease_us
 
 
+@pytest.mark.exhaustive
 def test_the_log_of_one_folder_is_one_daemons(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     start_daemon(config=config(tmp_path / "log"))
     second = Daemon(config=config(tmp_path / "log"))

@@ -85,6 +85,7 @@ def test_a_whole_card_leaves_the_other_to_everybody(cards: Daemon) -> None:
             cards.builder().device(0).acquire()
 
 
+@pytest.mark.exhaustive
 def test_a_cards_uuid_survives_a_restart(start_daemon: Callable[..., Daemon], cards: Daemon) -> None:
     again = start_daemon(vram=("1GiB", "4GiB"))
     assert uuids(again) == uuids(cards)

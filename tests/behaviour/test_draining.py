@@ -205,6 +205,7 @@ def test_of_a_lease_that_is_over(daemon: Daemon) -> None:
         assert peer.refused(Opcode.LEASE_UNSUBSCRIBE, LeaseUnsubscribe(2)).status is Status.NOT_FOUND
 
 
+@pytest.mark.exhaustive
 def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting(config="warm_contexts = 1")
     lease = lasting.now.builder().acquire()
@@ -258,6 +259,7 @@ def waiting_for_it(address: str, within: str) -> Iterator["subprocess.Popen[str]
             process.kill()
 
 
+@pytest.mark.exhaustive
 def test_who_waits_for_an_empty_node_outlives_its_daemon(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     lasting.now.builder().acquire()
@@ -274,6 +276,7 @@ def test_who_waits_for_an_empty_node_outlives_its_daemon(start_lasting: Callable
     lease.free()
 
 
+@pytest.mark.exhaustive
 def test_what_is_left_at_its_deadline_is_ended_by_the_next_daemon(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     lease = lasting.now.builder().acquire()

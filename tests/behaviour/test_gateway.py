@@ -107,6 +107,7 @@ def test_what_makes_no_sense_is_not_reserved(gateway: Gateway, change: dict[str,
 # --- pressure ---
 
 
+@pytest.mark.exhaustive
 def test_a_full_card_is_refused_and_nothing_is_held(gateway: Gateway) -> None:
     everything = gateway.daemon.available_bytes()
     with gateway.daemon.builder(everything).acquire():
@@ -242,6 +243,7 @@ def test_a_lease_that_is_revoked_under_the_launch(gateway: Gateway) -> None:
         assert caught.value.kind == "Revoked"
 
 
+@pytest.mark.exhaustive
 def test_any_step_may_fail(gateway: Gateway) -> None:
     """An error in each step's place: nothing is left behind, and the kernel never runs twice."""
     whole: list[str] = []

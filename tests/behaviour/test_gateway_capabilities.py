@@ -131,6 +131,7 @@ def test_the_worker_itself_refuses_what_the_grant_does_not_permit(daemon: Daemon
                     forbidden()
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_that_demands_tokens_of_whoever_attaches(
     start_daemon: Callable[..., Daemon], store: SqliteStore
 ) -> None:

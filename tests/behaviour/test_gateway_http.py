@@ -223,6 +223,7 @@ def test_no_room_on_the_card(client: httpx.Client, daemon: Daemon) -> None:
     assert infer(client, "no room", INPUT.tobytes(), SIZE).content == OUTPUT
 
 
+@pytest.mark.exhaustive
 def test_a_full_queue_a_wait_that_is_too_long_and_one_in_flight(gateway: GatewayProcess, client: httpx.Client) -> None:
     """Two kernels that run until their leases end take both slots; the next waits, one more finds no place."""
     answers: dict[str, httpx.Response] = {}
@@ -357,6 +358,7 @@ def one_piece_and_a_pause() -> Iterator[bytes]:
     time.sleep(0.6)
 
 
+@pytest.mark.exhaustive
 def test_a_unix_socket_a_slow_body_and_a_graceful_stop(daemon: Daemon, tmp_path: Path) -> None:
     listen = f"unix:{daemon.folder}/gateway.sock"
     gateway = GatewayProcess(daemon, tmp_path, "--models", str(MODELS), "--body-secs", "0.3", listen=listen)

@@ -127,6 +127,7 @@ def test_a_gateway_that_is_killed_before_each_step(gateways: Gateways) -> None:
             assert (answer, before, again) == ({"output": OUTPUT.hex(), "is_replayed": True}, 1, 0), request_id
 
 
+@pytest.mark.exhaustive
 def test_a_killed_gateways_lease_ends_by_itself_and_its_claim_later(gateways: Gateways) -> None:
     gateways.serve("early", kill_before=STARTED, lease_s=2)
     gateways.await_no_lease()

@@ -54,6 +54,7 @@ def kill_worker(daemon: Daemon, lease_id: int) -> None:
     os.kill(daemon.worker_pid(lease_id), signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cause", "end"),
     [
@@ -135,6 +136,7 @@ def test_no_token_is_logged(logging_daemon: Daemon) -> None:
     assert repr(token)[10:40] not in log
 
 
+@pytest.mark.exhaustive
 def test_a_killed_broker_and_the_one_that_adopts(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting(log_format="json")
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:

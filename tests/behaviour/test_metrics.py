@@ -150,6 +150,7 @@ def test_what_a_person_types(daemon: Daemon, gpulease: Callable[..., Result]) ->
         assert isinstance(ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address), DrainStatus)
 
 
+@pytest.mark.exhaustive
 def test_a_new_broker_goes_on_from_where_sessions_are(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
@@ -168,6 +169,7 @@ def test_a_new_broker_goes_on_from_where_sessions_are(start_lasting: Callable[..
     wait_until(lambda: Scrape(lasting.now).value("gpu_lease_dropped_total") == 1, "its end is counted")
 
 
+@pytest.mark.exhaustive
 def test_memory_that_is_not_proved_free_shows_and_so_does_its_end(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_burst_model_is_leased_while_it_is_warm(daemon: Daemon) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.exhaustive
 def test_a_smaller_variant_stands_in_while_there_is_no_room(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(vram=("1GiB",))
 
@@ -189,6 +190,7 @@ def test_a_smaller_variant_stands_in_while_there_is_no_room(start_daemon: Callab
     asyncio.run(play())
 
 
+@pytest.mark.exhaustive
 def test_without_one_requests_wait_for_room_and_no_longer_than_they_may(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(vram=("1GiB",))
 

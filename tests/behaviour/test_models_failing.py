@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from gpulease.client.asking import ask
 from gpulease.client.models.line import WaitingRequest
 from gpulease.client.rpc import Answer
@@ -140,6 +142,7 @@ def test_the_worker_is_killed(daemon: Daemon) -> None:
     asyncio.run(play())
 
 
+@pytest.mark.exhaustive
 def test_the_daemon_is_killed_and_started_anew(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
 
@@ -162,6 +165,7 @@ def test_the_daemon_is_killed_and_started_anew(start_daemon: Callable[..., Daemo
     asyncio.run(play())
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_that_keeps_its_leases_is_killed(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
 

@@ -102,6 +102,7 @@ def check(answers: list[bytes]) -> None:
 # --- real work ---
 
 
+@pytest.mark.exhaustive
 def test_a_foreign_page_in_a_browser_of_this_host_gets_nothing(server: ModelProcess) -> None:
     with server.http() as client:
         assert client.get("/healthz").status_code == 200
@@ -248,6 +249,7 @@ def own(start_daemon: Callable[..., Daemon]) -> Iterator[tuple[Daemon, ModelProc
             server.discard()
 
 
+@pytest.mark.exhaustive
 def test_the_server_is_killed_and_started_anew(own: tuple[Daemon, ModelProcess, Path]) -> None:
     daemon, server, folder = own
     with server.rpc(timeout_s=30) as client:
@@ -267,6 +269,7 @@ def test_the_server_is_killed_and_started_anew(own: tuple[Daemon, ModelProcess, 
     assert daemon.leases() == []
 
 
+@pytest.mark.exhaustive
 def test_the_server_stands_still_for_longer_than_its_lease(own: tuple[Daemon, ModelProcess, Path]) -> None:
     daemon, server, _ = own
     (first,) = [report["lease_id"] for report in daemon.leases()]
@@ -280,6 +283,7 @@ def test_the_server_stands_still_for_longer_than_its_lease(own: tuple[Daemon, Mo
     assert first not in [report["lease_id"] for report in daemon.leases()]
 
 
+@pytest.mark.exhaustive
 def test_the_end_waits_for_what_was_taken(own: tuple[Daemon, ModelProcess, Path]) -> None:
     daemon, server, _ = own
     answers: list[bytes] = []
@@ -297,6 +301,7 @@ def test_the_end_waits_for_what_was_taken(own: tuple[Daemon, ModelProcess, Path]
     assert not os.path.exists(server.rpc_address.removeprefix("unix:"))
 
 
+@pytest.mark.exhaustive
 def test_a_call_with_a_deadline_is_refused_as_soon_as_it_can_not_be_kept(
     own: tuple[Daemon, ModelProcess, Path],
 ) -> None:

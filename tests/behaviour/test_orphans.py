@@ -117,6 +117,7 @@ def test_a_guest_by_a_token_is_somebody(daemon: Daemon) -> None:
         wait_for_the_wait(daemon, lease.lease_id)
 
 
+@pytest.mark.exhaustive
 def test_the_operators_default_is_for_those_who_do_not_say(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config="[limits]\norphan_s = 1\n")
 
@@ -131,6 +132,7 @@ def test_the_operators_default_is_for_those_who_do_not_say(start_daemon: Callabl
     daemon.revoke(stays)
 
 
+@pytest.mark.exhaustive
 def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting()
     quiet = lasting.now.builder().orphan_secs(2).acquire()

@@ -60,6 +60,7 @@ def wait_until_full(daemon: Daemon) -> None:
     wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == WARM, "the pool is full")
 
 
+@pytest.mark.exhaustive
 def test_what_stays_behind_a_dead_worker_is_the_nodes_and_fences_nothing(daemon: Daemon, others: Path) -> None:
     wait_until_full(daemon)
     lease = daemon.builder(100 * MIB).acquire()
@@ -84,6 +85,7 @@ def test_what_stays_behind_a_dead_worker_is_the_nodes_and_fences_nothing(daemon:
     wait_until_full(daemon)
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_takes_the_card_is_told_of(daemon: Daemon, others: Path) -> None:
     hold(others, 0, 1000)
     wait_for_figures(daemon, CARD_MIB - 1000, 0, 1000)

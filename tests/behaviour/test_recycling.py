@@ -63,6 +63,7 @@ def freed(daemon: Daemon, lease: GpuLease) -> int:
     return pid
 
 
+@pytest.mark.exhaustive
 def test_the_same_process_serves_the_tenants_next_lease(recycling: Daemon) -> None:
     first = recycling.builder(8 * MIB).acquire()
     session = GpuSession(first)
@@ -85,6 +86,7 @@ def test_the_same_process_serves_the_tenants_next_lease(recycling: Daemon) -> No
         GpuSession(first)
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_a_lease_is_left_for_the_next(recycling: Daemon) -> None:
     """Neither for kernels nor in any writable byte of the process, whichever way it came in."""
     secret = secrets.token_bytes(SECRET_BYTES)
@@ -148,6 +150,7 @@ IN_DOUBT: dict[str, Callable[[GpuSession, GpuLease, Daemon], object]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", IN_DOUBT)
 def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], what: str) -> None:
     daemon = start_daemon(config=SETTINGS, tcp="stranger" in what)
@@ -167,6 +170,7 @@ def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], 
         check_main_job(session)
 
 
+@pytest.mark.exhaustive
 def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..., Daemon]) -> None:
     """Its tenant may not be done with it."""
     daemon = start_daemon(config=SETTINGS, tcp=True)
@@ -180,6 +184,7 @@ def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..
     assert not is_running(pid)
 
 
+@pytest.mark.exhaustive
 def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     inflated = tmp_path / "inflated"
     daemon = start_daemon(config=SETTINGS, faults=Faults(inflate_while=inflated))
@@ -191,6 +196,7 @@ def test_a_card_that_shows_more_than_before(start_daemon: Callable[..., Daemon],
     assert "the card shows" in daemon.log()
 
 
+@pytest.mark.exhaustive
 def test_it_ends_when_nobody_comes_back_and_others_never_get_it(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS + "recycle_idle_s = 1\n", tcp=True)
     wait_until_full(daemon)
@@ -221,6 +227,7 @@ def test_each_lease_has_its_records(start_daemon: Callable[..., Daemon], tmp_pat
     wait_until(lambda: kinds() == [3, 3, 3], "all is written down", seen=kinds)
 
 
+@pytest.mark.exhaustive
 def test_a_lease_on_one_survives_the_broker(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting(config=SETTINGS)
     wait_until_full(lasting.now)

@@ -78,6 +78,7 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
+@pytest.mark.exhaustive
 def test_a_setting_that_was_changed_holds_for_what_lives_on(start_lasting: Callable[..., LastingDaemon]) -> None:
     lasting = start_lasting(config=SETTINGS)
     wait_until_full(lasting.now)
@@ -98,6 +99,7 @@ def test_a_setting_that_was_changed_holds_for_what_lives_on(start_lasting: Calla
         assert not is_running(pid)
 
 
+@pytest.mark.exhaustive
 def test_recycling_that_is_turned_on_holds_though_sessions_live_on(start_lasting: Callable[..., LastingDaemon]) -> None:
     """What made their workers can make none that overwrites what it frees."""
     lasting = start_lasting(config=SETTINGS.replace("same-tenant", "off"))
@@ -133,6 +135,7 @@ def wait_until_said(daemon: Daemon, text: str) -> None:
     wait_until(lambda: text in daemon.log(), "it is logged")
 
 
+@pytest.mark.exhaustive
 def test_what_kernels_say_is_logged_as_their_leases(start_daemon: Callable[..., Daemon]) -> None:
     """In a context that served before, and in one that a submit took."""
     daemon = start_daemon(config=SETTINGS)
@@ -174,6 +177,7 @@ def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: 
     wait_until_said(daemon, "more than is logged of one process")
 
 
+@pytest.mark.exhaustive
 def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
@@ -195,6 +199,7 @@ def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Dae
         wait_until(lambda: daemon.query(lease.lease_id)["cause"] == "kernel_timeout", "it is ended")
 
 
+@pytest.mark.exhaustive
 def test_each_lease_is_counted_for_its_own_time(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = start_daemon(config=audit_log.config(tmp_path / "audit") + SETTINGS)
     wait_until_full(daemon)
@@ -214,6 +219,7 @@ def test_each_lease_is_counted_for_its_own_time(start_daemon: Callable[..., Daem
     assert used["byte_us"] == used["lease_us"] * MIB
 
 
+@pytest.mark.exhaustive
 def test_what_each_lease_did_is_counted_once(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
@@ -240,6 +246,7 @@ def counted(daemon: Daemon, name: str, **labels: str) -> float:
     return float(sum(sample.value for sample in samples if labels.items() <= sample.labels.items()))
 
 
+@pytest.mark.exhaustive
 def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
@@ -259,6 +266,7 @@ def test_events_are_each_leases_own(start_daemon: Callable[..., Daemon]) -> None
         GpuSession(lease)
 
 
+@pytest.mark.exhaustive
 def test_a_lease_leaves_its_context_once_its_submits_are_gone(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
@@ -275,6 +283,7 @@ def test_a_lease_leaves_its_context_once_its_submits_are_gone(start_daemon: Call
     assert daemon.inventory().details[0]["recycled_contexts"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can look into a worker")
 def test_each_lease_has_pages_of_its_own_and_reads_the_first_alone(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=SETTINGS)

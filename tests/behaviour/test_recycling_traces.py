@@ -3,6 +3,8 @@
 import secrets
 from collections.abc import Callable
 
+import pytest
+
 from gpulease.client import GpuSession
 from gpulease.client.verify.leftovers import _count
 from helpers.daemon import Daemon
@@ -12,6 +14,7 @@ from helpers.waiting import wait_until
 MIB = 1 << 20
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config='warm_contexts = 1\nrecycle = "same-tenant"\n')
     wait_until(lambda: daemon.inventory().details[0]["warm_contexts"] == 1, "the pool is full")

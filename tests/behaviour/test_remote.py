@@ -66,6 +66,7 @@ def daemon(remote_daemon: Daemon) -> Iterator[Daemon]:
 # --- what works ---
 
 
+@pytest.mark.exhaustive
 def test_the_main_job(daemon: Daemon, pki: Pki) -> None:
     with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
@@ -209,6 +210,7 @@ def test_who_shows_no_certificate_or_speaks_an_older_tls_is_refused(daemon: Daem
         TlsPeer(daemon.tls_address, old)
 
 
+@pytest.mark.exhaustive
 def test_a_revocation_ends_what_is_open_and_lets_in_no_more(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_connection_ends_with_its_certificate(daemon: Daemon, pki: Pki) -> Non
 # --- whom the client turns away, and mix-ups ---
 
 
+@pytest.mark.exhaustive
 def test_a_client_believes_nobody_else(daemon: Daemon, pki: Pki, tmp_path: Path, start_daemon: Any) -> None:
     other = Authority.create(tmp_path / "other")
     builder = GpuBuilder(daemon.tls_address).min_vram(1)
@@ -271,6 +274,7 @@ def test_missing_and_broken_files_are_told(daemon: Daemon, pki: Pki, tmp_path: P
         pki.builder(daemon.tls_address, Issued(tmp_path / "x", tmp_path / "y")).acquire()
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_whose_files_can_not_be_used_does_not_start(pki: Pki, tmp_path: Path) -> None:
     open_key = tmp_path / "open.key"
     open_key.write_bytes(pki.server.key.read_bytes())

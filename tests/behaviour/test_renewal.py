@@ -121,6 +121,7 @@ def test_a_lease_the_daemon_never_granted(daemon: Daemon) -> None:
             assert peer.refused(op, body).status is NotFound.default_status
 
 
+@pytest.mark.exhaustive
 def test_keep_alive_carries_a_lease_past_its_time(daemon: Daemon) -> None:
     with daemon.builder(seconds=SHORT_S).acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)

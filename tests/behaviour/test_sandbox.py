@@ -142,6 +142,7 @@ def strict() -> Iterator[Daemon]:
     daemon.stop()
 
 
+@pytest.mark.exhaustive
 def test_measures_that_the_operator_does_without(strict: Daemon) -> None:
     daemon = strict
     found = findings(daemon)
@@ -176,6 +177,7 @@ def test_a_kernel_without_landlock_is_told_of(tmp_path: Path, monkeypatch: pytes
     assert "no Landlock" in found["files"]["detail"]
 
 
+@pytest.mark.exhaustive
 def test_a_measure_that_is_required_and_can_not_be_had(tmp_path: Path) -> None:
     with start_lacking(tmp_path, 'sandbox = "required"') as process:
         _, said = process.communicate(timeout=60)

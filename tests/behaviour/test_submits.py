@@ -180,6 +180,7 @@ def test_a_submit_that_takes_too_long_is_ended(daemon: Daemon, gpu: GpuLease, se
     assert gpu.query()["state"] == "active"
 
 
+@pytest.mark.exhaustive
 def test_one_that_is_killed_before_it_can_say_so_has_timed_out_all_the_same(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.core.submitting:GRACE_MS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:
@@ -235,6 +236,7 @@ def test_a_submit_ends_when_its_lease_expires(daemon: Daemon) -> None:
         daemon.wait_for_end(lease.lease_id)
 
 
+@pytest.mark.exhaustive
 def test_a_renewal_keeps_a_submit_alive(daemon: Daemon) -> None:
     with daemon.builder(seconds=1.5).submits(ROOM).acquire() as lease:
         with running(daemon, lease, endless(lease).timeout_secs(3)) as work:
@@ -243,6 +245,7 @@ def test_a_renewal_keeps_a_submit_alive(daemon: Daemon) -> None:
         assert lease.is_alive
 
 
+@pytest.mark.exhaustive
 def test_a_submit_ends_with_a_drain(start_daemon: StartDaemon) -> None:
     daemon = start_daemon()
     with daemon.builder().submits(ROOM).acquire() as lease:
@@ -287,6 +290,7 @@ def test_a_submit_whose_program_is_killed_is_ended(daemon: Daemon) -> None:
     daemon.revoke(lease_id)
 
 
+@pytest.mark.exhaustive
 def test_one_runs_one_waits_and_others_are_refused(daemon: Daemon, gpu: GpuLease) -> None:
     with running(daemon, gpu, endless(gpu).timeout_secs(2)) as first:
         others = [Running(scaling(gpu)) for _ in range(2)]
@@ -299,6 +303,7 @@ def test_one_runs_one_waits_and_others_are_refused(daemon: Daemon, gpu: GpuLease
     assert isinstance(refused, Busy)
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_in_a_row_leave_nothing(daemon: Daemon, gpu: GpuLease) -> None:
     check_scaled(scaling(gpu).launch())
     wait_until(lambda: not workers_of(daemon.processes), "the first is gone")
@@ -309,6 +314,7 @@ def test_a_hundred_in_a_row_leave_nothing(daemon: Daemon, gpu: GpuLease) -> None
     wait_until(lambda: len(daemon.open_files()) <= files, "nothing is left open", seen=daemon.open_files)
 
 
+@pytest.mark.exhaustive
 def test_a_remote_tenant_submits_too(start_daemon: StartDaemon, tmp_path: Path) -> None:
     pki = Pki.make(tmp_path)
     daemon = start_daemon(tls=True, config=pki.settings())

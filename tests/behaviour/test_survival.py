@@ -131,6 +131,7 @@ def test_a_lease_is_kept_alive_over_it(lasting: LastingDaemon, monkeypatch: pyte
     lease.free()
 
 
+@pytest.mark.exhaustive
 def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder(seconds=1).acquire()
     session = GpuSession(lease)
@@ -194,6 +195,7 @@ def test_usage_counts_a_lease_once_over_its_daemons(start_lasting: StartLasting,
     assert used["byte_us"] == used["lease_us"] << 20
 
 
+@pytest.mark.exhaustive
 def test_a_guest_stays_too_and_its_token_is_good_for_one_connection(lasting: LastingDaemon) -> None:
     with lasting.now.builder().exclusivity(Exclusivity.SHARED).acquire() as lease:
         grant = lease.issue(SESSION_PERMISSIONS, ttl_secs=60)
@@ -227,6 +229,7 @@ def test_workers_that_died_meanwhile_are_told_of_with_the_reason(lasting: Lastin
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_stopping_can_leave_sessions_to_the_next_daemon(start_lasting: StartLasting) -> None:
     lasting = start_lasting(config='on_stop = "keep"\n')
     told: list[BaseException] = []
@@ -261,6 +264,7 @@ def test_stopping_can_leave_sessions_to_the_next_daemon(start_lasting: StartLast
         lease.renew(30)
 
 
+@pytest.mark.exhaustive
 def test_stopping_ends_sessions_unless_told_otherwise(lasting: LastingDaemon) -> None:
     session = GpuSession(lasting.now.builder().acquire())
     lasting.now.process.terminate()
@@ -277,6 +281,7 @@ def refusal_of(daemon: Daemon) -> tuple[int, str]:
     return daemon.wait_for_exit(), daemon.log()
 
 
+@pytest.mark.exhaustive
 def test_a_second_daemon_on_the_same_state_does_not_start(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, working(lease) as work:
         second = Daemon(config=lasting.config)
@@ -320,6 +325,7 @@ def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: La
     wait_until(lambda: len(lasting.zygotes()) == 1, "the old zygote ends with its last worker")
 
 
+@pytest.mark.exhaustive
 def test_a_version_that_can_not_take_them_over_does_not_start(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, working(lease) as work:
         lasting.kill()
@@ -354,6 +360,7 @@ def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDae
     check_another_takes_its_place(lasting)
 
 
+@pytest.mark.exhaustive
 def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     (zygote,) = lasting.zygotes()
@@ -366,6 +373,7 @@ def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingD
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_whose_zygote_can_not_be_found_is_ended(lasting: LastingDaemon) -> None:
     lease = lasting.now.builder().acquire()
     worker = lasting.worker_pid(lease.lease_id)

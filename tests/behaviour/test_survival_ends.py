@@ -16,6 +16,7 @@ from helpers.working import working
 StartLasting = Callable[..., LastingDaemon]
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_may_not_run_for_longer_though_nobody_is_there(start_lasting: StartLasting) -> None:
     lasting = start_lasting()
     lease = lasting.now.builder(seconds=60).max_kernel_secs(0.5).acquire()

@@ -123,6 +123,7 @@ def test_it_stays_revoked(start_lasting: Callable[..., LastingDaemon], is_kept: 
                 guest.sync()
 
 
+@pytest.mark.exhaustive
 def test_an_operator_finds_it_in_the_audit_log(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     folder = tmp_path / "audit"
     daemon = start_daemon(config=f'audit = "{folder}"\n')

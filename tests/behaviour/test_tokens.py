@@ -124,6 +124,7 @@ def test_a_token_opens_one_connection(shared: Shared) -> None:
     assert "(token: replayed nonce)" in shared.refused(token).message
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["", "over a restart"])
 def test_a_refused_attach_leaves_the_token_good_for_one(
     start_lasting: Callable[..., LastingDaemon], is_restarted: bool

@@ -56,6 +56,7 @@ def pool(start_daemon: Callable[..., Daemon]) -> Iterator[Daemon]:
     assert (card["held_bytes"], card["fenced_bytes"]) == (0, 0)
 
 
+@pytest.mark.exhaustive
 def test_leases_take_contexts_and_the_pool_fills_up_again(pool: Daemon) -> None:
     card = pool.inventory().details[0]
     assert (card["warm_wanted"], card["warm_bytes"], card["held_bytes"]) == (2, 2 * CONTEXT_BYTES, 0)
@@ -76,6 +77,7 @@ def test_leases_take_contexts_and_the_pool_fills_up_again(pool: Daemon) -> None:
     wait_until_full(pool)
 
 
+@pytest.mark.exhaustive
 def test_a_lease_on_a_warm_context_is_like_any_other(pool: Daemon) -> None:
     with pool.builder(MIB).acquire() as lease, GpuSession(lease) as session:
         assert session.slice_bytes == MIB
@@ -98,6 +100,7 @@ def test_a_lease_on_a_warm_context_is_like_any_other(pool: Daemon) -> None:
     del kept
 
 
+@pytest.mark.exhaustive
 def test_many_leases_at_once(pool: Daemon) -> None:
     pids = wait_until_full(pool)
 
@@ -116,6 +119,7 @@ def test_many_leases_at_once(pool: Daemon) -> None:
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
     pids = wait_until_full(pool)
     with pool.builder(GIB - CONTEXT_BYTES).acquire() as lease, GpuSession(lease) as session:
@@ -137,6 +141,7 @@ def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
             check_main_job(session)
 
 
+@pytest.mark.exhaustive
 def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
     pids = wait_until_full(pool)
     os.kill(pids[0], signal.SIGKILL)
@@ -155,6 +160,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
     assert sum(map(is_running, pids)) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(
         config="warm_contexts = 2\n", faults=Faults({"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1})

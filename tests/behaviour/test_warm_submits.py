@@ -85,6 +85,7 @@ def test_a_submit_takes_a_context_and_the_pool_fills_up_again(pool: Daemon, gpu:
     assert gpu.query()["launches"] == 0
 
 
+@pytest.mark.exhaustive
 def test_all_that_is_kept_for_submits_can_be_had_and_no_more(pool: Daemon, gpu: GpuLease) -> None:
     with GpuSession(gpu) as session:
         neighbour = Neighbour(session)
@@ -141,6 +142,7 @@ def test_it_ends_with_its_lease_whatever_ends_that(pool: Daemon) -> None:
     ask(Opcode.DRAIN_CANCEL, Empty(), pool.address)
 
 
+@pytest.mark.exhaustive
 def test_its_worker_is_killed_or_its_kernel_runs_for_too_long(pool: Daemon, gpu: GpuLease) -> None:
     with running(pool, gpu) as work:
         os.kill(workers_of(pool.processes)[0], signal.SIGKILL)
@@ -184,6 +186,7 @@ def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon
     assert not is_running(made)
 
 
+@pytest.mark.exhaustive
 def test_many_leave_nothing(pool: Daemon, gpu: GpuLease) -> None:
     files = len(pool.open_files())
     for _ in range(TEN):

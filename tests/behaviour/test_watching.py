@@ -15,6 +15,7 @@ from helpers.kernels import FAULTS, Neighbour, launch_for_ever, start_endless
 from helpers.waiting import wait_until
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("then", ["idle", "sync", "launches"])
 def test_a_kernel_that_runs_for_too_long_ends_its_lease(daemon: Daemon, then: str) -> None:
     with daemon.builder().acquire() as other, GpuSession(other) as beside:
@@ -49,6 +50,7 @@ def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
         assert lease.query()["state"] == "active"
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
     quick = {
         "gpulease.daemon.broker.watchman:UNRESPONSIVE_AFTER_S": 0.6,

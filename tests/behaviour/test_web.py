@@ -145,6 +145,7 @@ def show_names(browser: Browser) -> None:
     assert not browser.run("return document.querySelector('dialog[open]')"), "Enter leaves no dialog standing"
 
 
+@pytest.mark.exhaustive
 @with_browser
 def test_an_operator_revokes_by_the_page(start_daemon: Callable[..., Daemon], browser: Browser, tmp_path: Path) -> None:
     daemon = start_daemon(config=settings(tmp_path), log_format="json")
@@ -188,6 +189,7 @@ def press_revoke(lease_id: int) -> str:
     return f"{row}.querySelector('.revoke').click()"
 
 
+@pytest.mark.exhaustive
 def test_a_lease_is_revoked_over_http_and_the_audit_log_says_so(
     start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -214,6 +216,7 @@ def test_a_lease_is_revoked_over_http_and_the_audit_log_says_so(
     audit_log.check_whole(log)
 
 
+@pytest.mark.exhaustive
 @with_browser
 def test_any_names_two_hundred_leases_and_silence(browser: Browser, tmp_path: Path) -> None:
     names = [HOSTILE, "\u202eevil", "a" * 64, "&lt;b&gt;", "{{x}}", "`${x}`", "__proto__", "constructor", "", "\0"]
@@ -248,6 +251,7 @@ def test_any_names_two_hundred_leases_and_silence(browser: Browser, tmp_path: Pa
         assert browser.complaints() == []
 
 
+@pytest.mark.exhaustive
 def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = start_daemon(config=settings(tmp_path))
     with daemon.builder().acquire() as held, GpuSession(held) as session:
@@ -276,6 +280,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
     daemon.kill()  # it leaves no web process behind
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("place", "status", "said"),
     [

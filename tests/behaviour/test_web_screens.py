@@ -102,6 +102,7 @@ return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisib
 SHOWN = "return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisibility()).length"
 
 
+@pytest.mark.exhaustive
 def test_screens_and_that_nothing_is_cut(browser: Browser, tmp_path: Path) -> None:
     for scheme in ("light", "dark"):
         for width in (390, 768, 1440):
@@ -154,6 +155,7 @@ return faint;
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_plot_shows_of_an_hour(browser: Browser) -> None:
     paths = "return [...document.querySelectorAll('.plot .line.used')].map(one => one.getAttribute('d'))"
     busy, memory, untold, embedded = browser.run(paths)
@@ -169,6 +171,7 @@ def test_what_a_plot_shows_of_an_hour(browser: Browser) -> None:
     assert browser.texts(".plot .y")[1].split("\n") == ["79 GiB", "39.5 GiB", "0 B"]
 
 
+@pytest.mark.exhaustive
 def test_sizes_and_times_are_the_command_lines(browser: Browser) -> None:
     sizes = [0, 1, 1023, 1024, 1536, 10**6, 10**7, GIB - 1, GIB, 3 * GIB // 2, 79 * GIB, 12345678901, 999 * GIB]
     spans = [0, 0.04, 4.2, 9.96, 59.94, 59.99, 60, 61.7, 200, 3599.9, 3600, 7500, 86399, 200_000]
@@ -181,6 +184,7 @@ def test_sizes_and_times_are_the_command_lines(browser: Browser) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_tenants_colour_is_its_names(browser: Browser, scene: Scene) -> None:
     def colours() -> dict[str, str]:
         script = (
@@ -196,6 +200,7 @@ def test_a_tenants_colour_is_its_names(browser: Browser, scene: Scene) -> None:
     assert {name: colours()[name] for name in ("ann", "dora")} == {name: before[name] for name in ("ann", "dora")}
 
 
+@pytest.mark.exhaustive
 def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
     def shown() -> list[str]:
         script = "return [...document.querySelectorAll('tbody .tenant')].filter(one => one.checkVisibility())"
@@ -221,6 +226,7 @@ def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
     assert browser.run("return navigator.clipboard.readText()") == f"{0xA1 << 120:032x}"
 
 
+@pytest.mark.exhaustive
 def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -> None:
     def do(opener: str, says: str) -> str:
         browser.run(f"document.querySelector('{opener}').click()")
@@ -246,6 +252,7 @@ def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -
     assert scene.drained == [600_000, None], "what makes no sense is not sent"
 
 
+@pytest.mark.exhaustive
 def test_who_is_no_operator_has_nothing_to_press(rig: WebRig) -> None:
     with Browser() as browser:
         browser.open(rig.url)

@@ -177,6 +177,7 @@ if sys.argv[2] == "fork":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", ["exit", "fork"])
 def test_a_program_that_ends_gives_its_lease_back_once(peer: ScriptedPeer, what: str) -> None:
     path = os.pathsep.join(sys.path)

@@ -35,6 +35,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.exhaustive
 @given(st.lists(st.sampled_from(sorted(NUMBERS)).flatmap(lambda kind: st.tuples(st.just(kind), NUMBERS[kind][1]))))
 def test_packs_little_endian_without_gaps(values: list[tuple[str, Any]]) -> None:
     args = KernelArgs()

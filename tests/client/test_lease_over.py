@@ -86,6 +86,7 @@ def test_keep_alive_gives_up_at_the_first_answer_that_says_so(
     run(scenario)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("outcome", "error"), ENDS, ids=name_of)
 def test_leaving_a_lease_that_is_over_is_no_error(
     run: Run, peer: ScriptedPeer, outcome: BaseException, error: type[GpuLeaseError]

@@ -117,6 +117,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_messages_close_the_descriptors_beside_them(pair: Pair, pipe: tuple[int, int], name: str) -> None:
     ours, theirs = pair

@@ -48,6 +48,7 @@ def ends(audit: Path, lease_ids: Iterable[int]) -> dict[int, list[str]]:
     return {number: [one["cause"] for one in told if int(one["lease"], 16) == number] for number in lease_ids}
 
 
+@pytest.mark.exhaustive
 def test_a_lease_that_was_freed_stays_freed(start_lasting: Callable[..., LastingDaemon], tmp_path: Path) -> None:
     lasting = start_lasting(config=audit_log.config(tmp_path / "audit"))
     all_ids: list[int] = []
@@ -68,6 +69,7 @@ def test_a_lease_that_was_freed_stays_freed(start_lasting: Callable[..., Lasting
     audit_log.check_whole(tmp_path / "audit")
 
 
+@pytest.mark.exhaustive
 def test_an_end_that_was_not_recorded_is_made_up_for(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def clear(daemon: Daemon, device: str | None = None) -> int:
     return int(ask(Opcode.FENCE_CLEAR, FenceClear(device), daemon.address).count)
 
 
+@pytest.mark.exhaustive
 def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> None:
     lease = fencing.builder(GIB).device(0).acquire()
     session = GpuSession(lease)
@@ -96,6 +97,7 @@ def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> Non
         assert whole.is_alive
 
 
+@pytest.mark.exhaustive
 def test_an_expiry_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> None:
     withheld.touch()
     lease = fencing.builder(GIB, seconds=0.6).device(1).acquire()
@@ -106,6 +108,7 @@ def test_an_expiry_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> No
     assert fencing.inventory().entries[1].flags == InventoryFlag.FENCED
 
 
+@pytest.mark.exhaustive
 def test_a_proof_that_comes_late_is_no_fence(fencing: Daemon, withheld: Path) -> None:
     withheld.touch()
     lease = fencing.builder(GIB, seconds=0.5).device(0).acquire()
@@ -117,6 +120,7 @@ def test_a_proof_that_comes_late_is_no_fence(fencing: Daemon, withheld: Path) ->
     assert fencing.available_bytes() == 2 * GIB
 
 
+@pytest.mark.exhaustive
 def test_fences_are_cleared_card_by_card(fencing: Daemon, withheld: Path) -> None:
     leases = [fencing.builder(GIB).device(index).acquire() for index in (0, 1)]
     withheld.touch()
@@ -130,11 +134,13 @@ def test_fences_are_cleared_card_by_card(fencing: Daemon, withheld: Path) -> Non
     assert clear(fencing, "0") == 1
 
 
+@pytest.mark.exhaustive
 def test_only_operators_clear(fencing: Daemon) -> None:
     with RawPeer(fencing.tcp_address).hello() as peer:
         assert peer.refused(Opcode.FENCE_CLEAR, FenceClear(None)).status is Status.DENIED
 
 
+@pytest.mark.exhaustive
 def test_who_waits_gets_what_is_cleared(fencing: Daemon, withheld: Path) -> None:
     lease = fencing.builder(2 * GIB).device(0).acquire()
     withheld.touch()
@@ -149,6 +155,7 @@ def test_who_waits_gets_what_is_cleared(fencing: Daemon, withheld: Path) -> None
         peer.free(grant.lease_id)  # type: ignore[union-attr]
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_stops_although_a_lease_is_fenced(start_daemon: Callable[..., Daemon], withheld: Path) -> None:
     daemon = start_daemon(config="[limits]\nreclaim_timeout_s = 1\n", faults=Faults(withhold_proof_while=withheld))
     lease = daemon.builder().acquire()
@@ -175,6 +182,7 @@ def test_a_fence_that_was_cleared_is_told_of_by_the_next_daemon_too(
         lease.renew(10)
 
 
+@pytest.mark.exhaustive
 def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withheld: Path, tmp_path: Path) -> None:
     """Nobody gets the bytes but by an operator's word; the id is good for nothing ever after; the log has it all."""
     folder = tmp_path / "log"

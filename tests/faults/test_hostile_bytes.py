@@ -242,6 +242,7 @@ def test_garbage(daemon: Daemon, neighbour: Neighbour) -> None:
     neighbour.check()
 
 
+@pytest.mark.exhaustive
 def test_flipped_bits(daemon: Daemon, neighbour: Neighbour) -> None:
     dice = random.Random(21)
     good = HELLO + frame_of(Opcode.LEASE_ALLOC, lease_alloc(ttl_ms=50), 2)

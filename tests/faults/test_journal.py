@@ -79,6 +79,7 @@ def can_acquire(daemon: Daemon) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_a_journal_that_is_moved_under_its_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         aside = tmp_path / JOURNAL_NAME
@@ -122,6 +123,7 @@ def test_a_full_disk_stops_grants_and_not_leases(
     assert again.query(other.lease_id)["state"] == "torndown"
 
 
+@pytest.mark.exhaustive
 def test_operators_are_told_of_a_full_disk(daemon: Daemon) -> None:
     """What they ask for is done all the same, and answered at once."""
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
@@ -170,6 +172,7 @@ def test_a_full_disk_under_journal_and_audit_log(
     assert again.query(soon.lease_id)["cause"] == "expired"
 
 
+@pytest.mark.exhaustive
 def test_a_restart_remembers_who_was_revoked(daemon: Daemon, folder: Path, start_daemon: Callable[..., Daemon]) -> None:
     lease = daemon.builder().acquire()
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
@@ -196,6 +199,7 @@ class Guest:
             return answer.status if isinstance(answer, Failure) else Status.OK
 
 
+@pytest.mark.exhaustive
 def test_a_token_opens_one_connection_and_a_restart_knows_which(
     folder: Path, start_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
@@ -212,6 +216,7 @@ def test_a_token_opens_one_connection_and_a_restart_knows_which(
         assert (folder / "token.key").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.exhaustive
 def test_no_token_is_used_that_a_restart_would_not_know(folder: Path, start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config=f'state = "{folder}"', tcp=True)
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
@@ -225,6 +230,7 @@ def test_no_token_is_used_that_a_restart_would_not_know(folder: Path, start_daem
         assert guest.attach() is Status.DENIED
 
 
+@pytest.mark.exhaustive
 def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
     settings = tmp_path / "second.toml"
     settings.write_text(f'state = "{folder}"')
@@ -233,6 +239,7 @@ def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     check_sentence(said, "another daemon has the state folder")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "content"), [(JOURNAL_NAME, b"x" * 9000), (HEAD_NAME, b"x")])
 def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str, content: bytes) -> None:
     folder.mkdir(mode=0o700)

@@ -144,6 +144,7 @@ def test_the_zygote_is_killed_while_it_makes_a_worker(start_lasting: Callable[..
     lasting.check_idle()
 
 
+@pytest.mark.exhaustive
 def test_the_broker_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     leases = [daemon.builder().acquire() for _ in range(3)]
@@ -161,6 +162,7 @@ def test_the_broker_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     del kept
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_stops_with_leases_alive(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     lease = daemon.builder().acquire()

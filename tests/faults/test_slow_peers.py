@@ -97,6 +97,7 @@ def test_connect_and_silence(impatient: Daemon, over: str) -> None:
     assert time.monotonic() - started >= 0.4
 
 
+@pytest.mark.exhaustive
 def test_half_a_hello_and_silence(impatient: Daemon) -> None:
     with RawPeer(impatient.address) as peer:
         peer.sock.sendall(frame_of(Opcode.HELLO, Hello(0, "half", ()), 1)[:-3])
@@ -185,6 +186,7 @@ def test_a_subscriber_that_repeats_its_number_is_refused_and_nobody_misses_an_ev
         assert (answer.request_id, answer.status) == (number, Status.INVALID_REQUEST)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("over", ["unix", "tcp"])
 def test_a_tenant_that_stops_reading_a_big_read_while_its_lease_expires(
     daemon: Daemon, neighbour: Neighbour, over: str

@@ -55,6 +55,7 @@ def test_a_socket_left_by_a_crash_is_replaced(start_daemon: Callable[..., Daemon
         check_main_job(session)
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
     path.write_text("precious")
@@ -65,6 +66,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
 
 
+@pytest.mark.exhaustive
 def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
     (tmp_path / "d.sock").mkdir()
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
@@ -102,6 +104,7 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path, text: str, said: str)
     check_sentence(output, said)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/no/ne/d.sock", "--driver", "cpu")
     assert status == EXIT_CONFIG
@@ -117,6 +120,7 @@ def test_a_port_in_use() -> None:
     check_sentence(said, f"can't listen on tcp:127.0.0.1:{port}")
 
 
+@pytest.mark.exhaustive
 def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
     settings.write_text(f'state = "{tmp_path}/state"\n')
@@ -127,6 +131,7 @@ def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     assert not list((tmp_path / "state" / "zygotes").iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's workers are another user")
 def test_workers_who_are_nobody_that_is_there(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
@@ -145,6 +150,7 @@ def test_plain_tcp_is_for_loopback(host: str) -> None:
     check_sentence(said, "loopback only")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
 def test_cuda_without_a_driver(tmp_path: Path) -> None:
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cuda")
@@ -184,23 +190,27 @@ def test_bad_settings(tmp_path: Path, text: str, said: str) -> None:
     check_sentence(output, re.escape(said))
 
 
+@pytest.mark.exhaustive
 def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
     status, said = start_in_vain("--config", str(tmp_path / "none.toml"))
     assert status == EXIT_CONFIG
     check_sentence(said, "No such file")
 
 
+@pytest.mark.exhaustive
 def test_a_path_too_long_for_a_socket() -> None:
     status, said = start_in_vain("--listen", "unix:/" + "x" * 200)
     assert status == EXIT_CONFIG
     check_sentence(said, "at most 107 bytes")
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_wins_over_the_file(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(vram=("3GiB",), config='vram = ["1GiB", "1GiB"]\nlisten = "unix:/nowhere/at/all"\n')
     assert [entry.capacity_bytes for entry in daemon.inventory().entries] == [3 << 30]
 
 
+@pytest.mark.exhaustive
 def test_limits_from_the_file_are_kept(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(config="[limits]\nmax_ttl_s = 100\nmax_leases_per_tenant = 2\n")
     with pytest.raises(Denied, match="max_ttl_s"):
@@ -212,6 +222,7 @@ def test_limits_from_the_file_are_kept(start_daemon: Callable[..., Daemon]) -> N
         lease.free()
 
 
+@pytest.mark.exhaustive
 def test_two_listeners_of_one_daemon(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(tcp=True)
     assert daemon.tcp_address.startswith("tcp:127.0.0.1:")

@@ -18,6 +18,7 @@ LONG_S = 60.0
 """For an end that is due in some seconds: the host may be slow."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ends", "cause"),
     [

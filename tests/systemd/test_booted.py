@@ -30,6 +30,7 @@ def host() -> Iterator[BootedHost]:
         yield host
 
 
+@pytest.mark.exhaustive
 def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None:
     host.install(driver='"cpu"', vram='["64MiB"]')
     host.do("systemctl", "enable", "--now", "gpuleased.socket", "gpuleased.service")
@@ -59,6 +60,7 @@ def test_sessions_go_on_whatever_becomes_of_the_daemon(host: BootedHost) -> None
     assert host.shown("Result") == "success"
 
 
+@pytest.mark.exhaustive
 def test_all_sockets_are_the_units(host: BootedHost) -> None:
     """The daemon could bind none of them itself: it has no network and no right to make such sockets."""
     host.install(driver='"cpu"', vram='["64MiB"]', http='"127.0.0.1:9400"')
@@ -75,6 +77,7 @@ def test_all_sockets_are_the_units(host: BootedHost) -> None:
     assert host.leasing(pid) != pid
 
 
+@pytest.mark.exhaustive
 def test_an_address_that_the_service_can_not_have(host: BootedHost) -> None:
     def check_it_is_left(says: str) -> None:
         with pytest.raises(AssertionError, match="failed"):
@@ -89,6 +92,7 @@ def test_an_address_that_the_service_can_not_have(host: BootedHost) -> None:
     check_it_is_left("no socket unit hands it over.* enable gpulease-http.socket, or make a drop-in")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver")
 def test_what_no_restart_mends_is_not_started_again(host: BootedHost) -> None:
     host.install(driver='"cuda"')

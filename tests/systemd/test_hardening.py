@@ -64,6 +64,7 @@ def test_it_leases_ends_and_shuts_in_as_without(hardened: Hardened, daemon: Daem
     assert " ERROR " not in hardened.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_it_can_neither_write_elsewhere_nor_reach_a_network(hardened: Hardened) -> None:
     status = Path(f"/proc/{hardened.process.pid}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -75,6 +76,7 @@ def test_it_can_neither_write_elsewhere_nor_reach_a_network(hardened: Hardened) 
     assert networks["own"] != networks["its"]
 
 
+@pytest.mark.exhaustive
 def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> None:
     pki = Pki.make(folder / "pki")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -89,6 +91,7 @@ def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> No
             daemon.discard()
 
 
+@pytest.mark.exhaustive
 def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -103,6 +106,7 @@ def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> Non
             daemon.discard()
 
 
+@pytest.mark.exhaustive
 def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
     daemon = Hardened(folder, "", None, "tcp:127.0.0.1:0")
     try:

@@ -14,6 +14,7 @@ LOOKS = 4
 SHORT = ["--leases", "5", "--minutes", "0.06", "--life", "0.4", "--looks", str(LOOKS), "--json"]
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
     result = CliRunner().invoke(main, SHORT, catch_exceptions=False)
@@ -29,6 +30,7 @@ def test_a_daemon_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(report["trends"]) == set(BOUNDS)
 
 
+@pytest.mark.exhaustive
 def test_one_that_leaks_a_descriptor_with_each_lease_is_told() -> None:
     daemon = Daemon(faults=Faults(leaks_descriptors=True))
     try:

@@ -51,6 +51,7 @@ def test_demo_in_words(gpulease: Gpulease) -> None:
         assert step in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_demo_with_a_daemon_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr("gpulease.client.cli.private_daemon.DEFAULT_ADDRESS", f"unix:{tmp_path}/nobody")

@@ -113,6 +113,7 @@ def test_an_interrupt_of_a_command_that_waits(daemon: Daemon) -> None:
         assert process.returncode == -signal.SIGINT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shell", "status", "said"),
     [

@@ -110,6 +110,7 @@ def without(found: dict[str, object], key: str) -> dict[str, object]:
     return {name: value for name, value in found.items() if name != key}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("words", "answer", "said"),
     [

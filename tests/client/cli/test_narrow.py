@@ -112,6 +112,7 @@ def on_a_terminal(daemon: Daemon, width: int, *words: str) -> list[str]:
         return [line for line in terminal.text().splitlines() if line]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_leases_and_cards_on_a_terminal(daemon: Daemon, width: int) -> None:
     tenant, card_uuid = f"uid:{os.getuid()}", daemon.inventory().details[0]["uuid"]

@@ -106,6 +106,7 @@ def test_a_program_whose_lease_runs_out_is_ended(start: Start, daemon: Daemon) -
     assert cause_of_end(daemon, lease_id) == "expired"
 
 
+@pytest.mark.exhaustive
 def test_a_program_whose_lease_is_revoked_is_killed_if_it_does_not_go(start: Start, daemon: Daemon) -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('stays', flush=True)); "
     process = start("--", sys.executable, "-c", TELL_ID.partition("print")[0] + deaf + ENDLESS)

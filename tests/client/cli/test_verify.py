@@ -55,6 +55,7 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report["breaches"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_breach_is_told_and_its_lease_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(scene: Scene) -> Told:
         scene.wish(1 << 20).acquire()
@@ -75,6 +76,7 @@ def test_a_promise_that_does_not_hold() -> None:
     assert check("canary", lambda: "all zero").breach == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     def found(scene: Scene) -> str:
@@ -95,6 +97,7 @@ def test_a_process_that_is_not_there() -> None:
         worker_pid(0xFEEDC0FFEE << 88)
 
 
+@pytest.mark.exhaustive
 def test_one_wrong_result_among_six_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.client.verify.workloads.WORK_S", 0)
     monkeypatch.setattr("gpulease.client.verify.workloads.count_set", lambda *_: 5)

@@ -74,6 +74,7 @@ def test_mutated_tokens() -> None:
         check_refused_or_weaker(mutated(dice, (TOKEN, narrowed)[number % 2]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "source",
     [

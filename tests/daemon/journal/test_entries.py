@@ -53,6 +53,7 @@ def test_the_last_change_of_each_row_counts(commits: list[list[Change]]) -> None
     connection.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [1, 2, 3, MAX_ROWS - 1, MAX_ROWS, MAX_ROWS + 1, 3 * MAX_ROWS])
 def test_many_take_few_statements(connection: sqlite3.Connection, count: int) -> None:
     statements: list[str] = []

@@ -34,6 +34,7 @@ def test_one_name_says_whose_it_is(names: list[str], tenants: dict[str, str], te
     assert tenant_named(names, tenants) == tenant
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("names", "tenants", "why"), REFUSED)
 def test_anything_else_is_nobodys(names: list[str], tenants: dict[str, str], why: str) -> None:
     with pytest.raises(NoTenant, match=why):

@@ -192,6 +192,7 @@ def test_it_ends_when_the_certificate_does(rig: Rig) -> None:
     assert rig.inner.recv(1) == b""
 
 
+@pytest.mark.exhaustive
 def test_a_tenant_that_has_tls_answer_and_reads_nothing_is_not_listened_to(rig: Rig) -> None:
     flood = rig.ask_for_new_keys(50_000)
     assert len(flood) > 4 * BUFFER_BYTES

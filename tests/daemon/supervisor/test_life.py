@@ -7,6 +7,7 @@ from helpers.service_manager import ServiceManager
 TOLD_TO_ONE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 
 
+@pytest.mark.exhaustive
 def test_a_life_is_told(manager: ServiceManager) -> None:
     manager.start_ready(watchdog_s=60)
     ready = manager.said.index("READY=1")

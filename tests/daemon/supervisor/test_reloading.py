@@ -46,6 +46,7 @@ def test_what_is_reloaded_are_settings() -> None:
     assert all(hasattr(Config(), name) for name in RELOADED)
 
 
+@pytest.mark.exhaustive
 def test_settings_are_read_again(manager: ServiceManager) -> None:
     manager.start_ready(config="")
     with manager.builder().acquire() as lease:

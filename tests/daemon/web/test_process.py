@@ -54,6 +54,7 @@ def tenants(answer: httpx.Response) -> list[str]:
     return [one["tenant"] for card in answer.json()["cards"] for one in card["slices"]]
 
 
+@pytest.mark.exhaustive
 def test_who_sees_what(rig: WebRig) -> None:
     assert tenants(asked(rig, "api/v1/state", BEARER)) == ["ann", "<b>bob</b>"]
     hidden = asked(rig, "api/v1/state")
@@ -66,6 +67,7 @@ def test_who_sees_what(rig: WebRig) -> None:
     assert asked(rig, "", {"Host": "evil.example"}).status_code == 421
 
 
+@pytest.mark.exhaustive
 def test_the_page_loads_nothing_from_elsewhere(rig: WebRig) -> None:
     for path, kind in (
         ("", "text/html"),
@@ -85,6 +87,7 @@ def test_the_page_loads_nothing_from_elsewhere(rig: WebRig) -> None:
     assert asked(rig, "nothing").status_code == 404
 
 
+@pytest.mark.exhaustive
 def test_health_and_metrics(rig: WebRig, scene: Scene) -> None:
     assert asked(rig, "healthz").text == "ok\n"
     assert asked(rig, "readyz").json() == {"ready": True, "checks": []}
@@ -99,6 +102,7 @@ def test_health_and_metrics(rig: WebRig, scene: Scene) -> None:
     assert asked(rig, "metrics").text.endswith('"} 3\n')
 
 
+@pytest.mark.exhaustive
 def test_a_stream(rig: WebRig, scene: Scene) -> None:
     def states(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         for line in lines:
@@ -116,6 +120,7 @@ def test_a_stream(rig: WebRig, scene: Scene) -> None:
         assert state["events"][0]["reason"] == "line\nbreak\u2028and more"
 
 
+@pytest.mark.exhaustive
 def test_streams_are_bounded_and_given_back(rig: WebRig) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_STREAMS):
@@ -157,6 +162,7 @@ def deleted(rig: WebRig, lease_id: str = ONE, headers: dict[str, str] | None = N
     )
 
 
+@pytest.mark.exhaustive
 def test_an_operator_revokes(rig: WebRig, scene: Scene) -> None:
     done = deleted(rig, reason="two words \u2028 and\nmore")
     assert (done.status_code, done.json()) == (200, {"lease_id": ONE, "outcome": "torndown"})
@@ -171,6 +177,7 @@ def test_an_operator_revokes(rig: WebRig, scene: Scene) -> None:
     assert (done.status_code, done.text) == (409, "It makes no sense. Ask otherwise.")
 
 
+@pytest.mark.exhaustive
 def test_nobody_else_does(rig: WebRig, scene: Scene) -> None:
     for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Basic {TOKEN}"}, {"Cookie": f"token={TOKEN}"}):
         answer = deleted(rig, headers=wrong)
@@ -190,6 +197,7 @@ def acted(rig: WebRig, method: str, path: str, headers: dict[str, str] | None = 
     return httpx.request(method, f"{rig.url}api/v1/{path}", headers=headers, timeout=10, trust_env=False)
 
 
+@pytest.mark.exhaustive
 def test_an_operator_drains_and_clears_fences(rig: WebRig, scene: Scene) -> None:
     begun = acted(rig, "PUT", "drain?within_s=90.5").json()
     assert (begun["draining"], begun["leases"]) == (True, 2)
@@ -207,6 +215,7 @@ def test_an_operator_drains_and_clears_fences(rig: WebRig, scene: Scene) -> None
     assert (scene.drained, scene.cleared) == done, "no more came to the broker"
 
 
+@pytest.mark.exhaustive
 def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene: Scene) -> None:
     def known() -> list[Any]:
         with suppress(httpx.TransportError):
@@ -224,6 +233,7 @@ def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene
     assert asked(rig, "api/v1/history", {"Authorization": "Bearer x"}).status_code == 401
 
 
+@pytest.mark.exhaustive
 def test_another_token_counts_from_when_it_is_read(rig: WebRig, scene: Scene) -> None:
     other = {"Authorization": f"Bearer {TOKEN[::-1]}"}
     with httpx.stream("GET", rig.url + "api/v1/events", headers=BEARER, timeout=60, trust_env=False) as answer:
@@ -269,6 +279,7 @@ NASTY = (
 )
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_request(capfd: pytest.CaptureFixture[str], scene: Scene) -> None:
     with WebRig(scene) as rig:  # within what is captured
         where, pid = httpx.URL(rig.url), rig.process_id
@@ -295,6 +306,7 @@ def test_it_is_shut_in(rig: WebRig) -> None:
         assert found["Seccomp"] == "2"
 
 
+@pytest.mark.exhaustive
 def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> None:
     before = asked(rig, "api/v1/state")
     pid = rig.process_id
@@ -309,6 +321,7 @@ def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> Non
     assert rig.process_id != pid
 
 
+@pytest.mark.exhaustive
 def test_one_that_hangs_is_noticed_and_started_anew(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     with WebRig(scene, patience=replace(ordinary_patience(), beat_s=0.2, hung_after_s=2)) as rig:
         pid = rig.process_id

@@ -45,6 +45,7 @@ def test_it_leaves_a_context_as_it_was() -> None:
         context.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "said"), [(Deaf, "MODULE_LOAD: the driver is too old"), (Forgetful, "result is not what it wrote")]
 )

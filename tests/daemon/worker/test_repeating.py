@@ -137,6 +137,7 @@ def test_launches_stop_at_the_look_that_sees_the_word(made: Rig, monkeypatch: py
     assert len(made.replies) == 1
 
 
+@pytest.mark.exhaustive
 def test_an_unloaded_module_is_expected_no_more(made: Rig) -> None:
     made.feed(quiet(launch_of(made), 1), expect_launches=True)
     unload = build_frame(Opcode.MODULE_UNLOAD, made.module.to_bytes(8, "big"), request_id=2, session_id=LEASE)

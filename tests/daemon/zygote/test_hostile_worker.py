@@ -57,6 +57,7 @@ def hostile(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Broker]:
         broker.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hostile", "rests_on"),
     [

@@ -184,6 +184,7 @@ def test_a_worker_holds_nothing_of_the_others(broker: Broker) -> None:
     assert not any("pidfd" in to for files in held for to in files)
 
 
+@pytest.mark.exhaustive
 def test_without_a_broker_leases_end_in_time_and_those_of_nobody_at_once(broker: Broker) -> None:
     long, ungranted, warm = broker.spawn(2, for_s=60), broker.spawn(3), broker.spawn(FIRST_WARM_ID, size_bytes=0)
     begun_at = time.monotonic()
@@ -198,6 +199,7 @@ def test_without_a_broker_leases_end_in_time_and_those_of_nobody_at_once(broker:
         assert set(workers) == {1, 2, 3, FIRST_WARM_ID}
 
 
+@pytest.mark.exhaustive
 def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
     """It reads nothing, so that its channel is full, and ends nothing: what is overdue is ended, and that alone."""
     overdue, moved, warm = broker.bear(1), broker.bear(2), broker.bear(FIRST_WARM_ID, size_bytes=0)
@@ -227,6 +229,7 @@ def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
         page.close()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_whose_word_is_flipped_ends(broker: Broker) -> None:
     pid = broker.spawn(1, for_s=60)
     with found_alive(broker) as page:
@@ -246,6 +249,7 @@ def found_alive(broker: Broker) -> Iterator[BrokerPage]:
         page.close()
 
 
+@pytest.mark.exhaustive
 def test_one_broker_at_a_time(broker: Broker) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as second:
         second.connect(str(broker.path))
@@ -254,6 +258,7 @@ def test_one_broker_at_a_time(broker: Broker) -> None:
             receive_message(second)
 
 
+@pytest.mark.exhaustive
 def test_it_ends_when_nobody_needs_it(tmp_path: Path) -> None:
     broker = Broker(tmp_path, alone_s=0.3)
     try:
@@ -288,6 +293,7 @@ def test_its_workers_die_with_it(broker: Broker) -> None:
     assert not broker.path.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_pipe_that_nobody_reads_ends_neither_it_nor_its_workers(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     broker = Broker(tmp_path, stderr=writer)

@@ -106,6 +106,7 @@ def parent() -> Iterator[Parent]:
         parent.close()
 
 
+@pytest.mark.exhaustive
 def test_a_worker_is_born_ready_and_named(parent: Parent) -> None:
     born = parent.spawn(0xABC << 100)
     assert receive_message(born.channel) == ({"op": "ready"}, [])
@@ -115,6 +116,7 @@ def test_a_worker_is_born_ready_and_named(parent: Parent) -> None:
     assert info.parent == parent.process.pid
 
 
+@pytest.mark.exhaustive
 @ONLY_ROOT
 def test_a_worker_holds_nothing_of_its_zygote(parent: Parent) -> None:
     born = parent.spawn(1)
@@ -127,6 +129,7 @@ def test_a_worker_holds_nothing_of_its_zygote(parent: Parent) -> None:
     assert what_is_open(born.pid) == STANDARD + OF_EVERY_WORKER
 
 
+@pytest.mark.exhaustive
 def test_a_worker_gains_no_privileges(parent: Parent) -> None:
     born = parent.spawn(1)
     receive_message(born.channel)
@@ -134,6 +137,7 @@ def test_a_worker_gains_no_privileges(parent: Parent) -> None:
         assert "NoNewPrivs:\t1\n" in status.read()
 
 
+@pytest.mark.exhaustive
 @ONLY_ROOT
 def test_a_worker_made_ahead_takes_a_lease_and_holds_nothing_else(parent: Parent) -> None:
     born = parent.spawn(FIRST_WARM_ID, size_bytes=0)
@@ -150,6 +154,7 @@ def test_a_worker_made_ahead_takes_a_lease_and_holds_nothing_else(parent: Parent
     assert what_is_open(born.pid) == STANDARD + OF_EVERY_WORKER
 
 
+@pytest.mark.exhaustive
 def test_a_worker_made_ahead_ends_when_its_channel_closes(parent: Parent) -> None:
     born = parent.spawn(FIRST_WARM_ID, size_bytes=0)
     receive_message(born.channel)
@@ -157,6 +162,7 @@ def test_a_worker_made_ahead_ends_when_its_channel_closes(parent: Parent) -> Non
     assert parent.hear() == {"op": "exited", "lease": f"{FIRST_WARM_ID:032x}", "reason": "exited with status 0"}
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_worker_is_told_and_it_is_reaped(parent: Parent) -> None:
     born = parent.spawn(7)
     receive_message(born.channel)
@@ -165,6 +171,7 @@ def test_the_end_of_a_worker_is_told_and_it_is_reaped(parent: Parent) -> None:
     assert process_info(born.pid) is None
 
 
+@pytest.mark.exhaustive
 def test_a_worker_ends_when_its_channel_closes(parent: Parent) -> None:
     born = parent.spawn(7)
     receive_message(born.channel)
@@ -172,6 +179,7 @@ def test_a_worker_ends_when_its_channel_closes(parent: Parent) -> None:
     assert parent.hear() == {"op": "exited", "lease": f"{7:032x}", "reason": "exited with status 0"}
 
 
+@pytest.mark.exhaustive
 def test_a_context_that_can_not_be_made(parent: Parent) -> None:
     born = parent.spawn(7, size_bytes=1 << 60)
     message, _ = receive_message(born.channel)
@@ -180,6 +188,7 @@ def test_a_context_that_can_not_be_made(parent: Parent) -> None:
     assert parent.hear()["reason"] == "exited with status 3"
 
 
+@pytest.mark.exhaustive
 def test_many_at_once(parent: Parent) -> None:
     births = [parent.spawn(number) for number in range(1, 9)]
     for born in births:
@@ -191,6 +200,7 @@ def test_many_at_once(parent: Parent) -> None:
     assert [info.name for info in descendants(parent.process.pid)] == []
 
 
+@pytest.mark.exhaustive
 def test_it_ends_with_its_parents_channel_and_its_workers_with_it(parent: Parent) -> None:
     born = parent.spawn(1)
     receive_message(born.channel)
@@ -199,12 +209,14 @@ def test_it_ends_with_its_parents_channel_and_its_workers_with_it(parent: Parent
     wait_until(lambda: not is_running(born.pid), "the worker ends with its zygote")
 
 
+@pytest.mark.exhaustive
 def test_it_dies_with_nobody_to_serve_even_without_a_message() -> None:
     parent = Parent("cpu")
     parent.close()
     assert parent.process.returncode is not None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(has_nvidia_driver(), reason="this host has an NVIDIA driver")
 def test_a_driver_that_is_not_there() -> None:
     parent = Parent("no-such-driver")

@@ -102,6 +102,7 @@ def test_a_mangled_program_is_rejected_or_loads(seed: int) -> None:
     loads(mangled(SMALL, seed))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["calls.sm75", "calls.debug.sm75", "numba.report.sm80"]))
 def test_a_mangled_file_is_rejected_or_loads(seed: int, name: str) -> None:

@@ -35,6 +35,7 @@ def numbers(*shape: int) -> Array:
     return np.arange(np.prod(shape), dtype="i4").reshape(shape)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_rounds(resting: CpuContext, module: CpuModule, rounds: int) -> None:
     expected = np.roll(numbers(60), -rounds) + rounds * (rounds - 1) // 2

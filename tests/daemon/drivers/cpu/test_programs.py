@@ -80,6 +80,7 @@ def test_scale_and_bias(context: CpuContext, vector: Vector, name: str, n: int) 
     assert np.array_equal(moved, np.concatenate([x[:n] + np.float32(0.3), x[n:]]))
 
 
+@pytest.mark.exhaustive
 def test_saxpy_strides_over_the_grid(programs: Program) -> None:
     x, y = (RNG.standard_normal(5000).astype("f4") for _ in range(2))
     _, result = programs.run("saxpy", (3,), (64,), struct.pack("<Q", 4999), f32(2.5), x, y)

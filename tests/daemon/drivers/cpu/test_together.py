@@ -120,6 +120,7 @@ def test_a_stack_s_limit_where_threads_wait(context: CpuContext, module: CpuModu
         run(context, module, "overflow", (1, 32), np.zeros(32, "i4"))
 
 
+@pytest.mark.exhaustive
 def test_a_lock_that_a_function_takes(context: CpuContext, module: CpuModule) -> None:
     assert run(context, module, "locked", (1, 40), np.zeros(1, "i4"), np.zeros(1, "i4"))[0] == 40
 

@@ -79,6 +79,7 @@ def in_grains(size: int) -> int:
     return -(-size // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sections", "taken"),
     [

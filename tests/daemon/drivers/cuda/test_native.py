@@ -18,6 +18,7 @@ def address(function: Any) -> int:
     return ctypes.cast(function, POINTER).value or 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("result", [0, 1, 700])
 @pytest.mark.parametrize("params", [b"", b"p" * 4096])
 def test_a_launch_reaches_the_driver_whole(result: int, params: bytes) -> None:
@@ -40,6 +41,7 @@ def test_a_launch_reaches_the_driver_whole(result: int, params: bytes) -> None:
     assert (state.launches, state.tag) == ((4, 3) if result else (5, 2**64 - 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("result", "others", "answer", "launches"),
     [(0, 0, 0, 0), (600, 0, 1, 9), (700, 0, 2, 9), (-1, 0, 2, 9), (0, 1, 2, 9)],

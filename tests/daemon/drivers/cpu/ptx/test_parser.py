@@ -208,6 +208,7 @@ def only_rejected(text: str) -> None:
         translate(parse(text))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=200) | st.text(alphabet='{}()[];,.:@!+-<>=%r0123456789 \nabcdefx/*"', max_size=300))
 def test_noise_is_only_ever_rejected(noise: str) -> None:

@@ -77,6 +77,7 @@ def arguments() -> st.SearchStrategy[int]:
     return st.sampled_from(edges + [e | SIGN for e in edges]) | small | st.integers(0, 2**32 - 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ftz", ["", ".ftz"])
 @pytest.mark.parametrize("name", [*FUNCTIONS])
 @SETTINGS

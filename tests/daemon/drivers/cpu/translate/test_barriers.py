@@ -63,6 +63,7 @@ def test_producers_arrive_and_consumers_wait(run_block: RunBlock, threads: int, 
     assert not any(row[0] for row in kept[32:])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spelling", ["bar{}.{}", "bar.cta{}.{}", "barrier{}.aligned.{}", "barrier.cta{}.{}"])
 @pytest.mark.parametrize("count", ["", ", 96"])
 def test_reductions(run_block: RunBlock, spelling: str, count: str) -> None:

@@ -34,6 +34,7 @@ def test_two_words_make_a_long_one(compute: Compute, name: str, kind: str, rows:
     assert compute(body, ["b64", "b64"], "b64", rows) == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["u64", "s64", "u32", "s32"])
 @pytest.mark.parametrize("name", ["add", "sub"])
 @SETTINGS

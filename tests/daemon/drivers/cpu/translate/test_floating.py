@@ -143,6 +143,7 @@ def patterns(kind: str) -> st.SearchStrategy[int]:
 ALIKE = sorted({(kind.split(".")[-1], arity) for _, _, kind, arity in FORMS})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "arity"), ALIKE)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

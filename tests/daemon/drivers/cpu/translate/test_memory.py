@@ -54,6 +54,7 @@ def held_in(kind: str) -> str:
     return {"f32": "%f1", "f64": "%g1"}.get(kind, REGISTER[TYPES[kind]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("space", [".global", ""])
 @pytest.mark.parametrize("operation", ["ld", "st"])

@@ -60,6 +60,7 @@ SIGNS = st.sampled_from([1.0, -1.0])
 SPECIAL = st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 464.0, 466.0, 57344.0, 61440.0, 2.0**-30])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("relu", ["", ".relu"])
 @FEW

@@ -60,6 +60,7 @@ def test_an_image_has_a_share_of_optimising() -> None:
     assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
 
 
+@pytest.mark.exhaustive
 def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
     """Each wait saves what is live there: many waits with many live registers would be gigabytes of code."""
     count, waits = 400, 800
@@ -109,6 +110,7 @@ def test_lines_are_bounded_in_one_function_and_in_all(
         translate(image)
 
 
+@pytest.mark.exhaustive
 def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
     body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
     context.module_load(f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}".encode())

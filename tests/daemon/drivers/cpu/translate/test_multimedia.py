@@ -110,6 +110,7 @@ def patterns(bits: int) -> st.SearchStrategy[int]:
 ALIKE = alike(cases())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("types", ALIKE)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

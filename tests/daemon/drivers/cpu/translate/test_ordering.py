@@ -102,6 +102,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("look", LOADS)
 @pytest.mark.parametrize("threads", [2, 40])
 def test_each_thread_waits_for_the_one_behind_it(run_block: RunBlock, look: str, threads: int) -> None:
