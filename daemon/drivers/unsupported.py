@@ -21,6 +21,11 @@ _WORD: Final = re.compile(
 _SHOWN_NAME_CHARACTERS: Final = 200
 
 
+def text_of(image: bytes) -> bytes:
+    """The PTX text of an image: all before its first NUL, as cuModuleLoadData and cuLinkAddData take a C string."""
+    return image.partition(b"\0")[0]
+
+
 def refuse_managed_text(ptx: bytes) -> None:
     """Raise ImageRejected for PTX text that declares a managed variable (PTX ISA section 11.4, `.attribute`).
 

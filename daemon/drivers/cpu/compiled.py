@@ -19,7 +19,7 @@ from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
 from gpulease.daemon.drivers.cpu.translate.module import Part, translate
 from gpulease.daemon.drivers.cpu.translate.specials import GRID_BARRIER
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, Parameter
-from gpulease.daemon.drivers.unsupported import refuse_managed_text
+from gpulease.daemon.drivers.unsupported import refuse_managed_text, text_of
 from gpulease.daemon.native.compiler import BadIr, emit_object
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
@@ -132,12 +132,12 @@ def _decode(image: bytes) -> str:
         )
     if len(image) > MAX_IMAGE_BYTES:
         raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
-    refuse_managed_text(image)
+    text = text_of(image)
+    refuse_managed_text(text)
     try:
-        # The driver API takes C strings: zeros behind the text belong to them.
-        return image.rstrip(b"\0").decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = image.count(b"\n", 0, error.start) + 1
+        line = text.count(b"\n", 0, error.start) + 1
         raise rejected("this is no text", line=line) from None
 
 

@@ -17,7 +17,7 @@ from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.local import LocalMemory
 from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter
-from gpulease.daemon.drivers.unsupported import refuse_managed_text
+from gpulease.daemon.drivers.unsupported import refuse_managed_text, text_of
 
 LOG_BYTES: Final = 64 << 10
 """Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
@@ -92,8 +92,9 @@ def machine_code(image: bytes, compiled: Compiled) -> bytes:
         raise ImageRejected(
             "this image is a fatbin, which is not supported", hint="Load one of its images: nvcc -cubin or nvcc -ptx."
         )
-    refuse_managed_text(image)
-    return compiled.of(image, _compile)
+    text = text_of(image)
+    refuse_managed_text(text)
+    return compiled.of(text, _compile)
 
 
 def unload(loaded: Any) -> None:
@@ -133,7 +134,7 @@ def _compile(ptx: bytes) -> bytes:
     _check(error, log)
     try:
         # The driver reads PTX to its NUL, whatever length is given.
-        text = ptx.rstrip(b"\0") + b"\0"
+        text = ptx + b"\0"
         kind = api.CUjitInputType.CU_JIT_INPUT_PTX
         (error,) = api.cuLinkAddData(link, kind, text, len(text), b"module", 0, [], [])
         _check(error, log)

@@ -91,3 +91,11 @@ def test_only_kernels_that_synchronise_their_grid_are_refused(context: CpuContex
             context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
             context.sync()
     assert len(module.kernels) == 7
+
+
+@pytest.mark.parametrize("behind", [b"\0.managed x", b"\0(", b"\0\xff", b"\0\0"])
+def test_nothing_behind_the_first_nul_is_read(context: CpuContext, behind: bytes) -> None:
+    """As libcuda takes an image: as a C string."""
+    assert context.module_load(f"{HEAD}{KERNEL}".encode() + behind).kernels.keys() == {"k"}
+    with pytest.raises(ImageRejected, match="'m' is __managed__"):
+        context.module_load(f"{HEAD}.global .attribute(.managed) .u32 m;{KERNEL}".encode() + behind)
