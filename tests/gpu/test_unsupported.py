@@ -54,3 +54,19 @@ def test_kernels_that_synchronise_their_grid_are_refused_and_others_run(daemon: 
             else:
                 run(session, module, kernel, args)
         check_main_job(session)
+
+
+def test_kernels_of_ptx_that_guard_their_synchronisation_run(daemon: Daemon) -> None:
+    with daemon.builder(64 * MIB).acquire() as lease, GpuSession(lease) as session:
+        module = session.module_load((IMAGES / "guards.sm75.ptx").read_bytes())
+        buffer = session.mem_alloc(4096)
+        for kernel, info in module.kernels.items():
+            args = KernelArgs().push_buffer(buffer)
+            if len(info.parameter_sizes) > 1:
+                args.push_u32(8)
+            if kernel.startswith("needs_"):
+                with pytest.raises(LaunchFailed, match=f"kernel {kernel} needs a cooperative launch"):
+                    run(session, module, kernel, args)
+            else:
+                run(session, module, kernel, args)
+        check_main_job(session)

@@ -13,11 +13,11 @@ from gpulease.daemon.drivers.cpu.architecture import SM_90, Architecture
 from gpulease.daemon.drivers.cpu.areas import Needs
 from gpulease.daemon.drivers.cpu.limits import MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK
 from gpulease.daemon.drivers.cpu.ptx.parser import parse
-from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Relocation, Special
+from gpulease.daemon.drivers.cpu.ptx.syntax import Function, Image, Relocation
 from gpulease.daemon.drivers.cpu.rejection import rejected
-from gpulease.daemon.drivers.cpu.translate.linking import CallGraph, link
+from gpulease.daemon.drivers.cpu.translate.cooperative import cooperative_kernels
+from gpulease.daemon.drivers.cpu.translate.linking import link
 from gpulease.daemon.drivers.cpu.translate.module import Part, translate
-from gpulease.daemon.drivers.cpu.translate.specials import GRID_BARRIER
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, Parameter
 from gpulease.daemon.drivers.unsupported import refuse_managed_text, text_of
 from gpulease.daemon.native.compiler import BadIr, emit_object
@@ -144,28 +144,11 @@ def _decode(image: bytes) -> str:
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
     needs = {name: found for part in parts for name, found in part.needs.items()}
-    cooperative = _cooperative(tree)
+    cooperative = cooperative_kernels(tree)
     return tuple(
         _facts(function, needs[function.name], *places[function.name], is_cooperative=function.name in cooperative)
         for function in tree.functions
     )
-
-
-def _cooperative(tree: Image) -> frozenset[str]:
-    """The kernels that reach both a read of the grid's barrier and a trap, as drivers/cuda/elf.py finds in cubins."""
-    functions = (*tree.functions, *tree.subroutines)
-    reads = {function.name for function in functions if _reads_grid_barrier(function)}
-    traps = {function.name for function in functions if any(i.opcode == "trap" for i in function.instructions)}
-    if not reads or not traps:
-        return frozenset()
-    graph = CallGraph(tree)
-    reached = {kernel.name: {kernel.name, *graph.reached(kernel)} for kernel in tree.functions}
-    return frozenset(name for name, found in reached.items() if found & reads and found & traps)
-
-
-def _reads_grid_barrier(function: Function) -> bool:
-    operands = (operand for i in function.instructions for operand in i.operands)
-    return any(isinstance(operand, Special) and operand.name[1:] in GRID_BARRIER for operand in operands)
 
 
 def _facts(function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool) -> KernelFacts:

@@ -62,7 +62,7 @@ class Weight:
         has_system_calls: Whether it calls functions of the driver's own that make the context grow.
         leaves_traces: Whether kernels may leave something in what the driver keeps when it is unloaded: in variables,
             or by the driver's own functions, in the heap or what is printed.
-        cooperative: The kernels that synchronise their grid, so that only a cooperative launch can run them.
+        cooperative: The kernels that seem to synchronise their grid, so that only a cooperative launch can run them.
     """
 
     device_bytes: int
@@ -206,6 +206,9 @@ def _open(cubin: bytes) -> _File:
 # nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2, and traps if it is 0,
 # as it is in any but a cooperative launch. No attribute in the file says so. The machine code does: it reads the two
 # registers at fixed places of constant bank 0, and has an instruction that traps.
+#
+# Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or behind its own check, is
+# found too. Of machine code made of PTX, the text tells them apart (drivers/cpu/translate/cooperative.py).
 
 _ABI_OF_CUDA_13: Final = 8
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from cuda.bindings import driver as api
 
+from gpulease.daemon.drivers.cpu.translate.cooperative import confirm_by_text
 from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.local import LocalMemory
@@ -70,12 +71,13 @@ def load_image(
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
+    cooperative = weight.cooperative if image.startswith(_ELF) else confirm_by_text(text_of(image), weight.cooperative)
     listed = _list_kernels(cubin)
     error, loaded = api.cuModuleLoadData(cubin)
     _check(error)
     try:
         kernels = {
-            name: _kernel(loaded, name, parameters, local, is_cooperative=name in weight.cooperative)
+            name: _kernel(loaded, name, parameters, local, is_cooperative=name in cooperative)
             for name, parameters in listed.items()
         }
     except ImageRejected:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.drivers.cpu.translate.cooperative import confirm_by_text
 from gpulease.daemon.drivers.interface import Dim3, ImageRejected, LaunchRejected
 from gpulease.daemon.drivers.steps import KernelStep
 from gpulease.daemon.drivers.unsupported import refuse_managed_text
@@ -91,6 +92,74 @@ def test_only_kernels_that_synchronise_their_grid_are_refused(context: CpuContex
             context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
             context.sync()
     assert len(module.kernels) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("guards.sm75.ptx", 19), ("guards.sm90.ptx", 19), ("unoptimised.sm75.ptx", 2)]
+)
+def test_a_kernel_that_guards_its_synchronisation_or_traps_for_another_reason_runs(
+    context: CpuContext, name: str, kernels: int
+) -> None:
+    module = context.module_load((IMAGES / name).read_bytes())
+    buffer = context.mem_alloc(4096)
+    for kernel in module.kernels.values():
+        params = (buffer.to_bytes(8, "little") + bytes([8, 0, 0, 0]))[: kernel.parameter_bytes]
+        if kernel.name.startswith("needs_"):
+            with pytest.raises(LaunchRejected, match=f"kernel {kernel.name} needs a cooperative launch"):
+                context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
+        else:
+            context.launch(kernel, ONE, (32, 1, 1), 0, params, 1)
+            context.sync()
+    assert len(module.kernels) == kernels
+
+
+READS = """
+    .reg .pred %p<5>;
+    .reg .b32 %r<5>;
+    .reg .b64 %rd<5>;
+    .local .b64 kept;
+    mov.u32 %r1, %envreg1;
+    mov.u32 %r2, %envreg2;
+    mov.b64 %rd1, {%r2, %r1};
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "needs"),
+    [
+        ("setp.eq.u64 %p1, %rd1, 0; @%p1 trap; ret;", True),
+        ("setp.eq.u64 %p1, %rd1, 0; @!%p1 trap; ret;", False),
+        ("setp.ne.u64 %p1, %rd1, 0; @%p1 bra on; bra.uni stop; stop: trap; on: ret;", True),
+        ("setp.ne.u64 %p1, %rd1, 0; @!%p1 ret; trap;", False),
+        ("setp.ne.u64 %p1, %rd1, 0; @%p1 ret; trap;", True),
+        # A trap of its own, whatever the address.
+        (
+            "setp.ne.u64 %p1, %rd1, 0; @%p1 bra on; on: mov.u32 %r3, %tid.x; setp.eq.u32 %p2, %r3, 99; @%p2 trap; ret;",
+            False,
+        ),
+        # Its predicate is made of both, or written on two ways.
+        ("setp.ne.u64 %p1, %rd1, 0; setp.eq.u32 %p2, %r3, 99; and.pred %p3, %p1, %p2; @%p3 trap; ret;", False),
+        ("setp.eq.u64 %p1, %rd1, 0; setp.eq.u32 %p2, %r3, 99; or.pred %p3, %p1, %p2; @%p3 trap; ret;", True),
+        (
+            "setp.eq.u64 %p1, %rd1, 0; mov.u32 %r3, 1; @%p1 mov.u32 %r3, 2; setp.eq.u32 %p2, %r3, 2; @%p2 trap; ret;",
+            True,
+        ),
+        # Through memory, where it is not followed.
+        ("st.local.u64 [kept], %rd1; ld.local.u64 %rd2, [kept]; setp.eq.u64 %p1, %rd2, 0; @%p1 trap; ret;", True),
+    ],
+)
+def test_a_trap_counts_if_the_barriers_address_decides_it(context: CpuContext, body: str, needs: bool) -> None:
+    module = context.module_load(f"{HEAD}.visible .entry k() {{ {READS} {body} }}".encode())
+    assert module.kernels["k"].is_cooperative is needs
+
+
+def test_what_machine_code_seems_to_need_is_asked_of_its_text() -> None:
+    """Text that can't be read proves nothing."""
+    text = (IMAGES / "guards.sm90.ptx").read_bytes()
+    found = frozenset({"needs_valid", "runs_asks_twice"})
+    assert confirm_by_text(text, found) == {"needs_valid"}
+    assert confirm_by_text(text + b"(", found) == found
+    assert confirm_by_text(b"\xff" + text, found) == found
 
 
 @pytest.mark.parametrize("behind", [b"\0.managed x", b"\0(", b"\0\xff", b"\0\0"])

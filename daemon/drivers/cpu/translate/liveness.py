@@ -19,7 +19,7 @@ from gpulease.daemon.drivers.cpu.ptx.syntax import (
 )
 
 # Instructions behind which control does not go on, unless they are guarded.
-_ENDS = ("bra", "brx", "ret", "exit", "trap")
+ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
 class TooComplex(Exception):
@@ -146,7 +146,7 @@ def leaders(instructions: Sequence[Instruction]) -> set[int]:
     found = {0}
     for index, instruction in enumerate(instructions):
         found.update(target.index for target in instruction.operands if isinstance(target, Target))
-        if instruction.opcode in _ENDS:
+        if instruction.opcode in ENDS:
             found.add(index + 1)
     found.discard(len(instructions))
     return found
@@ -155,7 +155,7 @@ def leaders(instructions: Sequence[Instruction]) -> set[int]:
 def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int, int]) -> list[int]:
     last = instructions[end - 1]
     found = [target.index for target in last.operands if isinstance(target, Target)]
-    if last.opcode not in _ENDS or last.guard is not None:
+    if last.opcode not in ENDS or last.guard is not None:
         found.append(end)
     return [block_at[index] for index in found if index in block_at]
 
