@@ -21,6 +21,10 @@ from gpulease.daemon.drivers.unsupported import managed_refused
 MAX_NAME_BYTES: Final = 32 << 10
 """Of one symbol. Stops a file of symbols whose names never end from being searched to its end for each."""
 
+MAX_ROWS: Final = 1 << 17
+"""Of one file's section headers, of its symbols, and of its calls. Stops a forged file of 64 MiB of them from costing a
+worker hundreds of MB. Real cubins have some tens of thousands at most."""
+
 MODULE_GRAIN_BYTES: Final = 64 << 10
 """A module counts as a multiple of this: its small parts lie in pages shared with other modules, with gaps."""
 
@@ -132,13 +136,31 @@ class _File:
         """A symbol's name."""
         return self.text(symbol.names, symbol.name_at)
 
+    def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
+        """All rows of the sections of some kinds, in order, each with its section."""
+        tables = [section for section in self.sections if section.kind in kinds]
+        _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
+        for table in tables:
+            for found in row.iter_unpack(self.read(table, row.size)):
+                yield table, found
+
     def symbols(self) -> Iterator[_Symbol]:
         """All symbols of all tables, in order."""
-        for table in self.sections:
-            if table.kind in (_SYMTAB, _DYNAMIC_SYMTAB):
-                strings = self.sections[table.link]
-                for name_at, info, other, index, value, size in _SYMBOL.iter_unpack(self.read(table, _SYMBOL.size)):
-                    yield _Symbol(name_at, info & 0xF, other, index, value, size, strings)
+        for table, (name_at, info, other, index, value, size) in self.rows(_SYMBOL, _SYMTAB, _DYNAMIC_SYMTAB):
+            yield _Symbol(name_at, info & 0xF, other, index, value, size, self.sections[table.link])
+
+    def kept_name_of(self, symbol: _Symbol) -> str:
+        """A symbol's name, counted against what may be read: names could share their bytes."""
+        name = self.name_of(symbol)
+        self.left_bytes -= len(name)
+        if self.left_bytes < 0:
+            raise ValueError("names overlap")
+        return name.decode(errors="replace")
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MAX_ROWS:
+        raise ValueError(f"{count} {what} are more than {MAX_ROWS}")
 
 
 def weigh(cubin: bytes) -> Weight:
@@ -194,6 +216,7 @@ def _open(cubin: bytes) -> _File:
         count = _SECTION.unpack_from(cubin, table_at)[5]
     if table_at + count * _SECTION.size > len(cubin):
         raise ValueError(f"{count} sections in {len(cubin)} bytes")
+    _check_count(count, "sections")
     rows = [_SECTION.unpack_from(cubin, table_at + _SECTION.size * number) for number in range(count)]
     sections = [_Section(row[0], row[1], row[2], row[4], row[5], row[6]) for row in rows]
     # Since ABI version 8 (CUDA 13) the architecture stands one byte higher.
@@ -244,7 +267,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
     calls = _calls(file, symbols)
     reading, trapping = _callers_of(reads, calls), _callers_of(traps, calls)
     return frozenset(
-        file.name_of(symbol).decode(errors="replace")
+        file.kept_name_of(symbol)
         for symbol in symbols
         if symbol.kind == _FUNCTION and symbol.other & _ENTRY and symbol.section in reading & trapping
     )
@@ -264,17 +287,18 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
     """By section of code, the sections of those who may call into it."""
     callers: dict[int, set[int]] = {}
     addressed, calling = set[int](), set[int]()
-    for graph in file.sections:
-        part = 0
-        for caller, callee in _CALL.iter_unpack(file.read(graph, _CALL.size) if graph.kind == _CALL_GRAPH else b""):
-            if callee >= _MARKS:
-                part = callee - (1 << 32)
-            elif part == -2:
-                addressed.add(symbols[caller].section)
-            elif part == -3:
-                calling.add(symbols[caller].section)
-            else:
-                callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
+    part, graph = 0, None
+    for table, (caller, callee) in file.rows(_CALL, _CALL_GRAPH):
+        if table is not graph:
+            part, graph = 0, table
+        if callee >= _MARKS:
+            part = callee - (1 << 32)
+        elif part == -2:
+            addressed.add(symbols[caller].section)
+        elif part == -3:
+            calling.add(symbols[caller].section)
+        else:
+            callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
     # Behind a pointer may be any function whose address is taken; -1 stands for the pointer.
     for section in addressed:
         callers.setdefault(section, set()).add(-1)

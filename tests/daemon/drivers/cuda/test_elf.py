@@ -2,14 +2,15 @@
 
 import contextlib
 import struct
-from dataclasses import dataclass
+import tracemalloc
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.drivers.cuda.elf import MODULE_GRAIN_BYTES, weigh
+from gpulease.daemon.drivers.cuda.elf import MAX_ROWS, MODULE_GRAIN_BYTES, weigh
 from gpulease.daemon.drivers.interface import ImageRejected
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -43,7 +44,7 @@ def cubin(*sections: Section, symbols: tuple[Symbol, ...] = ()) -> bytes:
     """Sections are numbered from 1; behind them come the strings and the symbols."""
     texts = b"\0"
     places: dict[str, int] = {}
-    for name in [section.name for section in sections] + [symbol.name for symbol in symbols]:
+    for name in dict.fromkeys([section.name for section in sections] + [symbol.name for symbol in symbols]):
         places[name] = len(texts)
         texts += name.encode() + b"\0"
     rows = b"".join(
@@ -179,11 +180,53 @@ def test_code_of_another_machine_is_no_cubin() -> None:
 
 
 def test_the_same_bytes_are_not_read_again_for_each_of_many_sections() -> None:
-    """A file of 1 MiB whose 8,000 symbol tables are the same half of it would be 170 million symbols."""
-    image = bytearray(cubin(CODE, *[Section("", SYMTAB, 0, 1 << 19)] * 8_000))
+    """A file of 1 MiB whose 8,000 sections of code are the same half of it would be 260 million instructions."""
+    image = bytearray(cubin(CODE, *[Section("", PROGBITS, ALLOCATED | 4, 1 << 19)] * 8_000))
     image += bytes(1 << 20)
     with pytest.raises(ImageRejected, match="overlap"):
         weigh(bytes(image))
+
+
+CALL_GRAPH = 0x70000001
+READS_AND_TRAPS = Section(
+    ".text.k", PROGBITS, ALLOCATED | 4, 32, struct.pack("<4Q", 0x600 | 0x8C // 4 << 40, 0, 0x95C, 0)
+)
+K = Symbol("k", FUNCTION, 1, 0, 32, other=0x10)
+
+
+def headers_of(count: int) -> bytes:
+    """A file whose first section header says there are that many, most of them empty."""
+    image = bytearray(cubin(CODE))
+    (table_at,) = struct.unpack_from("<Q", image, 40)
+    struct.pack_into("<Q", image, table_at + 32, count)
+    struct.pack_into("<H", image, 60, 0)
+    return bytes(image.ljust(table_at + 64 * count, b"\0"))
+
+
+def rows_of(kind: int, row_bytes: int, count: int) -> bytes:
+    return cubin(READS_AND_TRAPS, Section("", kind, 0, row_bytes * count, bytes(row_bytes * count)), symbols=(K,))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [headers_of(MAX_ROWS + 1), rows_of(SYMTAB, 24, MAX_ROWS + 1), rows_of(CALL_GRAPH, 8, MAX_ROWS + 1)],
+    ids=["sections", "symbols", "calls"],
+)
+def test_more_rows_than_real_cubins_have_are_refused_before_they_are_kept(image: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImageRejected, match=f"are more than {MAX_ROWS}"):
+            weigh(image)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_names_that_share_their_bytes_are_not_kept_for_each_of_many_kernels() -> None:
+    """A file of a few hundred KB could have thousands of kernels whose names end alike, each of them 32 KB."""
+    assert weigh(cubin(READS_AND_TRAPS, symbols=(K,))).cooperative == {"k"}
+    with pytest.raises(ImageRejected, match="names overlap"):
+        weigh(cubin(READS_AND_TRAPS, symbols=(replace(K, name="k" * 16_000),) * 100))
 
 
 def test_a_name_that_never_ends_is_refused() -> None:
