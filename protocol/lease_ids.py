@@ -1,6 +1,7 @@
 """A lease's id as people and programs see it: 32 hexadecimal digits, wherever it is printed."""
 
 import re
+from contextlib import suppress
 from typing import Final
 
 _TEXT: Final = re.compile("[0-9a-fA-F]{32}")
@@ -23,8 +24,11 @@ class LeaseId(int):
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        """As its text, or as a number where the specification asks for one: `f"{lease_id:d}"`."""
-        return int.__format__(self, spec) if spec[-1:] in _INTEGER_KINDS else format(str(self), spec)
+        """As its text, or as a number where the specification asks for one: `f"{lease_id:d}"`, `f"{lease_id:,}"`."""
+        if spec[-1:] not in _INTEGER_KINDS:
+            with suppress(ValueError):
+                return format(str(self), spec)
+        return int.__format__(self, spec)
 
 
 def lease_id_of(text: str) -> LeaseId:

@@ -28,7 +28,7 @@ class LeaseReport(TypedDict):
     """One lease. A daemon of another version may say more, and lack what is marked so.
 
     Attributes:
-        lease_id: 32 hexadecimal digits.
+        lease_id: The id's text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
         state: pending, active, draining (it ends), torndown (its memory is free) or fenced (that could not be proved).
         generation: Goes up with every renewal.
         size_bytes: Device memory granted.

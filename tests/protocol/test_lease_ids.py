@@ -15,6 +15,9 @@ def test_it_prints_as_32_digits_and_counts_as_a_number() -> None:
     assert [str(lease_id), repr(lease_id), f"{lease_id}", "%s" % lease_id, f"{lease_id!r}"] == [TEXT] * 5  # noqa: UP031
     assert (f"{lease_id:>40}", f"{lease_id:.8}") == (TEXT.rjust(40), TEXT[:8])
     assert (f"{lease_id:d}", f"{lease_id:032x}", f"{lease_id:x}") == (str(int(TEXT, 16)), TEXT, TEXT.lstrip("0"))
+    assert [f"{lease_id:,}", f"{lease_id:+}", f"{lease_id:=40}"] == [
+        format(int(TEXT, 16), spec) for spec in (",", "+", "=40")
+    ]
     assert lease_id == int(TEXT, 16)
     assert {int(TEXT, 16): "found"}[lease_id] == "found"
     assert lease_id.to_bytes(16, "big") == bytes.fromhex(TEXT)
