@@ -18,7 +18,8 @@ SHORT = ["--leases", "5", "--minutes", "0.06", "--life", "0.4", "--looks", str(L
 def test_a_daemon_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
     result = CliRunner().invoke(main, SHORT, catch_exceptions=False)
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
+    assert result.stderr.count(" leases ended\n") == LOOKS
     # What a daemon that has just begun has of memory and threads grows; that it stays takes minutes to see.
     assert {name for name, told in report["trends"].items() if told["is"] != "flat"} <= FILLS_UP
     assert result.exit_code == (0 if report["is_flat"] else 1)
@@ -36,7 +37,7 @@ def test_one_that_leaks_a_descriptor_with_each_lease_is_told() -> None:
     try:
         daemon.wait_until_it_answers()
         result = CliRunner().invoke(main, [*SHORT, "--address", daemon.address], catch_exceptions=False)
-        report = json.loads(result.output)
+        report = json.loads(result.stdout)
         assert result.exit_code == 1
         assert {name for name, told in report["trends"].items() if told["is"] != "flat"} - FILLS_UP == {"broker fds"}
     finally:
