@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "events": ("drain:events", "Print what leases go through, a line each as it happens."),
     "fence": ("node:fence", "Look after memory that could not be proved free."),
     "health": ("metrics:health", "Show whether the daemon can grant leases, and what keeps it from it."),
-    "info": ("node:info", "Show the cards, and what workers are shut in by."),
+    "info": ("node:info", "Show the cards: what may be leased, what is free, what is fenced."),
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or everybody's if you are the operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
