@@ -89,6 +89,7 @@ def end_by(number: signal.Signals) -> NoReturn:
         sys.stdout.flush()
     with suppress(OSError):  # SIGKILL has no other handler
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     sys.exit(128 + number)
 

@@ -5,6 +5,7 @@ The lease's id, and no token, because a token opens one connection and lasts for
 open as many sessions as its lease lets it, one after the other, and so may the programs that it starts.
 """
 
+import errno
 import os
 import resource
 import shutil
@@ -13,18 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Final, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.cli.endings import end_by, fail
 from gpulease.client.core.wish import LEASE_ID_VARIABLE
+from gpulease.client.errors import Disconnected, GpuLeaseError
 from gpulease.client.events import LeaseEvents
 from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.sizes import parse_size
+
+if TYPE_CHECKING:
+    # Not at run time: numpy comes with it, and its threads must start behind `_block`.
+    from gpulease.client.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
 """The lease ended before the program; timeout(1) says the same of a program that took too long."""
@@ -38,6 +44,13 @@ KILL_AFTER_S: Final = 10.0
 
 UNHEARD_S: Final = 5.0
 """How long past its deadline a lease is taken for alive while the daemon does not say that it has ended."""
+
+ORPHAN_S: Final = 60.0
+"""How long the lease stays once nobody is connected to it, because this process was killed. Longer than a daemon takes
+to be started anew: until `_watch` has found it again, the lease has only the connections of the program's sessions."""
+
+GIVE_BACK_S: Final = 5.0
+"""How long the lease's end is waited for once the program has ended."""
 
 FORWARDED: Final = (
     signal.SIGHUP,
@@ -79,21 +92,75 @@ def run(vram_bytes: int, ttl_ms: int, wait_ms: int, device: str | None, command:
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
     ended first, and CMD was ended for that; 126 and 127 if CMD can't be started or is not there.
     """
-    if shutil.which(command[0]) is None:
-        fail(f"{command[0]}: there is no such program", EXIT_NO_PROGRAM)
-    builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000)
+    _check_program(command[0])
+    usual = _block()
+    # Now, behind `_block`: numpy starts threads when it is imported, and they inherit what is blocked.
+    from gpulease.client.public import GpuBuilder
+
+    builder = GpuBuilder().min_vram(vram_bytes).lease_secs(ttl_ms / 1000).timeout(wait_ms / 1000).orphan_secs(ORPHAN_S)
     if device is not None:
         builder.device(device)
-    with builder.acquire() as lease:
-        held = _Held(lease)
-        # From here on signals are taken one by one, so that none ends this process and leaves the lease behind.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        status = held.run(command, usual)
+    # There is no lease to leave behind yet: whoever waits for room can interrupt it.
     signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+    lease = builder.acquire()
+    held = _Held(lease)
+    try:
+        _block()
+        status = held.run(command, usual)
+    finally:
+        _give_back(lease)
+    # They stay blocked: what comes after the program's end was meant for the program.
     if held.why_ended:
         sys.exit(EXIT_LEASE_ENDED)
     _end_as(status)
+
+
+def _block() -> set[signal.Signals]:
+    """Have signals wait until `_wait` takes them one by one, and return what was blocked before.
+
+    A signal is blocked only if every thread of the process blocks it.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)}
+
+
+def _check_program(program: str) -> None:
+    """End if the program can't be started: before there is a lease, as far as that can be told."""
+    if shutil.which(program) is not None:
+        return
+    where = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
+    try:
+        os.stat(where or "")
+    except OSError as error:
+        _fail_to_start(program, error)
+    number = errno.EISDIR if os.path.isdir(where or "") else errno.EACCES
+    _fail_to_start(program, OSError(number, os.strerror(number)))
+
+
+def _fail_to_start(program: str, error: OSError) -> NoReturn:
+    if error.errno == errno.ENOENT:
+        fail(f"{program}: there is no such program", EXIT_NO_PROGRAM)
+    fail(f"{program}: {error.strerror}", EXIT_NOT_STARTED)
+
+
+def _give_back(lease: "GpuLease") -> None:
+    """Free the lease. The program's exit status stands, whatever becomes of that: it is told on stderr."""
+    said = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
+
+    def leave() -> None:
+        try:
+            with lease:
+                pass
+            said.clear()
+        except GpuLeaseError as error:
+            said[0] = str(error)
+
+    # Freeing waits longer than this for a daemon that keeps leases over its restart.
+    leaving = threading.Thread(target=leave, daemon=True)
+    leaving.start()
+    leaving.join(GIVE_BACK_S)
+    if said:
+        click.echo(f"gpulease: lease {lease.lease_id_text} was not given back: {said[0]}", err=True)
 
 
 class _Held:
@@ -103,36 +170,44 @@ class _Held:
         why_ended: Why the lease ended before the program; "" if it did not.
     """
 
-    def __init__(self, lease: GpuLease) -> None:
+    def __init__(self, lease: "GpuLease") -> None:
         self.why_ended = ""
         self._lease = lease
+        self._deadline_s = time.monotonic() + lease.remaining_s
         self._heard = ""
+        self._has_ended = False
         self._pid = 0
 
     def run(self, command: tuple[str, ...], mask: Iterable[int]) -> int:
         """The program's wait status, as waitpid(2) has it. `mask`: the signals that it has blocked."""
         events = self._lease.events()
-        watching = threading.Thread(target=self._watch, args=(events,), daemon=True)
-        watching.start()
+        threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
             self._pid = _start(command, self._environment(), mask)
             return self._wait()
         finally:
+            self._has_ended = True
             events.close()
-            watching.join()
 
     def _environment(self) -> Mapping[str, str]:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the lease has ended. A daemon that goes away says nothing of it."""
-        try:
-            for event in events:
-                if event.phase in (Phase.TEARDOWN, Phase.ENDED):
-                    self._heard = event.reason or event.cause or "ended"
-                    signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
-                    return
-        except GpuLeaseError:
+        """Wake the main thread when the lease has ended. A daemon that goes away for good says nothing of it."""
+        while not self._has_ended:
+            try:
+                for event in events:
+                    if event.phase in (Phase.TEARDOWN, Phase.ENDED):
+                        self._heard = event.reason or event.cause or "ended"
+                        signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
+                        return
+            except Disconnected:
+                with suppress(GpuLeaseError):
+                    # A daemon that was started anew knows of no connection of this process's until it renews.
+                    # Its deadline stays where it was.
+                    self._lease.renew(self._deadline_s - time.monotonic())
+                    events = self._lease.events()
+                    continue
             return
 
     def _wait(self) -> int:
@@ -147,7 +222,7 @@ class _Held:
                     self._send(signal.SIGKILL)
                 left_s = max(0.0, kill_s - now_s) or KILL_AFTER_S
             else:
-                left_s = self._lease.remaining_s + UNHEARD_S
+                left_s = max(0.0, self._deadline_s - now_s) + UNHEARD_S
             found = signal.sigtimedwait(_AWAITED, left_s)
             if found is None or found.si_signo == _LEASE_ENDED:
                 if not self.why_ended:
@@ -164,8 +239,9 @@ class _Held:
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
-        # It was not waited for, so its number is still its own.
-        os.kill(self._pid, number)
+        # It was not waited for, so its number is still its own. It may have become another user's, as sudo does.
+        with suppress(PermissionError, ProcessLookupError):
+            os.kill(self._pid, number)
 
 
 def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Iterable[int]) -> int:
@@ -174,7 +250,7 @@ def _start(command: tuple[str, ...], environment: Mapping[str, str], mask: Itera
             command[0], command, environment, setsigmask=mask, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
         )
     except OSError as error:
-        fail(f"{command[0]}: {error.strerror}", EXIT_NOT_STARTED)
+        _fail_to_start(command[0], error)
 
 
 def _end_as(status: int) -> NoReturn:
