@@ -209,6 +209,8 @@ class Attached:
         """See Inherited. Another lock, which is returned, takes the lock's place: a parent's thread may hold that."""
         if self.end is None:
             self.end = OF_PARENT
+        # The parent gives its memory out.
+        self.arena = None
         self.lock = type(self.lock)()
         return self.lock
 

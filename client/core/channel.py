@@ -144,6 +144,7 @@ class Channel:
     def disown(self) -> None:
         """See Inherited. The connection goes on: the parent has its own descriptor of it."""
         self.link.break_off(OF_PARENT, is_explained=True)
+        self.link.told.clear()
         self.drop_descriptors()
         self.sock.close()
 

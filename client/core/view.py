@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gpulease.client.core.arena import empty
+from gpulease.client.core.forking import OF_PARENT
 from gpulease.client.core.session import SessionState
 from gpulease.client.core.wish import MAX_WIRE_BYTES, whole
+from gpulease.client.errors import error_of
 from gpulease.client.handles import BorrowedBuffer
 from gpulease.protocol.lease_ids import LeaseId
 
@@ -39,8 +41,11 @@ class SessionView:
         """A numpy array, not initialised, in memory that the session's process shares where there is such memory.
 
         mem_write and mem_read of it, or of a contiguous part of it, are as fast as the card's bus. Over TCP, or where
-        the session's arena has no room left, it is an ordinary array, and all works the same.
+        the session's arena has no room left, it is an ordinary array, and all works the same. A process that is forked
+        shares the arrays that were made before the fork with its parent.
         """
+        if self._state.end is OF_PARENT:
+            raise error_of(OF_PARENT, "empty")
         return empty(self._state.arena, shape, dtype)
 
     def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:

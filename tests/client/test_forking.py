@@ -6,9 +6,12 @@ import sys
 
 import pytest
 
-from gpulease.protocol import Opcode
-from gpulease.protocol.messages import Empty
-from helpers.scripted_peer import ScriptedPeer
+from gpulease.protocol import Opcode, Phase, Request
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Empty, LeaseEvent
+from gpulease.protocol.opcodes import Flag
+from helpers.scripted_peer import LEASE_ID, ScriptedPeer, SendRaw
 
 PROGRAM = """
 import asyncio, gc, multiprocessing, os, sys, threading
@@ -38,7 +41,7 @@ def child():
         lambda: session.mem_read(buffer, 0, 4), lambda: session.mem_free(buffer), lambda: session.module_load(b"ptx"),
         lambda: session.record().__enter__(), lambda: GpuSession(lease), lease.free, lease.query, lease.events,
         lambda: lease.renew(5), lambda: lease.issue(Permission.MEM_READ),
-        lambda: lease.submit("nothing", b"ptx").launch(),
+        lambda: lease.submit("nothing", b"ptx").launch(), lambda: session.empty(4),
     ):
         refused(use)
     lost = []
@@ -144,6 +147,9 @@ import os, sys
 from gpulease.client import GpuBuilder, InvalidRequest
 
 with GpuBuilder(sys.argv[1]).min_vram(1 << 20).acquire() as lease, lease.events() as events:
+    next(events)
+    while not events._stream._channel.link.told:
+        events._stream._channel.pump()
     pid = os.fork()
     if not pid:
         try:
@@ -155,11 +161,19 @@ with GpuBuilder(sys.argv[1]).min_vram(1 << 20).acquire() as lease, lease.events(
         sys.exit("an event of the parent's was taken")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert events._stream._channel.link.end is None
+    assert next(events).reason == "second"
 """
 
 
 def test_a_child_takes_no_events_of_its_parent_s(peer: ScriptedPeer) -> None:
-    peer.on(Opcode.LEASE_SUBSCRIBE, Empty())
+    def tell_two(request: Request) -> Empty:
+        frames = [build_frame(Opcode.LEASE_SUBSCRIBE, b"", request_id=request.request_id, flags=Flag.REPLY)]
+        for sequence, reason in enumerate(("first", "second"), 1):
+            body = build_body(LeaseEvent(LEASE_ID, sequence, 0, Phase.ACTIVE, 1000, 1, "", reason))
+            frames.append(build_frame(Opcode.LEASE_EVENT, body, request_id=request.request_id, flags=Flag.REPLY))
+        raise SendRaw(b"".join(frames))
+
+    peer.script[Opcode.LEASE_SUBSCRIBE] = tell_two
     check_program(EVENTS_PROGRAM, peer)
     assert "LEASE_UNSUBSCRIBE" not in peer.ops()
 
