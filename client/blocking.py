@@ -152,7 +152,8 @@ class GpuSession(SessionView):
 
     Leaving its `with` block waits for the last of them, if nothing has yet, and raises what failed. It waits as `sync`
     does, but no longer than the lease had left when the block was left: TimedOut if the lease goes on even so. A block
-    that is left by an exception, and `close`, wait for nothing.
+    that is left by an exception, and `close`, wait for nothing. A session by token that loaded no module asks only what
+    became of its own requests: it waits for nobody's kernels, and leaves others' failures to them.
     """
 
     def __init__(self, lease: "GpuLease | GpuSharedLease", *, shared_memory: bool = True) -> None:

@@ -129,6 +129,7 @@ class Attached:
         lent: Arrays of graphs that are gone, which queued copies may still use; until a SYNC is answered.
         settled_id: Up to this request everything is known to have ended well, or its failure was raised.
         fences: Operations whose answer settles everything before them.
+        has_loaded: Whether a module was loaded, so that kernels of its own may run.
     """
 
     def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
@@ -159,6 +160,7 @@ class Attached:
         self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
         self.settled_id = 0
         self.fences = ONE_STREAM_FENCES
+        self.has_loaded = False
         self._raised: Failure | None = None
 
     @property

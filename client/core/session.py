@@ -177,6 +177,7 @@ class SessionState(Graphed):
     def _load(self, code: bytes) -> Procedure[Module]:
         reply = yield from self.ask(Opcode.MODULE_LOAD, build_body(ModuleLoad(code)))
         module = Module(self, reply.module, reply.kernels)
+        self.has_loaded = True
         if any(option.type == SessionOption.PARAMETER_TYPES for option in self.attached.options):
             told = yield from self.ask(Opcode.MODULE_PARAMETERS, HANDLE.pack(reply.module), doing="module_load")
             module.tell_types(told.types)

@@ -17,8 +17,10 @@ from gpulease.client.core.steps import Limit, Procedure, Step
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, StreamHandle
 from gpulease.protocol import Failure, Opcode
+from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
 from gpulease.protocol.framing import build_frame
+from gpulease.protocol.messages import Ping
 from gpulease.protocol.opcodes import Flag
 from gpulease.protocol.sharing import Wanted
 
@@ -110,9 +112,14 @@ class Streamed(Attached):
         return self._go_on("sync", self.releasing(self._stream_sync.rest(session), number))
 
     def fence(self, limit: Limit, stream: StreamHandle | None = None) -> Procedure[None]:
-        """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before."""
+        """Wait for all streams, or for one, under the session's lock; raise what failed and was not raised before.
+
+        A guest without kernels of its own asks what became of its requests: kernels and failures are the others'.
+        """
         raised = self._raised
-        if stream is None:
+        if self.lease.token and not self.has_loaded:
+            waiting = self.ask(Opcode.PING, build_body(Ping(0)), limit, "sync")
+        elif stream is None:
             waiting = self.releasing(self.ask(Opcode.SYNC, limit=limit))
         else:
             asking = self.ask(Opcode.STREAM_SYNC, HANDLE.pack(stream.handle), limit)

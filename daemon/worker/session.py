@@ -3,7 +3,7 @@
 Order of checks for every operation: the control page (expired, revoked), the session id, a failure kept from an
 earlier quiet operation, then the operation's own. A quiet operation that fails is kept, those behind it are skipped,
 and the next operation with a reply reports it instead of being done. After a fault that cost the context, every later
-operation reports that fault.
+operation reports that fault. A guest's PING reports what became of that guest's own requests and nothing else.
 
 Knows frames and the driver, no sockets.
 """
@@ -35,7 +35,7 @@ from gpulease.daemon.worker.native.layout import Outcome, RingEnds
 from gpulease.daemon.worker.page import Counter, WorkerPage
 from gpulease.daemon.worker.reasons import failure_of, refusal_of
 from gpulease.daemon.worker.replies import NO_NUMBER, SyncPattern, done, empty, failed, refused
-from gpulease.daemon.worker.streams import StreamDesk
+from gpulease.daemon.worker.streams import Place, StreamDesk
 from gpulease.daemon.worker.submission import SubmitDesk
 from gpulease.daemon.worker.taking import LeaseOver, Taker
 from gpulease.daemon.worker.watch import KernelWatch
@@ -51,6 +51,7 @@ _QUIET: Final = int(Flag.QUIET)
 _LAUNCH: Final = int(Opcode.LAUNCH)
 _SYNC: Final = int(Opcode.SYNC)
 _SELECT: Final = int(Opcode.STREAM_SELECT)
+_PING: Final = int(Opcode.PING)
 _WAITS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
 _OPS: Final = int(Counter.OPS)
 _KNOWN_OPERATIONS: Final = frozenset(int(op) for op in Opcode)
@@ -101,6 +102,7 @@ class Session:
         if self.watch.is_on:
             context.watch(self._check_lease)
         self._kept: Failure | None = None
+        self._kept_of: Place | None = None
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
         self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease, page.counters)
         memory = MemoryDesk(holdings)
@@ -259,7 +261,8 @@ class Session:
         if status is not None:
             self._counters[_FAILED_OPS] += 1
             return refused(frame, status, self._page.reason(status))
-        failure = self._take_kept()
+        is_guests_ping = frame.op == _PING and self._page.guest is not None
+        failure = self._failure_of_guest() if is_guests_ping else self._take_kept()
         if failure is None:
             try:
                 return self._operation(frame)(frame)
@@ -273,6 +276,7 @@ class Session:
 
     def _obey(self, frame: Frame) -> None:
         if self._kept is not None or self.lost is not None or self._page.refusal() is not None:
+            self.streams.place.skipped_by = self.lost or self._kept
             self._never_skipped(frame)
             return
         try:
@@ -291,7 +295,12 @@ class Session:
     def _keep(self, error: Exception, op: int, request_id: int) -> None:
         """Remember why a quiet operation failed, for the next one that has a reply."""
         failure = self._failure(error, op)
-        if not isinstance(error, KernelFault):
+        place = self.streams.place
+        self._kept_of = place
+        if isinstance(error, KernelFault):
+            # Of an earlier launch, perhaps another connection's.
+            self._kept_of, place.skipped_by = None, failure
+        else:
             failure = replace(failure, failed_request_id=request_id, failed_op=op)
         self._kept = failure
         self._count_failure(op, error)
@@ -318,6 +327,14 @@ class Session:
             return None if fault is None else self._from_fault(fault)
         kept, self._kept = self._kept, None
         return kept
+
+    def _failure_of_guest(self) -> Failure | None:
+        """Why a quiet request of the connection that is served failed or was skipped; others' failures stay kept."""
+        place = self.streams.place
+        if self._kept is not None and self._kept_of is place:
+            return self._take_kept()
+        failure, place.skipped_by = place.skipped_by, None
+        return failure
 
     def _count_failure(self, op: int, error: Exception | None = None) -> None:
         """A wait that the lease's end cut short, or that is answered with it, did not fail."""

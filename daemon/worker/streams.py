@@ -23,17 +23,19 @@ DEFAULT: Final = 0
 
 
 class Place:
-    """One connection's streams.
+    """One connection's streams, and what its requests met.
 
     Attributes:
         selected: The number of the one that launches and copies go into.
+        skipped_by: The failure for which a quiet request of the connection was skipped last, until it is told.
     """
 
-    __slots__ = ("known", "selected")
+    __slots__ = ("known", "selected", "skipped_by")
 
     def __init__(self) -> None:
         self.selected = DEFAULT
         self.known = {DEFAULT: DEFAULT}
+        self.skipped_by: Failure | None = None
 
 
 class StreamDesk(Desk):

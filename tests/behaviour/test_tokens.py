@@ -16,10 +16,12 @@ from gpulease.client import (
     Busy,
     Denied,
     GpuSession,
+    InvalidHandle,
     KernelArgs,
     LeaseFreed,
     Permission,
     Revoked,
+    SyncFailed,
     aio,
     my_audience,
 )
@@ -45,7 +47,7 @@ from gpulease.protocol.messages import (
 )
 from gpulease.protocol.primitives import Tlv
 from helpers.daemon import Daemon
-from helpers.kernels import FAULTS, TRANSFORM, check_main_job
+from helpers.kernels import FAULTS, TRANSFORM, check_main_job, start_stray_store
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.shared_lease import TEXT, Shared, sharing
@@ -362,6 +364,57 @@ def test_a_write_that_a_token_does_not_permit_is_told_when_the_block_is_left(sha
     shared.session.close()
     with pytest.raises(Denied, match="does not permit"), GpuSession.attach(grant, shared.lease.address) as session:
         session.mem_write(session.buffer(shared.handle, len(TEXT)), 0, b"x")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_guest_that_leaves_waits_for_no_kernel_and_takes_no_failure_of_the_owner_s(
+    shared: Shared, is_async: bool
+) -> None:
+    grants = [shared.lease.issue(Permission.MEM_WRITE) for _ in range(2)]
+    module = shared.session.module_load(FAULTS)
+    buffer = shared.session.mem_alloc(4)
+
+    def leaves(owners: Callable[[], object]) -> None:
+        grant, address = grants.pop(), shared.lease.address
+        if not is_async:
+            with GpuSession.attach(grant, address) as session:
+                session.mem_write(session.buffer(shared.handle, len(TEXT)), 0, b"x")
+                kept = session.mem_alloc(4)  # the write is done before the owner goes on
+                owners()
+                assert kept.is_alive
+            return
+
+        async def main() -> None:
+            async with aio.GpuSession.attach(grant, address) as session:
+                await session.mem_write(session.buffer(shared.handle, len(TEXT)), 0, b"x")
+                kept = await session.mem_alloc(4)
+                owners()
+                assert kept.is_alive
+
+        asyncio.run(main())
+
+    leaves(lambda: start_stray_store(shared.session, module, buffer))
+    with pytest.raises(SyncFailed):
+        shared.session.sync()
+    leaves(lambda: shared.session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(buffer)))
+    assert shared.lease.is_alive, "it was not waited for until the lease's end"
+    shared.lease.free()
+
+
+def test_a_guest_that_leaves_is_told_of_its_own_requests(shared: Shared) -> None:
+    def leaves(handle: int) -> None:
+        with GpuSession.attach(shared.lease.issue(Permission.MEM_WRITE), shared.lease.address) as session:
+            session.mem_write(session.buffer(handle, len(TEXT)), 0, b"x")
+
+    with pytest.raises(InvalidHandle, match="earlier MEM_WRITE"):
+        leaves(shared.handle + 1)
+    shared.session.sync()
+    shared.session.mem_write(shared.session.buffer(shared.handle + 1, 4), 0, b"own")
+    with pytest.raises(InvalidHandle):
+        leaves(shared.handle)  # its write was skipped, for the owner's had failed
+    with pytest.raises(InvalidHandle):
+        shared.session.sync()
+    assert shared.session.mem_read(shared.session.buffer(shared.handle, len(TEXT)), 0, len(TEXT)) == TEXT
 
 
 def test_a_lease_that_ended(shared: Shared) -> None:
