@@ -1,12 +1,13 @@
 """Lease a slice of a GPU, compute in it, give it back.
 
-`gpulease.GpuBuilder`, all other names of `gpulease.client` and `__version__` are here, each imported when it is first
-asked for. This file imports nothing by itself: the daemon and the wire format load it, too, and need none of that.
+`gpulease.GpuBuilder`, all other names of `gpulease.client`, `client`, `protocol` and `__version__` are here, each
+imported when it is first asked for. This file imports nothing by itself: the daemon and the wire format load it, too, and need none of that.
 """
 
 TYPE_CHECKING = False  # type checkers take it for true, wherever it comes from; importing typing takes longer than this
 
 if TYPE_CHECKING:
+    from gpulease import client, protocol
     from gpulease.client.public import *  # noqa: F403
 
     __version__: str
@@ -17,6 +18,8 @@ else:
 
         if name == "__version__":
             value = _installed_version()
+        elif name in ("client", "protocol"):
+            value = import_module(f"gpulease.{name}")
         elif name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         else:
@@ -31,7 +34,7 @@ else:
 def __dir__() -> list[str]:
     from gpulease import client
 
-    return sorted({*globals(), "__version__", *client.__all__} - {"TYPE_CHECKING"})
+    return sorted({*globals(), "__version__", "protocol", *client.__all__} - {"TYPE_CHECKING"})
 
 
 def _installed_version() -> str:

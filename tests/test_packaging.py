@@ -47,6 +47,14 @@ def test_gpulease_is_a_regular_package() -> None:
     assert (import_root() / "gpulease" / "py.typed").is_file()
 
 
+@pytest.mark.parametrize("name", ["client", "protocol", "nothing_of_that_name"])
+def test_a_submodule_is_there_when_it_is_first_asked_for(name: str) -> None:
+    code = f"import gpulease; print([hasattr(gpulease, {name!r}) for _ in range(2)], {name!r} in dir(gpulease))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    is_there = name != "nothing_of_that_name"
+    assert done.stdout == f"{[is_there, is_there]} {is_there}\n"
+
+
 @pytest.mark.parametrize("way", ["a script beside it", "a command in its folder"])
 def test_a_folder_of_that_name_does_not_hide_the_package(way: str, tmp_path: Path) -> None:
     clone = tmp_path / "gpulease"
