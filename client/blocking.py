@@ -231,7 +231,7 @@ class GpuSession(SessionView):
     def mem_read(self, buffer: Buffer, offset: int, nbytes: int, into: Any = None, stream: Stream | None = None) -> Any:
         """`nbytes` from byte `offset`, as bytes, or in the writable buffer `into`, which is returned then.
 
-        `into` is anything contiguous that can be written: an array of any type, a bytearray, a memoryview.
+        `into` is anything C-contiguous that can be written: an array of any type, a bytearray, a memoryview.
 
         In a stream, an array of `empty` has them once that was waited for: see Stream.
         """
@@ -270,7 +270,8 @@ class GpuSession(SessionView):
             grid: One to three numbers of blocks.
             block: One to three numbers of threads.
             args: KernelArgs, or a list of buffers and numpy scalars: `[buffer, np.uint32(n), np.float32(2)]`, and of
-                Python numbers where the image's PTX tells the parameters' types; or the packed bytes.
+                Python numbers where the image's PTX tells the parameters' types, an int for a float, too; or the packed
+                bytes.
             arg_sizes: Each argument's size in bytes, if `args` are bytes.
             shared_bytes: Dynamic shared memory per block.
             stream: What to put it in; the default stream if None.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
 from gpulease.client.core.texts import quoted
-from gpulease.client.errors import InvalidHandle, InvalidRequest
+from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer
 from gpulease.protocol.opcodes import ParameterType
 
@@ -241,12 +241,20 @@ _PACKED_AS: Final = {
 }  # fmt: skip
 
 
-def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = ()) -> KernelArgs:
+MATCH_HINT: Final = "Give a float for a float, and an integer or a buffer for an integer; raw bytes fit any parameter"
+
+UNTOLD: Final = "the image does not tell the parameter's type"
+
+
+def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = (), why_untold: str = UNTOLD) -> KernelArgs:
     """The arguments of a list: buffers, (buffer, offset), numpy scalars, bytes; Python's numbers where types are told.
 
     Args:
         values: The arguments in order.
         types: The kernel's parameters, as far as they are told.
+        why_untold: Why one is not told, for messages.
+
+    Raises InvalidRequest or InvalidHandle, or LaunchFailed for a float where an integer is told.
     """
     args = KernelArgs()
     for index, value in enumerate(values):
@@ -258,7 +266,7 @@ def pack_listed(values: Sequence[Any], types: Sequence[ParameterType] = ()) -> K
             args.push_raw(value)
         else:
             told = types[index] if index < len(types) else ParameterType.UNTOLD
-            kind, data = _scalar(index, value) or _number(index, value, told)
+            kind, data = _scalar(index, value) or _number(index, value, told, why_untold)
             args.data += data
             args.kinds += (kind,)
     return args
@@ -281,7 +289,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     return f"{letter}{8 * view.itemsize}" if letter else view.itemsize, view.tobytes()
 
 
-def _number(index: int, value: Any, told: ParameterType) -> tuple[ArgumentKind, bytes]:
+def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tuple[ArgumentKind, bytes]:
     """A Python number as the parameter wants it."""
     if not isinstance(value, int | float):
         hint = "A list has buffers, (buffer, offset), numpy scalars and bytes"
@@ -294,10 +302,13 @@ def _number(index: int, value: Any, told: ParameterType) -> tuple[ArgumentKind, 
             if isinstance(value, float)
             else "np.uint32({0!r}) or np.int64({0!r})"
         )
+        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {type_text(told)}, is of no one type"
         raise InvalidRequest(
-            f"argument {index}: {quoted(value)} has no size, and the image does not tell the parameter's type",
+            f"argument {index}: {quoted(value)} has no size, and {why}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
         )
+    if isinstance(value, float) and not kind.startswith("f"):
+        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {type_text(told)}", MATCH_HINT)
     try:
         return kind, struct.pack(layout, value)
     except (struct.error, OverflowError):

@@ -59,8 +59,8 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
     flat = _flat(view)
     if flat is None:
         raise InvalidRequest(
-            f"{doing}: `into` is not contiguous, so there is nowhere to read to",
-            "Read into a contiguous array, and copy from that",
+            f"{doing}: `into` is not C-contiguous, so there is nowhere to read to",
+            "Read into a C-contiguous array, such as np.empty makes, and copy from that",
         )
     return flat[:nbytes]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpulease.client.core.texts import kernel_name, quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
-from gpulease.client.kernel_args import ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of, type_text
+from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of, type_text
 from gpulease.protocol import Failure, ProtocolError, Status
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
@@ -170,12 +170,12 @@ def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tup
             raise _failed(
                 entry.name,
                 f"argument {index} is {given}, the kernel's parameter is {type_text(told)}",
-                "Push a float for a float, and an integer or a buffer for an integer; push_raw passes any bytes",
+                MATCH_HINT,
             )
 
 
 def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
-    """Arguments that are a list, as KernelArgs; any others as they are. Raises InvalidRequest or InvalidHandle."""
+    """Arguments that are a list, as KernelArgs; any others as they are. Raises what `pack_listed` does."""
     if not isinstance(args, list | tuple):
         return args
     types: tuple[ParameterType, ...] = ()
@@ -183,6 +183,8 @@ def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs |
         types = module.parameter_types.get(kernel, ())
     try:
         return pack_listed(args, types)
+    except LaunchFailed as error:
+        raise _failed(kernel, error.message, error.hint) from None
     except (InvalidRequest, InvalidHandle) as error:
         raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
 

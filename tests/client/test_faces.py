@@ -227,8 +227,9 @@ async def ranges_are_checked_here(face: Face) -> None:
             await session.mem_read(buffer, 0, 4, into=b"1234")
         with pytest.raises(InvalidRequest, match="has 3 bytes"):
             await session.mem_read(buffer, 0, 4, into=bytearray(3))
-        with pytest.raises(InvalidRequest, match="contiguous"):
-            await session.mem_read(buffer, 0, 4, into=np.zeros(8, np.uint8)[::2])
+        for into in (np.zeros(8, np.uint8)[::2], np.zeros((2, 4), np.uint8, order="F")):
+            with pytest.raises(InvalidRequest, match="not C-contiguous"):
+                await session.mem_read(buffer, 0, 4, into=into)
         with pytest.raises(InvalidRequest, match="an image of 0 bytes"):
             await session.module_load(b"")
         assert face.peer.ops()[-1] == "MEM_ALLOC", "nothing of this was sent"
