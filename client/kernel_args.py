@@ -302,27 +302,24 @@ def _number(index: int, value: Any, told: ParameterType, why_untold: str) -> tup
             if isinstance(value, float)
             else "np.uint32({0!r}) or np.int64({0!r})"
         )
-        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {type_text(told)}, is of no one type"
+        why = why_untold if told is ParameterType.UNTOLD else f"the parameter, {told.text}, is of no one type"
         raise InvalidRequest(
             f"argument {index}: {quoted(value)} has no size, and {why}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
         )
     if isinstance(value, float) and not kind.startswith("f"):
-        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {type_text(told)}", MATCH_HINT)
+        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {told.text}", MATCH_HINT)
     try:
         return kind, struct.pack(layout, value)
     except (struct.error, OverflowError):
-        raise InvalidRequest(
-            f"argument {index}: {quoted(value)} does not fit the parameter, {type_text(told)}"
-        ) from None
+        raise InvalidRequest(f"argument {index}: {quoted(value)} does not fit the parameter, {told.text}") from None
 
 
-def type_text(told: ParameterType) -> str:
-    """A parameter's type as PTX writes it."""
-    return "a pointer (.ptr)" if told is ParameterType.POINTER else f".{told.name.lower()}"
-
-
-_ANY_KIND: Final = frozenset({"untold", "b8", "b16", "b32", "b64", "f16x2"})
+def type_of(kind: ArgumentKind) -> ParameterType:
+    """What an argument is, as PTX has it; UNTOLD of raw bytes."""
+    if isinstance(kind, int):
+        return ParameterType.UNTOLD
+    return ParameterType.POINTER if kind == "buffer" else ParameterType[kind.upper().replace("I", "S")]
 
 
 def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
@@ -330,7 +327,4 @@ def mismatch(kind: ArgumentKind, told: ParameterType) -> bool:
 
     Sizes are compared elsewhere. Raw bytes fit anything; an integer fits a pointer; its sign does not matter.
     """
-    name = told.name.lower()
-    if isinstance(kind, int) or name in _ANY_KIND:
-        return False
-    return kind.startswith("f") != name.startswith("f")
+    return type_of(kind).clashes_with(told)

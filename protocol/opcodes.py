@@ -149,10 +149,11 @@ class HelloOption(IntEnum):
 class SubmitOption(IntEnum):
     """Types of the options in GPU_SUBMIT's reply.
 
-    NUMBER: a u64 that the lease's report names the submit by.
+    NUMBER: a u64 that the lease's report names the submit by. TYPED_VALUES, without a value: arguments of TYPED_VALUE.
     """
 
     NUMBER = 32
+    TYPED_VALUES = 34
 
 
 class SessionOption(IntEnum):
@@ -188,6 +189,19 @@ class ParameterType(IntEnum):
     F32 = 15
     F64 = 16
     POINTER = 17
+
+    @property
+    def text(self) -> str:
+        """As PTX writes it."""
+        return "a pointer (.ptr)" if self is ParameterType.POINTER else f".{self.name.lower()}"
+
+    def clashes_with(self, other: "ParameterType") -> bool:
+        """Whether one is a float and the other an integer or a pointer; sizes and signs are not compared."""
+        return (self in _FLOATS and other in _INTEGERS) or (self in _INTEGERS and other in _FLOATS)
+
+
+_FLOATS: Final = frozenset({ParameterType.F16, ParameterType.F32, ParameterType.F64})
+_INTEGERS: Final = frozenset({*map(ParameterType, range(ParameterType.U8, ParameterType.F16)), ParameterType.POINTER})
 
 
 class RevokeOutcome(IntEnum):
@@ -226,6 +240,10 @@ class ArgumentKind(IntEnum):
     INPUT = 1
     OUTPUT = 2
     INOUT = 3
+
+
+TYPED_VALUE: Final = 0x20
+"""With a `ParameterType` added, but UNTOLD: the kind of a submit's VALUE that the client says the type of."""
 
 
 class InventoryFlag(IntFlag):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpulease.client.core.texts import kernel_name, quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer, Module
-from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of, type_text
+from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mismatch, pack_listed, sizes_of
 from gpulease.protocol import Failure, ProtocolError, Status
 from gpulease.protocol.fastpath import LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
@@ -169,7 +169,7 @@ def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tup
             given = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
             raise _failed(
                 entry.name,
-                f"argument {index} is {given}, the kernel's parameter is {type_text(told)}",
+                f"argument {index} is {given}, the kernel's parameter is {told.text}",
                 MATCH_HINT,
             )
 

@@ -15,13 +15,13 @@ from gpulease.client.core.steps import Procedure, Sleep
 from gpulease.client.core.texts import kernel_name, quoted, utf8
 from gpulease.client.core.wish import milliseconds, whole
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
-from gpulease.client.kernel_args import KernelArgs, pack_listed
+from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import AttachReply, GpuSubmit, SubmitArgument, SubmitDone, SubmitRun
-from gpulease.protocol.opcodes import ArgumentKind, SubmitOption
+from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType, SubmitOption
 from gpulease.protocol.primitives import Tlv
 
 READY_LIMIT_S: Final = 150.0
@@ -47,7 +47,8 @@ class SubmissionBase:
     """What both faces' submissions are told; every method but `launch` returns the submission itself.
 
     A numpy scalar is a value, as are the arguments in `KernelArgs`; a buffer of bytes is copied to the card, and the
-    kernel gets a pointer to it.
+    kernel gets a pointer to it. Where the image is PTX, a float for an integer parameter, or the other way round, is
+    refused before the kernel is started: LaunchFailed.
     """
 
     def __init__(self, kernel: str, image: bytes | bytearray | memoryview | str) -> None:
@@ -56,6 +57,7 @@ class SubmissionBase:
         self._grid = self._block = (1, 1, 1)
         self._shared_bytes = 0
         self._arguments: list[SubmitArgument] = []
+        self._types: dict[int, ParameterType] = {}
         self._output_bytes = 0
         self._timeout_ms: int | None = None
 
@@ -81,17 +83,18 @@ class SubmissionBase:
         except TypeError:
             hint = "Numbers need a size: np.uint32(n), or .args(KernelArgs().push_u32(n))"
             raise InvalidRequest(f"arg: {quoted(data)} is neither bytes nor a number with a size", hint) from None
-        return self._push(ArgumentKind.VALUE if is_value else ArgumentKind.INPUT, data)
+        return self.args([data]) if is_value else self._push(ArgumentKind.INPUT, data)
 
     def args(self, args: KernelArgs | list[Any] | tuple[Any, ...]) -> Self:
         """The next arguments: numbers and raw bytes, as a launch takes them."""
         if isinstance(args, list | tuple):
-            args = pack_listed(args)
+            args = pack_listed(args, why_untold="a submit sends its image unread")
         if not isinstance(args, KernelArgs) or args.buffers:
             hint = "It has a context of its own: give it the bytes, with .arg(data)"
             raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
         at = 0
-        for size in args.sizes:
+        for kind, size in zip(args.kinds, args.sizes, strict=True):
+            self._types[len(self._arguments)] = type_of(kind)
             self._push(ArgumentKind.VALUE, args.data[at : at + size])
             at += size
         return self
@@ -131,6 +134,12 @@ class SubmissionBase:
             self._kernel, *self._grid, *self._block, self._shared_bytes, tuple(self._arguments), self._image
         )
 
+    def _typed(self, body: SubmitRun) -> SubmitRun:
+        """The same with its values' types, for a daemon that compares them with the image's."""
+        told = [self._types.get(index, ParameterType.UNTOLD) for index in range(len(body.arguments))]
+        pairs = zip(body.arguments, told, strict=True)
+        return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
+
     def _run_on(self, lease: LeaseState) -> Procedure[list[bytes]]:
         """The outputs, in the order of their arguments."""
         if lease.over is not None:
@@ -140,7 +149,7 @@ class SubmissionBase:
         body = self._body()
         _check_size(body)
         timeout_ms = milliseconds(max(limit_s, 0.001), "timeout_secs", least_ms=1)
-        return (yield from _run(lease, body, GpuSubmit(timeout_ms, _options(lease)), limit_s))
+        return (yield from _run(lease, body, self._typed(body), GpuSubmit(timeout_ms, _options(lease)), limit_s))
 
     def _run_by(self, address: Address, token: bytes, lock: Any) -> Procedure[list[bytes]]:
         """The same on another tenant's lease."""
@@ -166,7 +175,10 @@ def _check_size(body: SubmitRun) -> None:
         )
 
 
-def _run(lease: LeaseState, body: SubmitRun, opening: GpuSubmit, limit_s: float) -> Procedure[list[bytes]]:
+def _run(
+    lease: LeaseState, body: SubmitRun, typed: SubmitRun, opening: GpuSubmit, limit_s: float
+) -> Procedure[list[bytes]]:
+    """Args: typed: The body with its values' types, for a daemon that takes them."""
     channel, _ = yield from dial(lease.address, TimeLimit(CONNECT_LIMIT_S, "connect", lease.address))
     number: int | None = None
     try:
@@ -175,6 +187,8 @@ def _run(lease: LeaseState, body: SubmitRun, opening: GpuSubmit, limit_s: float)
         if isinstance(opened, Failure):
             raise error_of(lease.heed(opened), "submit")
         number = _number_of(opened)
+        if any(option.type == SubmitOption.TYPED_VALUES for option in opened.options):
+            body = typed
         limit = TimeLimit(limit_s + RUN_MARGIN_S, "submit", lease.address)
         done = yield from answer_to(channel, Opcode.SUBMIT_RUN, body, limit, lease.grant.lease_id)
         if isinstance(done, SubmitDone):

@@ -153,7 +153,7 @@ def _serve(
     try:
         if spec.submit_of:
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
-            welcome = replace(welcome, options=(number,))
+            welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
             session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
             OnceServer(channel, session, welcome).run()
             return WorkerExit.OK

@@ -5,23 +5,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.drivers.interface import DriverError
+from gpulease.daemon.drivers.interface import DriverError, Module
 from gpulease.daemon.worker.desks import Desk, Holdings
-from gpulease.daemon.worker.launching import Planner
+from gpulease.daemon.worker.launching import Planner, launch_failed
 from gpulease.daemon.worker.ledger import Refused
 from gpulease.daemon.worker.modules import ModuleDesk
 from gpulease.daemon.worker.page import Counter
 from gpulease.daemon.worker.replies import done
+from gpulease.daemon.worker.signatures import parameter_types
 from gpulease.daemon.worker.taking import LeaseOver
 from gpulease.protocol.codec import build_body, parse_body
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.framing import Frame
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import Launch, SubmitArgument, SubmitDone, SubmitRun
-from gpulease.protocol.opcodes import ArgumentKind
+from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType
 
 _MORE: Final = "Acquire the lease with more for its submits: GpuBuilder().submits(bytes)."
 _POINTER: Final = struct.Struct("<Q")
+_TYPED: Final = {TYPED_VALUE + kind: kind for kind in ParameterType if kind}
 _KINDS: Final = frozenset(int(kind) for kind in ArgumentKind)
 _FILLED: Final = frozenset({ArgumentKind.INPUT, ArgumentKind.INOUT})
 _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
@@ -53,9 +55,12 @@ class SubmitDesk(Desk):
             raise BodyError("a submit runs once: its context ends with it")
         self.is_spent = True
         body = parse_body(SubmitRun, frame.payload)
+        types = tuple(map(_type_of, body.arguments))
+        body = replace(body, arguments=tuple(map(_untyped, body.arguments)))
         _check(body.arguments)
-        module, _ = self._modules.take(body.image)
+        module, loaded = self._modules.take(body.image)
         self.on_growth()
+        _check_types(body, types, loaded)
         places = [self._place(argument) for argument in body.arguments]
         self._launch(module, body, places, frame.request_id)
         self._wait()
@@ -125,6 +130,30 @@ class SubmitDesk(Desk):
 
 def _size(argument: SubmitArgument) -> int:
     return argument.size_bytes if argument.kind == ArgumentKind.OUTPUT else len(argument.data)
+
+
+def _type_of(argument: SubmitArgument) -> ParameterType:
+    """What its client says of it; of what is no value, that it is a pointer."""
+    if argument.kind in _TYPED:
+        return _TYPED[argument.kind]
+    return ParameterType.UNTOLD if argument.kind == ArgumentKind.VALUE else ParameterType.POINTER
+
+
+def _untyped(argument: SubmitArgument) -> SubmitArgument:
+    return replace(argument, kind=int(ArgumentKind.VALUE)) if argument.kind in _TYPED else argument
+
+
+def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Module) -> None:
+    """Raises Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
+    declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")
+    for index, (given, byte) in enumerate(zip(types, declared, strict=False)):
+        wanted = ParameterType(byte)
+        if given.clashes_with(wanted):
+            raise launch_failed(
+                f"{body.kernel}: argument {index} is {given.text}, the kernel's parameter is {wanted.text}",
+                kernel=body.kernel,
+                hint="Give a float for a float, and an integer or bytes for an integer or a pointer.",
+            )
 
 
 def _check(arguments: tuple[SubmitArgument, ...]) -> None:

@@ -14,6 +14,7 @@ from gpulease.client import (
     KernelArgs,
     LaunchFailed,
     Module,
+    Submission,
     SyncFailed,
 )
 from gpulease.protocol import Opcode, Status
@@ -260,3 +261,22 @@ def test_a_submit_takes_numpy_scalars_in_a_list(daemon: Daemon) -> None:
         with pytest.raises(InvalidRequest, match=r"argument 0: 4 has no size.*np\.uint32\(4\)"):
             submit.args([4, 2.0])
         assert submit.args([np.uint32(4), np.float32(2)]).launch() == [(ones * 2).tobytes()]
+
+
+def test_a_submit_s_float_for_an_integer_is_refused_before_it_runs(daemon: Daemon) -> None:
+    wrong: list[tuple[Callable[[Submission], Submission], str]] = [
+        (
+            lambda s: s.args(KernelArgs().push_u32(4).push_u32(2)),
+            r"argument 2 is \.u32, the kernel's parameter is \.f32",
+        ),
+        (lambda s: s.arg(np.float32(4)).arg(np.float32(2)), r"argument 1 is \.f32, the kernel's parameter is \.u32"),
+        (lambda s: s.arg(np.uint32(4)).arg(b"four"), r"argument 2 is a pointer .*, the kernel's parameter is \.f32"),
+    ]
+    with daemon.builder(2 << 20).submits(1 << 20).acquire() as lease:
+        for push, words in wrong:
+            submit = lease.submit("scale", TRANSFORM).block([4]).inout(np.ones(4, np.float32))
+            with pytest.raises(LaunchFailed, match=words):
+                push(submit).launch()
+        raw = KernelArgs().push_raw(bytes([4, 0, 0, 0])).push_raw(np.float32(2))
+        submit = lease.submit("scale", TRANSFORM).block([4]).inout(np.ones(4, np.float32)).args(raw)
+        assert submit.launch() == [np.full(4, 2, np.float32).tobytes()]

@@ -13,7 +13,8 @@ from gpulease.client.handles import Buffer
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import SubmitArgument
-from gpulease.protocol.opcodes import SUBMIT_TAG, ArgumentKind
+from gpulease.protocol.opcodes import SUBMIT_TAG, TYPED_VALUE, ArgumentKind
+from gpulease.protocol.opcodes import ParameterType as T
 
 
 class Owner:
@@ -58,6 +59,11 @@ def test_what_is_asked_for_is_what_was_said(submission: Any) -> None:
         SubmitArgument(INPUT, 0, np.array([0, 2, 4]).tobytes()),
     )
     build_body(body)
+    kinds = [argument.kind for argument in submission._typed(body).arguments]
+    types = [None, T.U32, None, T.F32, T.U64, None, None]
+    plain = [INPUT, VALUE, INOUT, VALUE, VALUE, OUTPUT, INPUT]
+    expected = [kind if of is None else TYPED_VALUE + of for kind, of in zip(plain, types, strict=True)]
+    assert kinds == expected, "for a daemon that takes types"
 
 
 WRONG: dict[str, Any] = {

@@ -20,7 +20,7 @@ from gpulease.protocol.sharing import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch
-from .vector_submits import submit
+from .vector_submits import submit, typed_submit
 
 
 def main_job() -> Script:
@@ -442,6 +442,7 @@ SCRIPTS = (
     shared_by_token,
     permitted_streams,
     submit,
+    typed_submit,
     drain,
     orphaned,
     health,

@@ -1,11 +1,18 @@
-"""The conversation of `vectors/conversations/` that is about a submit."""
+"""The conversations of `vectors/conversations/` that are about submits."""
 
 from dataclasses import replace
 
 from gpulease.protocol import Exclusivity, Failure, Opcode, Status
 from gpulease.protocol import messages as m
-from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, SUBMIT_TAG, ArgumentKind
-from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.opcodes import (
+    GPU_RESOURCE_TYPE,
+    SUBMIT_TAG,
+    TYPED_VALUE,
+    ArgumentKind,
+    ParameterType,
+    SubmitOption,
+)
+from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 from .vector_messages import CARD_UUID, EXPIRES, LEASE
 from .vector_script import PTX, SLICE, Script, X
@@ -41,4 +48,21 @@ def submit() -> Script:
     fault = Failure(Status.LAUNCH_FAILED, "module 1 has no kernel 'scaled'", kernel="scaled")
     script.refuse("next submit", failed, fault)
     script.call("control", Opcode.LEASE_FREE, m.LeaseRef(LEASE), m.Empty())
+    return script
+
+
+def typed_submit() -> Script:
+    script = Script("A submit whose values' types are told; one is an integer where the image's PTX declares a float.")
+    script.hello("submit")
+    ready = m.AttachReply(16 << 20, "cpu", CARD_UUID, (Tlv(SubmitOption.TYPED_VALUES, b""),))
+    script.call("submit", Opcode.GPU_SUBMIT, m.GpuSubmit(30_000, ()), ready, LEASE)
+    arguments = (
+        m.SubmitArgument(ArgumentKind.INOUT, 0, X),
+        m.SubmitArgument(TYPED_VALUE + ParameterType.U32, 0, bytes.fromhex("04000000")),
+        m.SubmitArgument(TYPED_VALUE + ParameterType.U32, 0, bytes.fromhex("02000000")),
+    )
+    run = m.SubmitRun("scale", 1, 1, 1, 256, 1, 1, 0, arguments, PTX)
+    asked = script.ask("submit", Opcode.SUBMIT_RUN, run, session_id=LEASE)
+    words = "scale: argument 2 is .u32, the kernel's parameter is .f32"
+    script.refuse("submit", asked, Failure(Status.LAUNCH_FAILED, words, kernel="scale"))
     return script
