@@ -1,13 +1,15 @@
 """Lease a slice of a GPU, compute in it, give it back.
 
 `gpulease.GpuBuilder`, all other names of `gpulease.client`, `client`, `protocol` and `__version__` are here, each
-imported when it is first asked for. This file imports nothing by itself: the daemon and the wire format load it, too, and need none of that.
+imported when it is first asked for. This file imports nothing by itself: the daemon and the wire format load it, too,
+and need none of that.
 """
 
 TYPE_CHECKING = False  # type checkers take it for true, wherever it comes from; importing typing takes longer than this
 
 if TYPE_CHECKING:
-    from gpulease import client, protocol
+    from gpulease import client as client
+    from gpulease import protocol as protocol
     from gpulease.client.public import *  # noqa: F403
 
     __version__: str

@@ -93,8 +93,7 @@ class Session:
         self.lease_id = lease_id
         self.lost: Failure | None = None
         self._has_faulted = False
-        self._context = context
-        self._ledger = ledger
+        self._context, self._ledger = context, ledger
         self._page = page
         self._counters = page.counters
         self._planner = Planner(ledger, lease_id)
