@@ -277,6 +277,6 @@ def test_a_submit_s_float_for_an_integer_is_refused_before_it_runs(daemon: Daemo
             submit = lease.submit("scale", TRANSFORM).block([4]).inout(np.ones(4, np.float32))
             with pytest.raises(LaunchFailed, match=words):
                 push(submit).launch()
-        raw = KernelArgs().push_raw(bytes([4, 0, 0, 0])).push_raw(np.float32(2))
+        raw = KernelArgs().push_raw(bytes([4, 0, 0, 0])).push_raw(np.float32(2).tobytes())
         submit = lease.submit("scale", TRANSFORM).block([4]).inout(np.ones(4, np.float32)).args(raw)
         assert submit.launch() == [np.full(4, 2, np.float32).tobytes()]
