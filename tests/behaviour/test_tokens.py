@@ -393,7 +393,12 @@ def test_a_guest_that_leaves_waits_for_no_kernel_and_takes_no_failure_of_the_own
 
         asyncio.run(main())
 
-    leaves(lambda: start_stray_store(shared.session, module, buffer))
+    def faults() -> None:
+        before = shared.lease.query()["operations"]
+        start_stray_store(shared.session, module, buffer)
+        wait_until(lambda: shared.lease.query()["operations"] > before, "the owner's launch was taken")
+
+    leaves(faults)
     with pytest.raises(SyncFailed):
         shared.session.sync()
     leaves(lambda: shared.session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(buffer)))
