@@ -82,7 +82,8 @@ def reconcile(
             continue
         others.remove(best)
         on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
-        adoptions.append(Adoption(LeaseRestored(on_page, has_worker=best.is_alive), best.worker))
+        restored = LeaseRestored(on_page, has_worker=best.is_alive, has_session=best.page.has_session)
+        adoptions.append(Adoption(restored, best.worker))
     taken = {adoption.event.kept.lease_id for adoption in adoptions if isinstance(adoption.event, LeaseRestored)}
     open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
     for one in others:

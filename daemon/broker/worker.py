@@ -127,6 +127,7 @@ class Worker:
         message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
         message["is_stranger"] = self.is_stranger
         message["guest"] = None if guest is None else guest.to_message()
+        self.page.open_session()
         try:
             send_message(self.channel, message, (sock_fd,))
         except (ChannelClosed, BlockingIOError):

@@ -312,10 +312,12 @@ class LeaseRestored:
         kept: What was kept of it, and what its control page says: the later deadline, the higher generation; DRAINING
             if its revocation word is flipped.
         has_worker: Its worker lives. If not, it was reaped, or will be by whoever its parent is.
+        has_session: Somebody may have attached to its session, as its control page says.
     """
 
     kept: KeptLease
     has_worker: bool
+    has_session: bool = True
 
 
 @dataclass(frozen=True, slots=True)

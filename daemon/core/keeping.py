@@ -122,8 +122,8 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     )
 
 
-def revive(kept: KeptLease, max_story_entries: int) -> Lease:
-    """The lease as it was, with a story that begins anew."""
+def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lease:
+    """The lease as it was, with a story that begins anew. `has_session`: see `Lease`."""
     return Lease(
         lease_id=kept.lease_id,
         tenant=kept.tenant,
@@ -148,6 +148,5 @@ def revive(kept: KeptLease, max_story_entries: int) -> Lease:
         deadline_ns=kept.deadline_ns,
         ended_ns=kept.ended_ns,
         is_restored=True,
-        # Nobody knows any more.
-        has_session=True,
+        has_session=has_session,
     )

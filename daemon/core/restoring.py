@@ -44,7 +44,7 @@ class Restoring:
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         """A lease of an earlier table."""
-        lease = revive(event.kept, self._book.limits.max_story_entries)
+        lease = revive(event.kept, self._book.limits.max_story_entries, has_session=event.has_session)
         if lease.lease_id in self._book.live:
             return
         if lease.card_uuid not in self._book.account_by_uuid:

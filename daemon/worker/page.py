@@ -18,8 +18,11 @@ field is one aligned native u64, so a reader sees an old or a new value, never h
    3240  and why: 512 bytes of UTF-8 72  syncs that were answered with a failure
    3752  when its worker is to be    80  copies
          gone, monotonic ns; 0 if    88  bytes copied
-         nobody has said
-                                      96  connections that are attached
+         nobody has said             96  connections that are attached
+   3760  whether a connection was
+         handed to its session: 1
+         none, 2 one; 0 if nobody
+         has said
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -53,6 +56,9 @@ _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
 _REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
 _REASON_AT: Final = 8 * (_REASON_LENGTH + 1)
 _GONE_BY: Final = (_REASON_AT + MAX_REASON_BYTES) // 8
+_SESSION: Final = _GONE_BY + 1
+_NEVER_OPENED: Final = 1
+_OPENED: Final = 2
 _STATE: Final = struct.Struct("=QQQ")
 
 
@@ -122,22 +128,26 @@ class PageState(NamedTuple):
     Attributes:
         word: The status that answers every operation; None while the lease lives.
         deadline_ns: 0 if the lease was never granted.
+        has_session: A connection was handed to the session, or a broker of before that was written here may have.
     """
 
     word: Status | None
     deadline_ns: int
     generation: int
+    has_session: bool = True
 
 
 def state_of(lease_fd: int) -> PageState:
     """Read a lease's page without mapping it."""
-    word, deadline_ns, generation = _STATE.unpack(os.pread(lease_fd, _STATE.size, 0))
+    page = os.pread(lease_fd, PAGE_BYTES, 0)
+    word, deadline_ns, generation = _STATE.unpack_from(page)
+    (session,) = struct.unpack_from("=Q", page, 8 * _SESSION)
     try:
         status = Status(-word) if word else None
     except ValueError:
         # No broker writes that: whoever did, the lease is over.
         status = Status.SESSION_FAILED
-    return PageState(status, deadline_ns, generation)
+    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED)
 
 
 def gone_by_ns(lease_fd: int) -> int:
@@ -171,7 +181,9 @@ class BrokerPage:
             raise
         self._words = memoryview(self._map).cast("Q")
         self._claims = memoryview(self._claims_map).cast("Q")
-        if fds is not None:
+        if fds is None:
+            self._words[_SESSION] = _NEVER_OPENED
+        else:
             self.let_go()
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
@@ -179,6 +191,10 @@ class BrokerPage:
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
+
+    def open_session(self) -> None:
+        """Say that a connection is about to be handed to the session: the next broker must know it."""
+        self._words[_SESSION] = _OPENED
 
     def refuse(self, status: Status, reason: str = "") -> None:
         """Flip the revocation word: every operation is answered with `status` from the worker's next look on.

@@ -56,7 +56,9 @@ def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
         send_message(channel, worker | {"overran": kept.overran}, fds)
     for kept in keeper.ended():
         ended = {"op": "ended", "serial": kept.serial, "pid": kept.pid, "reason": kept.reason}
-        said = {"spec": kept.spec.to_message(), "page": kept.last_page, "overran": kept.overran}
+        said = {"spec": kept.spec.to_message(), "overran": kept.overran}
+        if (page := kept.last_page) is not None:
+            said["page"] = (page.word, page.deadline_ns, page.generation)
         send_message(channel, ended | said)
     send_message(channel, {"op": "told"})
     channel.settimeout(None)

@@ -19,6 +19,7 @@ from gpulease.client import (
     GpuBuilder,
     GpuSession,
     GpuSessionFailed,
+    InvalidRequest,
     LeaseExpired,
     Revoked,
     aio,
@@ -33,6 +34,7 @@ from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.processes import is_running
 from helpers.remote import Pki
+from helpers.submits import check_scaled, scaling
 from helpers.waiting import wait_until
 from helpers.working import working
 
@@ -68,6 +70,18 @@ def test_a_session_does_not_notice_that_the_broker_is_killed(lasting: LastingDae
         assert lease.generation == 2
         report = lasting.now.query(lease.lease_id)
         assert (report["generation"], report["tenant"]) == (2, f"uid:{os.getuid()}")
+    lasting.check_idle()
+
+
+def test_a_lease_whose_session_was_never_opened_takes_submits_after_it_too(lasting: LastingDaemon) -> None:
+    with lasting.now.builder().acquire() as lease:
+        check_scaled(scaling(lease).launch())
+        lasting.restart()
+        check_scaled(scaling(lease).launch())
+        GpuSession(lease).close()
+        lasting.restart()
+        with pytest.raises(InvalidRequest, match="its session was opened"):
+            scaling(lease).launch()
     lasting.check_idle()
 
 

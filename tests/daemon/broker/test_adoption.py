@@ -123,6 +123,12 @@ def test_one_whose_kernel_ran_for_too_long_while_nobody_was_there(reason: str | 
     assert (event.kept.state, event.kept.cause, event.kept.reason) == (LeaseState.DRAINING, Cause.KERNEL_TIMEOUT, said)
 
 
+@pytest.mark.parametrize("has_session", [True, False])
+def test_whether_its_session_was_opened_is_what_its_page_says(has_session: bool) -> None:
+    ((event, _),) = decide([KEPT], [left(5, PageState(None, 1000, 3, has_session=has_session))])
+    assert event == LeaseRestored(KEPT, has_worker=True, has_session=has_session)
+
+
 def test_a_kept_lease_without_a_worker() -> None:
     assert decide([KEPT], []) == [(LeaseRestored(KEPT, has_worker=False), 0)]
 

@@ -10,6 +10,7 @@ from gpulease.daemon.broker.worker import Worker
 from gpulease.daemon.broker.zygote import Zygote
 from gpulease.daemon.channel import close_all, receive_message
 from gpulease.daemon.core import FIRST_WARM_ID
+from gpulease.daemon.worker.page import state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.sharing import Wanted
 
@@ -28,6 +29,20 @@ def test_whether_it_is_a_strangers(told: bool | None) -> None:
             message, fds = receive_message(theirs)
             close_all(fds)
         assert message["is_stranger"] is (told is not False)
+        worker.close()
+
+    asyncio.run(story())
+
+
+def test_a_session_counts_as_opened_before_its_worker_hears_of_the_connection() -> None:
+    async def story() -> None:
+        worker, theirs = Worker.to_be(WorkerSpec(1, "GPU-a", 1, is_shared=False), cast(Zygote, None))
+        near, far = socket.socketpair()
+        with near, far:
+            assert not state_of(worker.page.fds.lease).has_session
+            theirs.close()
+            assert not worker.hand_over(near.fileno(), 1, b"", Wanted(), None)
+            assert state_of(worker.page.fds.lease).has_session
         worker.close()
 
     asyncio.run(story())

@@ -434,7 +434,8 @@ class Shell:
         going_on = {kept.lease_id for kept in contents.leases} - fenced
         of_leases = {number for number in found if self.submits.leases.get(number) in going_on}
         for kept in contents.leases:
-            self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive))
+            was_opened = kept.lease_id in self.submits.opened
+            self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive, was_opened))
         for number in sorted(of_leases):
             is_running = number in self.alive & self.submits.running
             uuid, held_bytes = self.unproved[number]

@@ -374,6 +374,20 @@ def test_or_is_ended(is_running: bool, has_worker: bool) -> None:
     assert KillWorker(FIRST + 7) in effects
 
 
+@pytest.mark.parametrize("has_session", [False, True])
+def test_the_next_table_has_submits_where_no_session_was_opened(has_session: bool) -> None:
+    kept = leased(keeps=0).table.keep(LEASE)
+    assert kept is not None
+    s = Scenario(card(capacity=100))
+    s.do(LeaseRestored(kept, has_worker=True, has_session=has_session))
+    if has_session:
+        assert denied(ask(s)).reason is DenialReason.INVALID_REQUEST
+        return
+    assert one(ask(s), SpawnSubmit).size_bytes == SIZE
+    s.do(SessionOpened(LEASE))
+    assert s.table.submits.in_place_of_session(LEASE) is not None, "nobody is let into it meanwhile"
+
+
 def test_one_that_is_nobodys_is_killed() -> None:
     s = Scenario(card())
     effects = s.do(SubmitFound(FIRST, 77, "GPU-a", True, 1000))

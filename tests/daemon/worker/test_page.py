@@ -17,6 +17,7 @@ from gpulease.daemon.worker.page import (
     for_worker,
     state_of,
 )
+from gpulease.daemon.worker.sealed import sealed_memory
 from gpulease.protocol.opcodes import Status
 
 FAR = 1 << 62
@@ -102,7 +103,7 @@ def test_each_side_has_a_page_of_its_own(broker: BrokerPage, worker: WorkerPage)
         worker.counters[counter] = 2**64 - 1
     broker.set_deadline(FAR, 1)
     assert worker.refusal() is None
-    assert state_of(broker.fds.lease) == PageState(None, FAR, 1)
+    assert state_of(broker.fds.lease) == PageState(None, FAR, 1, has_session=False)
 
 
 def test_the_broker_can_not_write_the_claims(broker: BrokerPage) -> None:
@@ -126,13 +127,33 @@ def test_the_views_do_without_the_descriptors(broker: BrokerPage, worker: Worker
     taken.close()
 
 
+def test_the_next_broker_reads_whether_the_session_was_opened(broker: BrokerPage) -> None:
+    kept = PageFds(*map(os.dup, broker.fds))
+    lease_fd = os.dup(kept.lease)
+    try:
+        assert not state_of(lease_fd).has_session
+        taken = BrokerPage(kept)
+        assert not state_of(lease_fd).has_session, "taking it over says nothing"
+        taken.open_session()
+        assert state_of(lease_fd).has_session
+        taken.close()
+    finally:
+        os.close(lease_fd)
+
+
+def test_a_page_of_a_broker_that_did_not_say_may_have_been_opened() -> None:
+    empty = sealed_memory("gpulease-lease", PAGE_BYTES)
+    assert state_of(empty).has_session
+    os.close(empty)
+
+
 def test_what_a_worker_is_given_of_the_leases_page_is_to_be_read(broker: BrokerPage) -> None:
     broker.set_deadline(FAR, 1)
     fds = for_worker(PageFds(*map(os.dup, broker.fds)))
     try:
         assert fcntl.fcntl(fds.lease, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         assert os.fstat(fds.lease).st_mode & 0o777 == 0o400
-        assert state_of(fds.lease) == PageState(None, FAR, 1)
+        assert state_of(fds.lease) == PageState(None, FAR, 1, has_session=False)
         view = WorkerPage(fds)
         assert view.refusal() is None
         # What was open before, with a broker or a zygote, writes on.
