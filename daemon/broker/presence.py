@@ -1,8 +1,9 @@
 """Tells the lease table when a lease loses its last connection, and when it has one again.
 
-A lease is connected while one of these is there: a control connection that acquired or renewed it; a connection of its
-session, a guest's too, or one on its way to the worker; a submit of it that starts or runs. The worker counts its own
-connections on its page, so that the next broker knows them too; of control connections the next broker knows none.
+A lease is connected while one of these is there: a control connection that acquired or renewed it, asked about it as
+its tenant, or asked for a submit of it; a connection of its session, a guest's too, or one on its way to the worker; a
+submit of it that starts or runs. The worker counts its own connections on its page, so that the next broker knows them
+too; of control connections the next broker knows none, and gives their clients time to come back.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,10 @@ from typing import Final
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.core import ConnectionsChanged, Event, LeaseTable, SubmitState
 from gpulease.daemon.worker.page import Counter
+
+TAKEOVER_WAIT_MS: Final = 60_000
+"""The shortest wait of a lease that was taken over. Its client may live without a connection: it makes a new one only
+when it next asks for something. Stops an upgrade from ending its lease before that."""
 
 _GOES_ON: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
 
@@ -26,6 +31,8 @@ class Presence:
         self._held: dict[object, set[int]] = {}
         # Leases of which the table was told that nobody is connected.
         self._unconnected: set[int] = set()
+        # An earlier broker's.
+        self._taken_over: set[int] = set()
 
     def hold(self, lease_id: int, holder: object) -> None:
         """Count a control connection as the lease's, until `leave`."""
@@ -51,16 +58,18 @@ class Presence:
         if is_connected != (lease_id in self._unconnected):
             return
         (self._unconnected.discard if is_connected else self._unconnected.add)(lease_id)
-        self._post(ConnectionsChanged(lease_id, is_connected))
+        self._post(ConnectionsChanged(lease_id, is_connected, TAKEOVER_WAIT_MS if lease_id in self._taken_over else 0))
 
     def look_at_all(self) -> None:
         """An earlier daemon's leases were taken over: those that nobody is connected to wait from now on."""
         for lease in self._table.snapshots():
+            self._taken_over.add(lease.lease_id)
             self.look(lease.lease_id)
 
     def forget(self, lease_id: int) -> None:
         """The lease is over."""
         self._unconnected.discard(lease_id)
+        self._taken_over.discard(lease_id)
         for holder in self._holders.pop(lease_id, ()):
             held = self._held[holder]
             held.discard(lease_id)

@@ -34,6 +34,8 @@ class SubmitDesk:
         if not self._runtime.headroom.is_enough():
             hint = "Leases go on, and can be renewed and freed: try again later."
             raise Refusal(Failure(Status.BUSY, "the daemon is out of memory", hint=hint))
+        # Refused or not: whoever asks is alive.
+        self._caller.hold(request.session_id)
         lease = self._runtime.table.get(request.session_id)
         number = self._caller.expect(on_outcome)
         self._open[number] = request

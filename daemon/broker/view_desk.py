@@ -43,10 +43,15 @@ class ViewDesk:
             raise Refusal(failure_of(self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)))
         if not self._may_query(lease):
             raise Refusal(failure_of(not_found(body.lease_id)))
+        if self._acts_for(lease) and not self._peer.is_reader:
+            self._caller.hold(lease.lease_id)
         self._caller.answer(request, messages.Report(self._report(lease)))
 
     def _may_query(self, lease: LeaseSnapshot) -> bool:
-        return self._peer.is_operator or lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
+        return self._peer.is_operator or self._acts_for(lease)
+
+    def _acts_for(self, lease: LeaseSnapshot) -> bool:
+        return lease.tenant == self._tokens.acting_tenant(lease.lease_id, ALL_PERMISSIONS)
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """LEASE_SUBSCRIBE."""

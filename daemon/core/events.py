@@ -68,10 +68,14 @@ class ConnectionsChanged:
 
     What counts: connections of its session, those of guests too; control connections that acquired or renewed it, or
     asked about it as its tenant; a submit's.
+
+    Attributes:
+        least_wait_ms: How long it is waited for at the least, however soon the lease would end without a connection.
     """
 
     lease_id: int
     is_connected: bool
+    least_wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,8 @@ class Lease:
         revoke_requests: The revokes that are answered when the teardown is over.
         is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
         orphan_ms: How long it may be without a connection before it ends, 0 for as long as it lasts.
-        unconnected_ns: Since when it has no connection, or since its renewal after that; None while it has one.
+        unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
+            took it over gives it more time; None while it has one.
         submit_bytes: How much of its size is for submits, and not its session's; without any, one runs in place of a
             session that was never opened.
         has_session: Somebody may have attached to its session: what is in it stays until the lease ends.

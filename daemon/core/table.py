@@ -267,14 +267,16 @@ class LeaseTable:
         if event.is_connected:
             lease.unconnected_ns = None
         else:
-            self._await_connection(lease, now_ns, out)
+            self._await_connection(lease, now_ns, out, event.least_wait_ms)
         standing = standing_of(lease, self._book.drain_ns, now_ns)
         out.append(Warned(lease.lease_id, standing.phase, standing.left_ms(now_ns)))
 
-    def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
         """The lease has no connection: it ends unless it gets one in time."""
-        lease.unconnected_ns = now_ns
-        due_ns = now_ns + lease.orphan_ms * NS_PER_MS
+        more_ms = max(0, least_wait_ms - lease.orphan_ms)
+        # What it was promised by a longer wait stays.
+        lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
+        due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
         out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.ORPHAN, due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:

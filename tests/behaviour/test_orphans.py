@@ -4,15 +4,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from gpulease.client import GpuLease, GpuSession, LeaseExpired, Permission, Phase, my_audience
 from gpulease.client.cli.__main__ import main
+from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
-from helpers.daemon import Daemon, python_environment
+from gpulease.protocol.messages import GpuSubmit
+from helpers.daemon import Daemon, Faults, python_environment
 from helpers.lasting import LastingDaemon
+from helpers.raw_peer import RawPeer
+from helpers.submits import check_scaled, scaling
 from helpers.waiting import wait_until
 
 KEEPS_LEASE = """
@@ -51,8 +56,20 @@ def client(address: str, orphan_s: float, has: str) -> Iterator[tuple[int, Calla
 
 
 def waits(daemon: Daemon, lease_id: int) -> bool:
-    """Whether the lease is about to be orphaned."""
-    return daemon.query(lease_id)["orphaned_in_ms"] is not None
+    """Whether the lease is about to be orphaned. A query of it would be a connection."""
+    return row(daemon, lease_id)["orphaned_in_ms"] is not None
+
+
+def row(daemon: Daemon, lease_id: int) -> dict[str, Any]:
+    """What the list says of a lease."""
+    (found,) = [one for one in daemon.leases() if int(one["lease_id"], 16) == lease_id]
+    return found
+
+
+def wait_for_end(daemon: Daemon, lease_id: int) -> str:
+    """Return its cause once the lease is over, without asking about it before."""
+    wait_until(lambda: lease_id not in [int(one["lease_id"], 16) for one in daemon.leases()], "the lease is gone")
+    return str(daemon.query(lease_id)["cause"])
 
 
 def wait_for_the_wait(daemon: Daemon, lease_id: int) -> None:
@@ -63,9 +80,9 @@ def wait_for_the_wait(daemon: Daemon, lease_id: int) -> None:
 def test_the_lease_of_a_client_that_was_killed_is_orphaned(daemon: Daemon, has: str) -> None:
     with client(daemon.address, 0.2, has) as (lease_id, kill):
         assert not waits(daemon, lease_id)
-        assert daemon.query(lease_id)["orphan_ms"] == 200
+        assert row(daemon, lease_id)["orphan_ms"] == 200
         kill()
-        daemon.wait_for_end(lease_id)
+        wait_for_end(daemon, lease_id)
     report = daemon.query(lease_id)
     assert (report["cause"], report["reason"]) == ("orphaned", "nobody was connected to it for 200 ms")
 
@@ -126,8 +143,7 @@ def test_the_operators_default_is_for_those_who_do_not_say(start_daemon: Callabl
         return lease.lease_id
 
     goes, stays = (abandoned(wish.acquire()) for wish in (daemon.builder(), daemon.builder().orphan_secs(0)))
-    daemon.wait_for_end(goes)
-    assert daemon.query(goes)["cause"] == "orphaned"
+    assert wait_for_end(daemon, goes) == "orphaned"
     assert daemon.query(stays)["state"] == "active"
     daemon.revoke(stays)
 
@@ -138,10 +154,35 @@ def test_the_next_daemon_knows_who_is_connected(start_lasting: Callable[..., Las
     quiet = lasting.now.builder().orphan_secs(2).acquire()
     busy = lasting.now.builder().orphan_secs(2).acquire()
     with GpuSession(busy) as session:
-        daemon = lasting.restart()
-        daemon.wait_for_end(quiet.lease_id)
-        assert daemon.query(quiet.lease_id)["cause"] == "orphaned"
+        daemon = lasting.restart(Faults({"gpulease.daemon.broker.presence:TAKEOVER_WAIT_MS": 1}))
+        assert wait_for_end(daemon, quiet.lease_id) == "orphaned"
         session.sync()
         assert not waits(daemon, busy.lease_id)
-    daemon.wait_for_end(busy.lease_id)
-    assert daemon.query(busy.lease_id)["cause"] == "orphaned"
+    assert wait_for_end(daemon, busy.lease_id) == "orphaned"
+
+
+def test_a_client_that_lives_has_time_to_come_back_to_the_next_daemon(
+    start_lasting: Callable[..., LastingDaemon],
+) -> None:
+    lasting = start_lasting()
+    with lasting.now.builder(seconds=300).orphan_secs(0.2).acquire() as lease:
+        daemon = lasting.restart()
+        assert row(daemon, lease.lease_id)["orphaned_in_ms"] > 200
+        check_scaled(scaling(lease).launch())
+        wait_for_the_wait(daemon, lease.lease_id)
+        assert row(daemon, lease.lease_id)["orphaned_in_ms"] > 200, "its submit is gone, and it has none but those"
+        assert lease.query()["orphaned_in_ms"] is None
+        assert not waits(daemon, lease.lease_id), "it asked, and is still connected"
+
+
+def test_a_question_of_its_tenant_is_a_connection(daemon: Daemon) -> None:
+    with daemon.builder().orphan_secs(LONG_S).acquire() as lease:
+        lease._state.channel.close()
+        wait_for_the_wait(daemon, lease.lease_id)
+        lease.query()
+        assert not waits(daemon, lease.lease_id)
+        lease._state.channel.close()
+        wait_for_the_wait(daemon, lease.lease_id)
+        with RawPeer(daemon.address).hello() as peer:
+            peer.refused(Opcode.GPU_SUBMIT, GpuSubmit(0, ()), lease.lease_id)
+            assert not waits(daemon, lease.lease_id), "a submit that was refused was asked for"

@@ -119,6 +119,17 @@ def test_the_wait_is_kept_over_a_restart_and_begins_when_the_daemon_says() -> No
     assert kept.orphan_ms == 4000
 
 
+@pytest.mark.parametrize(("least_ms", "waits_s"), [(0, 4), (3000, 4), (9000, 9)])
+def test_a_daemon_that_took_it_over_may_wait_longer(least_ms: int, waits_s: int) -> None:
+    s = granted()
+    effects = s.do(ConnectionsChanged(1, is_connected=False, least_wait_ms=least_ms))
+    assert armed(effects, TimerKind.ORPHAN).due_ns == s.now_ns + waits_s * S
+    assert s.table.orphan_due_ns(1) == s.now_ns + waits_s * S
+    before_ns = s.now_ns
+    s.at(1).do(RenewRequested(7, 1, "ann", 10_000))
+    assert s.table.orphan_due_ns(1) == max(before_ns + waits_s * S, s.now_ns + 4 * S), "a renewal takes nothing away"
+
+
 def test_a_lease_that_has_ended_waits_for_nobody() -> None:
     s = granted()
     s.at(10).fire(1, TimerKind.EXPIRY)
