@@ -376,7 +376,11 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _hand_over(self, request: Request, guest: Guest | None, number: int) -> bool:
         if self._transport is None:
             return False
-        fd = os.dup(self._transport.get_extra_info("socket").fileno())
+        try:
+            fd = os.dup(self._transport.get_extra_info("socket").fileno())
+        except OSError:
+            # No descriptor is left.
+            return False
         try:
             rest = self._connection.take_rest()
             wanted = Wanted()

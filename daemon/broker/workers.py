@@ -239,14 +239,17 @@ class Workers:
             try:
                 self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
                 worker.page.let_go()
-            except (ChannelClosed, OSError) as error:
+            except ChannelClosed as error:
                 self._ended(worker, f"could not be started: {error}")
+                return
+            except OSError as error:
+                self._ended(worker, f"could not be started: {error.strerror}", is_busy=True)
                 return
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
         tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=error.strerror)
-        ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}")
+        ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}", is_busy=True)
         asyncio.get_running_loop().call_soon(self._post, ended)
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
@@ -372,14 +375,14 @@ class Workers:
     def _post(self, event: Event) -> None:
         self._deliver(event)
 
-    def _ended(self, worker: Worker, reason: str) -> None:
+    def _ended(self, worker: Worker, reason: str, *, is_busy: bool = False) -> None:
         self._take_last_words(worker)
         self._on_end(worker)
         self._forget(worker)
         lease_id = worker.spec.lease_id
         ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
         self._ended_workers[lease_id] = ended
-        asyncio.get_running_loop().call_soon(self._tell_end, ended, *worker.end_of(reason))
+        asyncio.get_running_loop().call_soon(self._tell_end, ended, *worker.end_of(reason), is_busy)
 
     def _take_last_words(self, worker: Worker) -> None:
         """Why it ended, if it said so itself: the zygote may be heard first."""
@@ -390,9 +393,9 @@ class Workers:
                 if message.get("op") in ("failed", "faulted"):
                     self._take_word(worker, message)
 
-    def _tell_end(self, ended: Ended, reason: str, is_by_daemon: bool) -> None:
+    def _tell_end(self, ended: Ended, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
         """By the number it is known by now: until this was told, its lease may have been given another worker."""
-        self._post(WorkerExited(ended.lease_id, reason, is_by_daemon))
+        self._post(WorkerExited(ended.lease_id, reason, is_by_daemon, is_busy))
 
     def _forget(self, worker: Worker) -> None:
         del self._workers[worker.spec.lease_id]

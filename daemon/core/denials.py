@@ -152,6 +152,16 @@ def lease_pending(lease: LeaseSnapshot) -> Denial:
     )
 
 
+def no_worker_now(reason: str) -> Denial:
+    """The daemon lacks what it takes to start one more worker; `reason` says what became of it, without a subject."""
+    return Denial(
+        DenialReason.BUSY,
+        f"The daemon has no room for one more worker now: it {reason.rstrip('.')}.",
+        "Nothing was begun: try again in a moment. If it goes on, the operator must raise the daemon's limits"
+        " (LimitNOFILE), or end leases or connections.",
+    )
+
+
 def not_found(lease_id: int) -> Denial:
     """No such lease, or one the caller has no business with: the two must look the same."""
     return Denial(

@@ -151,12 +151,15 @@ class WorkerFailed:
 class WorkerExited:
     """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all.
 
-    `is_by_daemon`: whether a `KillWorker` is what ended it; the table does the same either way, who looks does not.
+    Attributes:
+        is_by_daemon: A `KillWorker` is what ended it; the table does the same either way, who looks does not.
+        is_busy: It was never started, for want of what the daemon may have again in a moment: a descriptor, say.
     """
 
     lease_id: int
     reason: str
     is_by_daemon: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

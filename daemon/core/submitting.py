@@ -311,6 +311,7 @@ class Submits(SubmitViews):
             self._on_too_long(submit, now_ns, out)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = submit_denials.not_started(submit.lease_id, event.reason)
+            denial = denials.no_worker_now(event.reason) if event.is_busy else denial
             self._end(submit, None, event.reason, denial, now_ns, out)
         elif submit.state is SubmitState.ENDING:
             self._prove(submit, now_ns, out)

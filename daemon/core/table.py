@@ -356,7 +356,8 @@ class LeaseTable:
             self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
         elif lease.state is LeaseState.PENDING:
             lease.is_worker_gone = True
-            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
+            denial = denials.no_worker_now(event.reason) if event.is_busy else None
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out, denial)
         elif lease.state is LeaseState.ACTIVE:
             lease.is_worker_gone = True
             self._teardown.on_active_worker_lost(lease, event.reason, now_ns, out)

@@ -7,6 +7,7 @@ taken once, whatever comes twice, late or out of turn. No step waits for the ten
 
 from gpulease.daemon.core import denials
 from gpulease.daemon.core.book import Book
+from gpulease.daemon.core.denials import Denial
 from gpulease.daemon.core.effects import (
     ArmTimer,
     Denied,
@@ -38,8 +39,19 @@ class Teardown:
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
         self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)
 
-    def begin(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left."""
+    def begin(
+        self,
+        lease: Lease,
+        cause: Cause,
+        reason: str,
+        now_ns: int,
+        out: list[Effect],
+        denial: Denial | None = None,
+    ) -> None:
+        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left.
+
+        `denial`: what that is told; None for how the lease ended.
+        """
         was_pending = lease.state is LeaseState.PENDING
         lease.move(cause, now_ns)
         lease.cause = cause
@@ -51,7 +63,7 @@ class Teardown:
         if was_pending:
             self._book.leave_pending(lease)
             if cause is not Cause.ABANDONED:
-                out.append(Denied(lease.request, denials.lease_ended(lease.snapshot())))
+                out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
             return

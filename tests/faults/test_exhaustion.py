@@ -48,12 +48,23 @@ def test_no_descriptor_is_left_for_a_worker(start_daemon: Callable[..., Daemon])
             with descriptors_left(daemon.process.pid, room):
                 result = peer.ask(Opcode.LEASE_ALLOC, lease_alloc())
             assert isinstance(result, Failure)
-            assert result.status is Status.SESSION_FAILED
+            assert result.status is Status.BUSY
             assert "Too many open files" in result.message
+            assert "LimitNOFILE" in result.hint
             neighbour.check()
             assert len(daemon.open_files()) == files
         peer.free(peer.acquire().lease_id)
         assert len(daemon.leases()) == 1
+
+
+def test_no_descriptor_is_left_for_a_hand_over(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    with daemon.builder().acquire() as lease, RawPeer(daemon.address).hello() as peer:
+        with descriptors_left(daemon.process.pid, 0):
+            result = peer.attach(lease.lease_id)
+        assert isinstance(result, Failure)
+        assert result.status is Status.BUSY
+        assert not isinstance(peer.attach(lease.lease_id), Failure)
 
 
 def test_no_descriptor_is_left_for_a_connection(start_daemon: Callable[..., Daemon]) -> None:

@@ -2,6 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
+import os
+import resource
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +16,8 @@ from gpulease.daemon.channel import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.core import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.zygote.telling import ZYGOTE_NAME
+from helpers.processes import descendants
 
 LEASE = 7
 
@@ -47,6 +54,55 @@ def test_one_made_ahead_that_dies_as_it_is_taken_is_told_of_once_and_nothing_is_
 
     asyncio.run(run())
     assert told == [WorkerExited(LEASE, "could not be started: the zygote is not running")]
+
+
+@contextlib.contextmanager
+def descriptors_left(room: int) -> Iterator[None]:
+    """This process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # One that is open has a number; the next free ones are what there is room for.
+    free = [os.dup(0) for _ in range(room + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[room], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+PAGES_AND_CHANNEL = 4
+
+
+@pytest.mark.parametrize("room", [0, PAGES_AND_CHANNEL, PAGES_AND_CHANNEL + 2], ids=["none", "no copy", "some copies"])
+def test_a_worker_for_which_no_descriptor_is_left_leaves_none_behind(room: int) -> None:
+    """The zygote is stopped and its channel full: what is asked of it is to wait, with copies of all descriptors."""
+    told: list[Event] = []
+
+    async def run() -> None:
+        workers = Workers("cpu")
+        workers.deliver_to(told.append)
+        await workers.start()
+        (pid,) = [one.pid for one in descendants(os.getpid()) if one.name == ZYGOTE_NAME]
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            zygote, spec = workers._zygotes.now, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
+            told_of: list[None] = []
+            for asked in itertools.count(1):
+                zygote.change(0, spec, lambda: told_of.append(None))
+                if len(told_of) < asked:
+                    break
+            files = len(os.listdir("/proc/self/fd"))
+            with descriptors_left(room):
+                workers.spawn(spec)
+            await asyncio.sleep(0)
+            assert len(os.listdir("/proc/self/fd")) == files
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            await workers.stop()
+
+    asyncio.run(run())
+    assert told == [WorkerExited(LEASE, "could not be started: Too many open files", is_busy=True)]
 
 
 @pytest.mark.parametrize(("op", "event"), [("failed", WorkerFailed), ("faulted", SessionFaulted)])

@@ -304,6 +304,14 @@ def test_one_that_does_not_start_in_time_is_given_up() -> None:
     assert denied(s.at(2).do(TimerFired(FIRST, 0, TimerKind.SPAWN))).reason is DenialReason.SESSION_FAILED
 
 
+def test_one_that_the_daemon_has_no_room_for_now_may_be_tried_again() -> None:
+    s = leased()
+    ask(s)
+    assert denied(s.do(WorkerExited(FIRST, "could not be started", is_busy=True))).reason is DenialReason.BUSY
+    s.do(ReclaimProved(FIRST))
+    assert one(ask(s, 21), SpawnSubmit).submit_id == FIRST + 1
+
+
 def test_who_leaves_before_it_is_ready_gets_no_answer() -> None:
     s = leased()
     ask(s)

@@ -203,6 +203,16 @@ def test_an_ended_lease_answers_with_what_ended_it(cause: Cause, reason: DenialR
     assert denial.reason is reason
 
 
+def test_an_acquire_that_the_daemon_has_no_room_for_now_may_be_tried_again() -> None:
+    s = Scenario()
+    s.acquire(1)
+    denial = denied(s.do(WorkerExited(1, "could not be started: Too many open files", is_busy=True)))
+    assert denial.reason is DenialReason.BUSY
+    assert denial.message.endswith("it could not be started: Too many open files.")
+    s.do(ReclaimProved(1))
+    assert s.card().held_bytes == 0
+
+
 def test_a_second_cause_never_overrides_the_first() -> None:
     s = Scenario()
     s.active(1, ttl_ms=10_000)
