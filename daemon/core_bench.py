@@ -110,7 +110,7 @@ class SimulatedWorkers(Workers):
         """Where the real one writes its page."""
         self._deadlines[lease_id] = deadline_ns
 
-    def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
+    def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         """Where the real one flips the word."""
         deadline_ns = self._deadlines.pop(lease_id, 0)
         if status is Status.LEASE_EXPIRED:

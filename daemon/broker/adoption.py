@@ -112,7 +112,7 @@ def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str)
             generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
         )
     if page.word is not None and lease.state is LeaseState.ACTIVE:
-        cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word)
+        cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word, page.cause)
         reason = overran or "it was ended just before the daemon was"
         lease = lease._replace(state=LeaseState.DRAINING, cause=cause, reason=reason)
     return lease

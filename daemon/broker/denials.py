@@ -34,6 +34,7 @@ _REVOCATION_WORD: Final = {
 }
 _TOO_LONG: Final = frozenset({None, Cause.KERNEL_TIMEOUT, Cause.LOAD_TIMEOUT})
 _CAUSES: Final = {word: cause for cause, word in _REVOCATION_WORD.items() if cause is not Cause.ORPHANED}
+_ENDS: Final = {cause.value: cause for cause in Cause}
 
 
 def failure_of(denial: Denial) -> Failure:
@@ -51,6 +52,9 @@ def submit_word_for(cause: Cause | None) -> Status:
     return Status.TIMED_OUT if cause in _TOO_LONG else word_for(cause or Cause.ABANDONED)
 
 
-def cause_of(word: Status) -> Cause:
-    """Why a lease ended whose worker answers so, where nothing else is known of it."""
+def cause_of(word: Status, said: str = "") -> Cause:
+    """Why a lease ended whose worker answers so. `said`: the cause that its page names, "" if it names none."""
+    cause = _ENDS.get(said)
+    if cause is not None and word_for(cause) is word:
+        return cause
     return _CAUSES.get(word, Cause.WORKER_DIED)

@@ -213,7 +213,8 @@ def _take(channel: socket.socket, zygote: FoundZygote) -> dict[str, Any]:
             zygote.workers.append(worker)
         case {"op": "ended", "serial": int(serial), "pid": int(pid), "spec": dict(spec), "reason": str(reason)}:
             word, deadline_ns, generation = message["page"]
-            last = PageState(None if word is None else Status(word), deadline_ns, generation)
+            status = None if word is None else Status(word)
+            last = PageState(status, deadline_ns, generation, cause=str(message.get("cause", "")))
             zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, None, reason, last, overran))
         case {"op": "told"}:
             pass

@@ -237,7 +237,7 @@ class Runtime:
                 self.workers.set_deadline(lease_id, deadline_ns, generation)
             case RefuseWork(lease_id, cause):
                 lease = self.table.get(lease_id) if cause is Cause.REVOKED else None
-                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason)
+                self.workers.refuse(lease_id, word_for(cause), "" if lease is None else lease.reason, cause.value)
             case KillWorker(lease_id):
                 self.workers.kill(lease_id)
             case ProveReclaimed(lease_id, card_uuid):

@@ -91,9 +91,12 @@ class Worker:
         refuse_descriptors(channel)
         return cls(spec, BrokerPage(PageFds(*page_fds)), channel, zygote, serial, pid, pidfd, is_ready=True)
 
-    def refuse(self, status: Status, reason: str = "") -> None:
-        """Have it answer everything with `status` and that reason, and say so to whoever is connected."""
-        self.page.refuse(status, reason)
+    def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
+        """Have it answer everything with `status` and that reason, and say so to whoever is connected.
+
+        `cause` is for the next broker.
+        """
+        self.page.refuse(status, reason, cause)
         # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             send_message(self.channel, {"op": "end"})

@@ -257,10 +257,13 @@ class Workers:
         if (worker := self._workers.get(lease_id)) is not None:
             worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
-    def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
-        """Have the worker answer everything with `status` and that reason, and say so to whoever is connected."""
+    def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
+        """Have the worker answer everything with `status` and that reason, and say so to whoever is connected.
+
+        `cause` is for the next broker.
+        """
         if (worker := self._workers.get(lease_id)) is not None:
-            worker.refuse(status, reason)
+            worker.refuse(status, reason, cause)
 
     def kill(self, lease_id: int) -> None:
         """End the worker whatever it is doing; `WorkerExited` follows."""

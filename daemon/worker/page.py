@@ -23,6 +23,9 @@ field is one aligned native u64, so a reader sees an old or a new value, never h
          handed to its session: 1
          none, 2 one; 0 if nobody
          has said
+   3768  why it ended, as the next
+         broker is to know it: 32
+         bytes, zeros behind
 
 The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
 from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
@@ -57,6 +60,8 @@ _REASON_LENGTH: Final = _FIRST_END + MAX_REVOKED_TOKENS
 _REASON_AT: Final = 8 * (_REASON_LENGTH + 1)
 _GONE_BY: Final = (_REASON_AT + MAX_REASON_BYTES) // 8
 _SESSION: Final = _GONE_BY + 1
+_CAUSE_AT: Final = 8 * (_SESSION + 1)
+_CAUSE_BYTES: Final = 32
 _NEVER_OPENED: Final = 1
 _OPENED: Final = 2
 _STATE: Final = struct.Struct("=QQQ")
@@ -128,6 +133,7 @@ class PageState(NamedTuple):
     Attributes:
         word: The status that answers every operation; None while the lease lives.
         deadline_ns: 0 if the lease was never granted.
+        cause: Why it ended, in the broker's own word; "" while it lives, or where somebody else ended it.
         has_session: A connection was handed to the session, or a broker of before that was written here may have.
     """
 
@@ -135,6 +141,7 @@ class PageState(NamedTuple):
     deadline_ns: int
     generation: int
     has_session: bool = True
+    cause: str = ""
 
 
 def state_of(lease_fd: int) -> PageState:
@@ -147,7 +154,8 @@ def state_of(lease_fd: int) -> PageState:
     except ValueError:
         # No broker writes that: whoever did, the lease is over.
         status = Status.SESSION_FAILED
-    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED)
+    cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
+    return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause)
 
 
 def gone_by_ns(lease_fd: int) -> int:
@@ -196,11 +204,12 @@ class BrokerPage:
         """Say that a connection is about to be handed to the session: the next broker must know it."""
         self._words[_SESSION] = _OPENED
 
-    def refuse(self, status: Status, reason: str = "") -> None:
+    def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
         """Flip the revocation word: every operation is answered with `status` from the worker's next look on.
 
-        `reason` is told with it, cut at 512 bytes.
+        `reason` is told with it, cut at 512 bytes. `cause` is for the next broker: several have one status.
         """
+        self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
         text = reason.encode(errors="replace")[:MAX_REASON_BYTES]
         self._map[_REASON_AT : _REASON_AT + len(text)] = text
         self._words[_REASON_LENGTH] = len(text)

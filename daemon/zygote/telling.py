@@ -56,9 +56,9 @@ def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
         send_message(channel, worker | {"overran": kept.overran}, fds)
     for kept in keeper.ended():
         ended = {"op": "ended", "serial": kept.serial, "pid": kept.pid, "reason": kept.reason}
-        said = {"spec": kept.spec.to_message(), "overran": kept.overran}
+        said: dict[str, Any] = {"spec": kept.spec.to_message(), "overran": kept.overran}
         if (page := kept.last_page) is not None:
-            said["page"] = (page.word, page.deadline_ns, page.generation)
+            said |= {"page": (page.word, page.deadline_ns, page.generation), "cause": page.cause}
         send_message(channel, ended | said)
     send_message(channel, {"op": "told"})
     channel.settimeout(None)

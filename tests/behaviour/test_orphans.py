@@ -175,6 +175,20 @@ def test_a_client_that_lives_has_time_to_come_back_to_the_next_daemon(
         assert not waits(daemon, lease.lease_id), "it asked, and is still connected"
 
 
+def test_a_daemon_that_is_killed_before_it_writes_the_end_down_tells_the_next_one_the_cause(
+    start_lasting: Callable[..., LastingDaemon],
+) -> None:
+    lasting = start_lasting()
+    hang = lasting.folder / "hang"
+    lease = lasting.restart(Faults(hang_syncs_while=hang)).builder().orphan_secs(0.2).acquire()
+    hang.touch()
+    lease._state.channel.close()
+    wait_until(lambda: not lasting.has_worker(lease.lease_id), "it is orphaned")
+    lasting.kill()
+    hang.unlink()
+    assert wait_for_end(lasting.start(), lease.lease_id) == "orphaned"
+
+
 def test_a_question_of_its_tenant_is_a_connection(daemon: Daemon) -> None:
     with daemon.builder().orphan_secs(LONG_S).acquire() as lease:
         lease._state.channel.close()

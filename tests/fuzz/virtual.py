@@ -188,7 +188,7 @@ class SimulatedWorkers(Workers):
     def is_alive(self, lease_id: int) -> bool:
         return lease_id in self._names
 
-    def refuse(self, lease_id: int, status: Status, reason: str = "") -> None:
+    def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
         self.refused[lease_id] = status
 
     def attach(

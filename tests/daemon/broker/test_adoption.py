@@ -88,6 +88,11 @@ def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestor
         (KEPT, PageState(Status.LEASE_FREED, 1000, 3), (LeaseState.DRAINING, Cause.FREED)),
         (KEPT, PageState(Status.DRAINED, 1000, 3), (LeaseState.DRAINING, Cause.DRAINED)),
         (KEPT, PageState(Status.SESSION_FAILED, 1000, 3), (LeaseState.DRAINING, Cause.WORKER_DIED)),
+        # The broker named the cause beside the word; a name that is none, or another word's, says nothing.
+        (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3, cause="orphaned"), (LeaseState.DRAINING, Cause.ORPHANED)),
+        (KEPT, PageState(Status.SESSION_FAILED, 1000, 3, cause="over_slice"), (LeaseState.DRAINING, Cause.OVER_SLICE)),
+        (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3, cause="bored"), (LeaseState.DRAINING, Cause.EXPIRED)),
+        (KEPT, PageState(Status.REVOKED, 1000, 3, cause="orphaned"), (LeaseState.DRAINING, Cause.REVOKED)),
         # What is kept of an end is why it ended, whatever the page says.
         (
             KEPT._replace(state=LeaseState.DRAINING, cause=Cause.OVER_SLICE),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpulease.daemon.core import Cause
 from gpulease.daemon.worker.page import (
     PAGE_BYTES,
     BrokerPage,
@@ -139,6 +140,14 @@ def test_the_next_broker_reads_whether_the_session_was_opened(broker: BrokerPage
         taken.close()
     finally:
         os.close(lease_fd)
+
+
+def test_the_next_broker_reads_why_it_ended(broker: BrokerPage) -> None:
+    assert max(len(cause.value) for cause in Cause) <= 32, "it is cut there"
+    broker.refuse(Status.LEASE_EXPIRED, cause=Cause.ORPHANED.value)
+    assert state_of(broker.fds.lease) == PageState(Status.LEASE_EXPIRED, 0, 0, has_session=False, cause="orphaned")
+    broker.refuse(Status.LEASE_EXPIRED, cause=Cause.FREED.value)
+    assert state_of(broker.fds.lease).cause == "freed"
 
 
 def test_a_page_of_a_broker_that_did_not_say_may_have_been_opened() -> None:
