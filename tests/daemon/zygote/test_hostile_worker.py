@@ -96,4 +96,4 @@ def test_a_worker_that_stores_to_its_leases_page_dies_of_it(hostile: Broker) -> 
         message, _ = receive_message(hostile.channel)
         assert message["reason"] == "was killed by SIGSEGV"
         assert not is_running(pid)
-        assert state_of(page.fds.lease) == PageState(None, 0, 0)
+        assert state_of(page.fds.lease) == PageState(None, 0, 0, has_session=False)
