@@ -206,7 +206,9 @@ class CardAccount:
         """Whether there is room for one more context now; `given_bytes`: what a warm one would leave for it."""
         needed_bytes = self.card.overhead_bytes - given_bytes
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
-        return max(self.used_bytes, kept_bytes) + needed_bytes <= self.card.capacity_bytes
+        # A lease that ended before it had room keeps its bytes from others until it is torn down.
+        is_free = self.free_bytes >= self.card.overhead_bytes
+        return is_free and max(self.used_bytes, kept_bytes) + needed_bytes <= self.capacity_bytes
 
     def lend_context(self, lease: Lease) -> None:
         """Hold another context's bytes for an active lease."""

@@ -1,6 +1,7 @@
 """What must hold of the book at all times, recomputed from the leases alone."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from gpulease.daemon.core import submit_invariants
 from gpulease.daemon.core.book import Book
@@ -36,6 +37,25 @@ def validate(book: Book) -> None:
     submit_invariants.validate(book, _require)
     _validate_counts(book)
     _validate_line(book)
+
+
+def validate_charges(book: Book, before: Mapping[int, int]) -> None:
+    """Check what one event charged: no lease got more of a card that holds more than its capacity of now.
+
+    Others may shrink a capacity below what was granted. Then leases keep their bytes, and nobody gets more.
+
+    Args:
+        before: Each live lease's charge before the event, by lease id.
+
+    Raises:
+        InvariantBroken: A lease got more.
+    """
+    for lease in book.live.values():
+        account = book.account_by_uuid[lease.card_uuid]
+        is_more = lease.charge_bytes > before.get(lease.lease_id, 0)
+        held = account.held_bytes + account.stuck_bytes
+        sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
+        _require(not is_more or held <= account.capacity_bytes, sentence)
 
 
 def _name(lease: Lease) -> str:

@@ -5,7 +5,7 @@ same events always give the same effects. Work per event does not grow with the 
 when room comes back, it grows with the length of the line, which is bounded.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gpulease.daemon.core import denials, events, invariants, placement
@@ -218,6 +218,20 @@ class LeaseTable:
             InvariantBroken: Something does not hold, in a sentence.
         """
         invariants.validate(self._book)
+
+    def charges(self) -> dict[int, int]:
+        """What each live lease holds of its card, by lease id."""
+        return {lease.lease_id: lease.charge_bytes for lease in self._book.live.values()}
+
+    def validate_charges(self, before: Mapping[int, int]) -> None:
+        """Check that the last event charged nothing beyond a card's capacity. `before`: `charges` before that event.
+
+        Not for events that restore what an earlier table granted: the capacity may be less by now.
+
+        Raises:
+            InvariantBroken: A lease got more than there was, in a sentence.
+        """
+        invariants.validate_charges(self._book, before)
 
     # --- Requests. ------------------------------------------------------------
 

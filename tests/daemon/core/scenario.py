@@ -14,13 +14,16 @@ from gpulease.daemon.core import (
     Event,
     FreeRequested,
     Granted,
+    LeaseRestored,
     LeaseSnapshot,
     LeaseTable,
     ReclaimProved,
     SpawnWorker,
+    SubmitFound,
     TimerFired,
     TimerKind,
     WorkerExited,
+    WorkerFound,
     WorkerReady,
 )
 from gpulease.protocol.opcodes import Exclusivity
@@ -50,8 +53,11 @@ class Scenario:
         return self
 
     def do(self, event: Event) -> list[Effect]:
+        before = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
+        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+            self.table.validate_charges(before)
         return effects
 
     def acquire(

@@ -143,8 +143,11 @@ class Shell:
             self.unproved.pop(event.lease_id, None)
         if isinstance(event, WorkerUnlisted) and self.is_provable(event):
             self.unproved.pop(event.lease_id, None)
+        charges = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
+        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+            self.table.validate_charges(charges)
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
         # Bytes let go by an operator may be granted by the same call.

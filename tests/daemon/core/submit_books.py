@@ -100,6 +100,8 @@ class SubmitBooks:
         shell.deadlines.pop(effect.submit_id, None)
         assert effect.is_warm == (effect.submit_id in shell.unproved), "a context is there, or it is not"
         shell.hold_on(effect.submit_id, effect.card_uuid, effect.size_bytes + overhead_bytes)
+        if effect.submit_id in self.in_place and effect.size_bytes == lease.size_bytes:
+            shell.check_room(next(card for card in shell.cards if card.uuid == effect.card_uuid))
         if not effect.is_warm:
             shell.alive.add(effect.submit_id)
         shell.jobs.append(effect)

@@ -224,6 +224,19 @@ class AnyOrder(RuleBasedStateMachine):
             self.shell.jobs.remove(job)
             self.shell.do_job(job, 1)
 
+    @rule(tenant=TENANTS, left=st.sampled_from([0, 40, 90]))
+    def submit_beside_others(self, tenant: str, left: int) -> None:
+        """All that it takes: without it a run seldom has a submit that would borrow what others have just taken."""
+        self.acquire_and_start(tenant, 100, 8000, Exclusivity.SHARED, 0, 0)
+        lease = self.shell.table.get(max(self.shell.spawned, default=1))
+        if lease is None:
+            return
+        free_bytes = next(card.free_bytes for card in self.shell.table.cards() if card.uuid == lease.card_uuid)
+        unowned, outside = self.shell.others[lease.card_uuid]
+        self.shell.others[lease.card_uuid] = unowned, outside + max(0, free_bytes - left)
+        self.shell.look(lease.card_uuid)
+        self.ask(lambda number: SubmitRequested(number, lease.lease_id, lease.tenant, 3000))
+
     @precondition(lambda self: self.warm_contexts)
     @rule(tenant=TENANTS, how=st.sampled_from(["starts", "dies", "hangs"]), is_refilled=st.booleans())
     def submit_takes_a_context(self, tenant: str, how: str, is_refilled: bool) -> None:

@@ -9,6 +9,7 @@ from gpulease.daemon.core import (
     FIRST_SUBMIT_ID,
     AcquireRequested,
     ArmWaitTimer,
+    CardLooked,
     Cause,
     CoreLimits,
     DenialReason,
@@ -21,6 +22,8 @@ from gpulease.daemon.core import (
     KillWorker,
     LeaseRestored,
     LeaseState,
+    LeaseTable,
+    PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
     ReclaimProved,
@@ -178,6 +181,27 @@ def test_nobody_is_let_into_a_session_whose_memory_a_submit_has() -> None:
     assert s.table.submits.in_place_of_session(LEASE) is None
     s.do(SessionOpened(LEASE))
     assert denied(ask(s, 21)).reason is DenialReason.INVALID_REQUEST
+
+
+def test_a_submit_borrows_nothing_that_others_have_taken() -> None:
+    s = leased(keeps=0, capacity=100)
+    s.do(CardLooked("GPU-a", 0, 100 - SIZE - OVERHEAD, s.now_ns))
+    assert one(ask(s), SpawnSubmit).size_bytes == SIZE - OVERHEAD
+    assert s.card().held_bytes == s.card().capacity_bytes == SIZE + OVERHEAD
+
+
+def test_a_submit_borrows_nothing_that_a_lease_holds_which_ended_before_it_had_room() -> None:
+    s = Scenario()
+    s.table = LeaseTable((card(capacity=SIZE + 3 * OVERHEAD),), warm_contexts=1)
+    s.do(PoolTimerFired())
+    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000))
+    s.do(WorkerReady(LEASE))
+    (context,) = s.table.warming()
+    s.do(WorkerFailed(context.warm_id, "no context"))
+    assert SpawnWorker not in kinds(s.do(AcquireRequested(10, "bob", 2, OVERHEAD, 10_000)))
+    s.do(FreeRequested(30, 2, "bob"))
+    assert s.card().held_bytes == s.card().capacity_bytes
+    assert one(ask(s), SpawnSubmit).size_bytes == SIZE - OVERHEAD
 
 
 def test_a_lease_as_small_as_a_context_needs_the_cards_room() -> None:
