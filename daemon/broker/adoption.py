@@ -143,8 +143,10 @@ def adopt(
         post(adoption.event)
         if isinstance(adoption.event, LeaseRestored) and adoption.event.kept.state is LeaseState.FENCED:
             # Its bytes stay fenced, whoever still holds them.
-            workers.kill(adoption.event.kept.lease_id)
-            workers.settle(adoption.event.kept.lease_id)
+            fenced = adoption.event.kept
+            workers.kill(fenced.lease_id)
+            workers.fence(fenced.lease_id, fenced.card_uuid, fenced.lease_id)
+            workers.settle(fenced.lease_id)
     going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
     if adoptions:
         tell(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)

@@ -6,7 +6,7 @@ A worker is known by the number of its lease, or warm context; that may change u
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ from gpulease.daemon.core import (
 )
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
-from gpulease.daemon.processes import has_ended
+from gpulease.daemon.processes import has_ended, name_of
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.guests import Guest
 from gpulease.daemon.worker.page import BrokerPage
@@ -68,6 +68,8 @@ class Workers:
         self._being_born: dict[int, Worker] = {}
         self._by_serial: dict[tuple[Zygote, int], Worker] = {}
         self._ended_workers: dict[int, Ended] = {}
+        # Of reaped workers: the lease or warm context whose fence holds their bytes, and the card, by process id.
+        self._fenced: dict[int, tuple[int, str]] = {}
         self._found: dict[tuple[Zygote, int], FoundWorker] = {}
         self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
         self._on_end: Callable[[Worker], None] = lambda worker: None
@@ -182,8 +184,9 @@ class Workers:
         return not has_ended(worker.pidfd)
 
     def pids(self) -> set[int]:
-        """The process ids of all workers that live, or have ended and are not settled."""
-        return {worker.pid for worker in self._workers.values()} | {one.pid for one in self._ended_workers.values()}
+        """The process ids of all workers that live, have ended and are not settled, or whose bytes a fence holds."""
+        ended = {one.pid for one in self._ended_workers.values()}
+        return {worker.pid for worker in self._workers.values()} | ended | self._fenced.keys()
 
     def ended_pid(self, lease_id: int) -> int:
         """The process id of a worker that has ended; 0 if it never had one."""
@@ -194,6 +197,27 @@ class Workers:
         ended = self._ended_workers.pop(lease_id, None)
         if ended is not None and ended.zygote is not None:
             ended.zygote.forget(ended.serial)
+
+    def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
+        """Count a reaped worker's process as the daemon's own while the card lists it: a fence holds its bytes.
+
+        There are as many as fences at most, and one more for a lease's submit. A process that runs under that number
+        by now is a stranger's. `charged_to`: the fenced lease, or warm context.
+        """
+        pid = self.ended_pid(number)
+        if pid and not name_of(pid):
+            self._fenced[pid] = charged_to, card_uuid
+
+    def end_fences(self, numbers: Collection[int]) -> None:
+        """An operator has cleared the fences of these leases and warm contexts: nothing holds their bytes any more."""
+        self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[0] not in numbers}
+        for number in numbers:
+            # One that was reaped only after it was fenced was not settled.
+            self.settle(number)
+
+    def see_listed(self, card_uuid: str, pids: Collection[int]) -> None:
+        """Forget fenced workers' processes that the card does not list."""
+        self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[1] != card_uuid or pid in pids}
 
     def page(self, lease_id: int) -> BrokerPage | None:
         """The worker's control page."""

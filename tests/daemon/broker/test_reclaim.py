@@ -1,7 +1,7 @@
 """Looks at a card: for a dead worker until the table has its proof, and for what others hold."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -39,6 +39,9 @@ class MadeWorkers:
 
     def pids(self) -> set[int]:
         return set(self.own)
+
+    def see_listed(self, card_uuid: str, pids: Collection[int]) -> None:
+        pass
 
 
 def run(story: Callable[[], Coroutine[None, None, None]]) -> None:

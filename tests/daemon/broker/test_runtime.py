@@ -1,20 +1,31 @@
-"""What the runtime keeps of requests is gone with whoever asked."""
+"""The runtime forgets the requests of clients that left, and keeps fenced workers apart from other programs."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from gpulease.daemon.audit.recorder import Recorder
+from gpulease.daemon.broker.reclaim import CardWatch
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.broker.tokens import TokenOffice
 from gpulease.daemon.cards.embedded import EmbeddedCards
+from gpulease.daemon.cards.source import CardReading
 from gpulease.daemon.core import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
     AcquireRequested,
     Card,
+    FenceClearRequested,
     LeaseTable,
+    PoolTimerFired,
+    ReclaimFailed,
+    ReclaimProved,
     RequesterGone,
+    RevokeRequested,
     SubmitRequested,
     WaitTimerFired,
+    WorkerExited,
     WorkerReady,
 )
 from gpulease.daemon.core_bench import SimulatedWorkers
@@ -46,6 +57,81 @@ def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
             runtime.post(RequesterGone(request))
             runtime.forget(request)
             assert (WaitTimerFired, request) not in runtime.timers
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+GONE_PID = 1 << 30
+"""No process has it: it is above any pid_max."""
+
+
+class SharedCards(EmbeddedCards):
+    """Cards that list processes."""
+
+    listed: dict[int, int]
+
+    @property
+    def has_others(self) -> bool:
+        return True
+
+    def read(self, card_uuid: str) -> CardReading:
+        return CardReading(0, self.listed)
+
+
+def fence_lease(runtime: Runtime) -> None:
+    runtime.workers.remember_ended(5, GONE_PID)
+    runtime.post(WorkerExited(5, "it died"))
+    runtime.post(ReclaimFailed(5, "the card lists it"))
+
+
+def fence_warm_context(runtime: Runtime) -> None:
+    runtime.workers.remember_ended(FIRST_WARM_ID, GONE_PID)
+    runtime.post(WorkerExited(FIRST_WARM_ID, "it died"))
+    runtime.post(ReclaimFailed(FIRST_WARM_ID, "the card lists it"))
+
+
+def fence_submit(runtime: Runtime) -> None:
+    runtime.post(SubmitRequested(runtime.expect(lambda _: None), 5, "ann", 1000))
+    runtime.workers.remember_ended(FIRST_SUBMIT_ID, GONE_PID)
+    runtime.post(WorkerExited(FIRST_SUBMIT_ID, "it died"))
+    runtime.post(ReclaimFailed(FIRST_SUBMIT_ID, "the card lists it"))
+    runtime.post(RevokeRequested(runtime.expect(lambda _: None), 5, "because"))
+    runtime.post(WorkerExited(5, "it was killed"))
+    runtime.post(ReclaimProved(5))
+
+
+@pytest.mark.parametrize("fence", [fence_lease, fence_warm_context, fence_submit])
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime], None], is_cleared: bool) -> None:
+    """The card goes on listing the process; the fence holds its bytes until an operator clears it."""
+
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
+        tokens = TokenOffice(table, frozenset(), None, None, {})
+        source = SharedCards([1000])
+        source.listed = {GONE_PID: 7}
+        runtime = Runtime(table, source, SimulatedWorkers(), tokens, Recorder(), 1)
+
+        async def outside_bytes() -> int:
+            watch = CardWatch(source, ["GPU-a"], runtime.workers, runtime.post)
+            await watch.start()
+            await watch.stop()
+            return table.cards()[0].outside_bytes
+
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, 900, 60_000, submit_bytes=100))
+        runtime.post(WorkerReady(5))
+        runtime.post(PoolTimerFired())
+        fence(runtime)
+        assert table.cards()[0].fenced_bytes > 0
+        assert await outside_bytes() == 0
+        if is_cleared:
+            runtime.post(FenceClearRequested(runtime.expect(lambda _: None), None))
+        else:
+            source.listed = {}
+            assert await outside_bytes() == 0
+            source.listed = {GONE_PID: 7}
+        assert await outside_bytes() == 7, "it is not the daemon's any more"
         await runtime.stop()
 
     asyncio.run(story())
