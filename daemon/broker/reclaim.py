@@ -137,8 +137,13 @@ class CardWatch:
     async def _look_at_all(self) -> None:
         for card_uuid in self._card_uuids:
             # What can't be seen now is seen a second later; proofs wait meanwhile.
-            with contextlib.suppress(CardsUnavailable, MemoryError, RuntimeError):
+            try:
                 await self._look(card_uuid)
+            except (CardsUnavailable, MemoryError, RuntimeError):
+                pass
+            except Exception:
+                # A bug of ours: without later looks, others' memory would be granted.
+                tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
         own, looked_ns = self._workers.pids(), time.monotonic_ns()

@@ -12,6 +12,7 @@ from gpulease.daemon.broker.reclaim import CardWatch, Reclaimer
 from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.cards.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.core import CardLooked, Event, ReclaimProved, WorkerUnlisted
+from gpulease.daemon.logs.catalogue import LogEvent
 
 LEASE, PID, STRANGER = 5, 77, 88
 
@@ -123,6 +124,37 @@ def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch)
         assert {(event.unowned_bytes, event.outside_bytes) for event in told} == {(7, 25)}
 
     run(story)
+
+
+def test_the_watch_goes_on_after_a_fault_and_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reclaim, "ROUND_S", 0.001)
+
+    async def story() -> None:
+        loop, looked = asyncio.get_running_loop(), asyncio.Event()
+        cards = MadeCards([CardReading(7, {})])
+        faults: list[Exception] = [TypeError("no number"), KeyError("GPU-a")]
+
+        def fail() -> None:
+            if faults:
+                raise faults.pop()
+
+        cards.on_read = fail
+        watch = CardWatch(
+            cast(CardSource, cards),
+            ["GPU-a"],
+            cast(Workers, MadeWorkers()),
+            lambda event: loop.call_soon(looked.set) and None,
+        )
+        await watch.start()
+        await looked.wait()
+        await watch.stop()
+
+    with caplog.at_level("ERROR", "gpulease"):
+        run(story)
+    told = [record for record in caplog.records if record.getMessage() == LogEvent.DAEMON_FAULT.value.message]
+    assert len(told) == 2, "one of the first look, one of the first round"
 
 
 def test_pretended_cards_are_not_watched() -> None:
