@@ -190,7 +190,8 @@ class Shell:
         """Others go, and dead workers' bytes with them; the table sees it."""
         self.lingering.clear()
         self.others = dict.fromkeys(self.others, (0, 0))
-        for wait_ns in (0, SETTLE_NS):
+        # The first look may end a wait that began when others held more: what lasted from then on is booked.
+        for wait_ns in (0, SETTLE_NS, SETTLE_NS):
             self.now_ns += wait_ns
             for card in CARDS:
                 self.look(card.uuid)
