@@ -70,7 +70,7 @@ class Book:
     def may_keep_warm(self, account: CardAccount) -> bool:
         """Whether a card may have contexts that wait for leases."""
         is_closed = self.is_shutting_down or self.drain_ns is not None
-        return not (is_closed or account.stuck_bytes or account.exclusive_leases)
+        return not (is_closed or account.exclusive_leases)
 
     def may_recycle(self, lease: Lease) -> bool:
         """Whether the context of a lease that its tenant gave back, and that had nothing amiss, may serve it again.

@@ -7,7 +7,7 @@ from typing import Final
 from gpulease.daemon.core.leases import ALONE, Lease
 from gpulease.daemon.core.others import Others
 from gpulease.daemon.core.recycling import gives_way
-from gpulease.daemon.core.warm import YIELDING, WarmContext, WarmState
+from gpulease.daemon.core.warm import FIRST_LEFT_ID, YIELDING, WarmContext, WarmState
 
 GPU_PREFIX: Final = "gpu-"
 
@@ -152,6 +152,13 @@ class CardAccount:
     def warm_bytes(self) -> int:
         """What all warm contexts hold."""
         return sum(context.charge_bytes for context in self.warm.values())
+
+    @property
+    def leaving(self) -> int:
+        """How many contexts of the pool that served nobody are fenced, or dropped by this daemon."""
+        own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
+        dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
+        return dropped + sum(one.state is WarmState.FENCED for one in own)
 
     @property
     def recycled(self) -> int:

@@ -172,10 +172,12 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     _require(making <= 1, f"{name} has {making} warm contexts made at a time.")
     kept = sum(context.state in YIELDING and context.tenant is None for context in contexts)
     _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
+    is_bounded = kept + account.leaving <= account.warm_wanted or any(context.is_restored for context in contexts)
+    _require(is_bounded, f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
     most = 0 if book.recycling is None else book.recycling.max_idle
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
     is_closed = book.is_shutting_down or book.drain_ns is not None
-    must_be_empty = is_closed or account.stuck_bytes or account.exclusive_leases
+    must_be_empty = is_closed or account.exclusive_leases
     _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 

@@ -5,8 +5,10 @@
 2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
 3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
    lease is started once their bytes are proved back, never before.
-4. A card that one lease has to itself keeps none; nor does one where a context of the pool is fenced, nor a node that
-   is drained. A lease's fence leaves the pool what room there is besides.
+4. A card that one lease has to itself keeps none, nor does a node that is drained. A lease's fence leaves the pool what
+   room there is besides. Each context of the pool that is fenced makes the pool smaller by one until an operator clears
+   the fence, and one that is dropped does until it is proved gone: so a driver that loses every context fences no more
+   of them than are wanted. A fenced context that had served a tenant does not count, as that tenant may have seen to it.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
 6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
    already, so that what the pool held of the one that is taken is free again.
@@ -309,7 +311,7 @@ class Pool:
         is_busy = account.pending_leases or any(context.state is WarmState.WARMING for context in kept)
         needed_bytes = account.promised_bytes + account.warm_bytes + account.card.overhead_bytes
         if (
-            len(kept) >= account.warm_wanted
+            len(kept) + account.leaving >= account.warm_wanted
             or is_busy
             or needed_bytes > account.capacity_bytes
             or not self._book.may_keep_warm(account)

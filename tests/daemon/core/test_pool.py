@@ -251,12 +251,28 @@ def test_a_fenced_lease_leaves_the_pool_what_room_there_is_besides() -> None:
     assert s.card().warm_contexts == 2, "it is full again, beside the fence"
 
 
-def test_a_card_where_a_context_of_the_pool_is_fenced_keeps_none() -> None:
+def test_a_fenced_context_makes_the_pool_smaller_by_one() -> None:
     s = PoolScenario(2)
     s.do(WorkerExited(WARM, "it died"))
-    assert killed(s.do(ReclaimFailed(WARM, "NVML gave an error"))) == [WARM + 1]
-    s.gone_warm(WARM + 1)
+    assert killed(s.do(ReclaimFailed(WARM, "NVML gave an error"))) == []
+    assert s.card().warm_contexts == 1, "the other one stays"
     assert s.at(100).do(PoolTimerFired()) == []
+    s.gone_warm(WARM + 1)
+    s.at(100).fill()
+    assert s.card().warm_contexts == 1, "it is made again, beside the fence"
+    assert WarmUp in kinds(s.do(FenceClearRequested(9, None)))
+
+
+def test_a_driver_that_loses_every_context_fences_no_more_than_are_wanted() -> None:
+    s = PoolScenario(3)
+    for _ in range(6):
+        for context in s.table.warming():
+            s.do(WorkerExited(context.warm_id, "it died"))
+        s.at(MAX_BACK_OFF_S).do(PoolTimerFired())
+        for context in s.table.warming():
+            s.do(ReclaimFailed(context.warm_id, "NVML gave an error"))
+        s.at(MAX_BACK_OFF_S).do(PoolTimerFired())
+    assert s.card().fenced_bytes == 3 * OVERHEAD
     assert WarmUp in kinds(s.do(FenceClearRequested(9, None)))
 
 
