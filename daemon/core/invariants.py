@@ -45,6 +45,7 @@ def validate_charges(book: Book, before: Mapping[int, int]) -> None:
     Others may shrink a capacity below what was granted. Then leases keep their bytes, and nobody gets more.
 
     Args:
+        book: The book after the event.
         before: Each live lease's charge before the event, by lease id.
 
     Raises:

@@ -8,7 +8,7 @@
 4. A card that one lease has to itself keeps none, nor does a node that is drained. A lease's fence leaves the pool what
    room there is besides. Each context of the pool that is fenced makes the pool smaller by one until an operator clears
    the fence, and one that is dropped does until it is proved gone: so a driver that loses every context fences no more
-   of them than are wanted. A fenced context that had served a tenant does not count, as that tenant may have seen to it.
+   of them than are wanted. A fenced context that served a tenant does not count, as that tenant may have seen to it.
 5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
 6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
    already, so that what the pool held of the one that is taken is free again.

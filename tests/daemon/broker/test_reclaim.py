@@ -141,12 +141,11 @@ def test_the_watch_goes_on_after_a_fault_and_tells_of_it(
                 raise faults.pop()
 
         cards.on_read = fail
-        watch = CardWatch(
-            cast(CardSource, cards),
-            ["GPU-a"],
-            cast(Workers, MadeWorkers()),
-            lambda event: loop.call_soon(looked.set) and None,
-        )
+
+        def post(event: Event) -> None:
+            loop.call_soon(looked.set)
+
+        watch = CardWatch(cast(CardSource, cards), ["GPU-a"], cast(Workers, MadeWorkers()), post)
         await watch.start()
         await looked.wait()
         await watch.stop()

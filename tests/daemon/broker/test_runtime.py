@@ -70,10 +70,7 @@ class SharedCards(EmbeddedCards):
     """Cards that list processes."""
 
     listed: dict[int, int]
-
-    @property
-    def has_others(self) -> bool:
-        return True
+    has_others = True
 
     def read(self, card_uuid: str) -> CardReading:
         return CardReading(0, self.listed)
