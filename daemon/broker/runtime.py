@@ -243,11 +243,8 @@ class Runtime:
                 self.workers.kill(lease_id)
             case ProveReclaimed(lease_id, card_uuid):
                 self._reclaimer.prove(lease_id, card_uuid, self.workers.ended_pid(lease_id))
-            case LeaseEnded(lease):
-                if lease.state is LeaseState.FENCED:
-                    self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
-                self._let_go(lease.lease_id)
-                self.presence.forget(lease.lease_id)
+            case LeaseEnded() | SubmitEnded() | WarmEnded():
+                self._end(effect)
             case SpawnWorker():
                 self._spawn(effect)
             case WarmUp(warm_id, card_uuid):
@@ -279,23 +276,32 @@ class Runtime:
                 self._cancel_timers(submit_id)
                 self._reclaimer.give_up(submit_id)
                 self.presence.look(lease_id)
+            case Warned() | CapacityChanged():
+                pass  # the teller's to tell, and the chronicle's
+            case FenceCleared():
+                self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
+                self._answer(effect)
+            case _:
+                self._answer(effect)
+
+    def _end(self, effect: LeaseEnded | SubmitEnded | WarmEnded) -> None:
+        """Let a worker go; if a fence holds its bytes, its process stays the daemon's own."""
+        match effect:
+            case LeaseEnded(lease):
+                if lease.state is LeaseState.FENCED:
+                    self.workers.fence(lease.lease_id, lease.card_uuid, lease.lease_id)
+                self._let_go(lease.lease_id)
+                self.presence.forget(lease.lease_id)
             case SubmitEnded(submit_id, lease_id):
                 owner = self.table.get(lease_id)
                 if owner is not None and owner.state is LeaseState.FENCED:
                     self.workers.fence(submit_id, owner.card_uuid, lease_id)
                 self._let_go(submit_id)
                 self.presence.look(lease_id)
-            case Warned() | CapacityChanged():
-                pass  # the teller's to tell, and the chronicle's
-            case WarmEnded(warm_id, card_uuid):
-                if effect.is_fenced:
+            case WarmEnded(warm_id, card_uuid, _, is_fenced):
+                if is_fenced:
                     self.workers.fence(warm_id, card_uuid, warm_id)
                 self._let_go(warm_id)
-            case FenceCleared():
-                self.workers.end_fences({*effect.lease_ids, *effect.warm_ids})
-                self._answer(effect)
-            case _:
-                self._answer(effect)
 
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
