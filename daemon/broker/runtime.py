@@ -231,6 +231,8 @@ class Runtime:
         # Those that every lease has come first.
         match effect:
             case ArmTimer(lease_id, generation, kind, due_ns):
+                if kind is TimerKind.GRACE:
+                    self.workers.give_grace(lease_id, due_ns)
                 self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
             case Granted() | Renewed() | Freed():
                 self._answer(effect)

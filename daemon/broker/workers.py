@@ -289,6 +289,11 @@ class Workers:
         if (worker := self._workers.get(lease_id)) is not None:
             worker.refuse(status, reason, cause)
 
+    def give_grace(self, lease_id: int, until_ns: int) -> None:
+        """Write until when work in flight may go on in a worker that refuses more, for its zygote to read."""
+        if (worker := self._workers.get(lease_id)) is not None:
+            worker.page.give_grace(until_ns)
+
     def kill(self, lease_id: int) -> None:
         """End the worker whatever it is doing; `WorkerExited` follows."""
         if (worker := self._workers.get(lease_id)) is None:

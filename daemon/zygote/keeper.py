@@ -21,7 +21,7 @@ from gpulease.daemon.channel import ChannelClosed, send_message
 from gpulease.daemon.logs.catalogue import LogEvent
 from gpulease.daemon.logs.telling import tell
 from gpulease.daemon.worker.overrun import overran_on
-from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, gone_by_ns, state_of
+from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, gone_by, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
 from gpulease.protocol.opcodes import Status
 
@@ -44,8 +44,11 @@ OVERDUE_NS: Final = 1_000_000_000
 not waited for. Stops a kernel that never ends from outliving its lease for as long as a broker hangs."""
 
 LOOK_NS: Final = 500_000_000
-"""Between two looks at a lease whose deadline is not written yet, or whose kernels are bounded, while a broker is
-there."""
+"""Between two looks at the page of a lease while a broker is there, which writes there that the lease has ended."""
+
+LONGEST_GRACE_NS: Final = 10_000_000_000
+"""For a worker whose lease an older broker has ended: it does not write its grace down, and this is the longest that
+settings allow."""
 
 NEVER_NS: Final = 1 << 63
 
@@ -180,9 +183,8 @@ class Keeper:
             return NEVER_NS
         if now_ns < kept.look_ns:
             return kept.look_ns
-        # Renewals move it without a word to this process: it is read again when it is over.
-        gone_by = gone_by_ns(kept.page_fds.lease)
-        overdue_ns = gone_by + OVERDUE_NS if gone_by else NEVER_NS
+        # The broker moves it without a word to this process.
+        overdue_ns = _gone_by_ns(kept) + OVERDUE_NS
         bound_ms = kept.spec.max_kernel_ms
         if now_ns >= overdue_ns:
             is_expired = now_ns >= state_of(kept.page_fds.lease).deadline_ns
@@ -192,7 +194,7 @@ class Keeper:
             kept.overran = overran_on(kept.page_fds.claims, bound_ms)
             self._end_overdue(kept, Status.SESSION_FAILED)
             return NEVER_NS
-        kept.look_ns = min(overdue_ns, now_ns + LOOK_NS) if bound_ms or not gone_by else overdue_ns
+        kept.look_ns = min(overdue_ns, now_ns + LOOK_NS)
         return kept.look_ns
 
     def _end_overdue(self, kept: Kept, word: Status) -> None:
@@ -245,6 +247,18 @@ class Keeper:
             tell(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.of_lease, worker_pid=kept.pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
+
+
+def _gone_by_ns(kept: Kept) -> int:
+    """When a worker is to be gone while there is a broker, `NEVER_NS` if its page does not say."""
+    state, (unrefused_ns, refused_ns) = state_of(kept.page_fds.lease), gone_by(kept.page_fds.lease)
+    if state.word is not None and refused_ns:
+        return refused_ns
+    # An older broker moves the deadline alone. A submit may be over before that.
+    by_ns = unrefused_ns if kept.spec.submit_of else max(unrefused_ns, state.deadline_ns)
+    if not by_ns:
+        return NEVER_NS
+    return by_ns if state.word is None else by_ns + LONGEST_GRACE_NS
 
 
 def _word_for(kept: Kept, now_ns: int) -> Status | None:

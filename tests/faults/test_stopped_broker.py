@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from helpers.waiting import wait_until
 
 LONG_S = 60.0
 """For an end that is due in some seconds: the host may be slow."""
+
+GRACE_S = 4
+"""For the broker to be stopped in: it is over when the broker would have killed the worker."""
 
 
 @pytest.mark.exhaustive
@@ -59,3 +64,36 @@ def test_an_endless_kernel_ends_while_the_broker_is_stopped(
     audit_log.stop(daemon)
     told = [one["data"]["cause"] for one in audit_log.records(tmp_path / "audit") if one["kind"] == "end"]
     assert told == [cause]
+
+
+def test_a_lease_that_was_revoked_ends_though_the_broker_stops_before_the_kill(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    config = f"[limits.grace_ms]\nrevoked = {GRACE_S * 1000}\n"
+    daemon = start_daemon(config=audit_log.config(tmp_path / "audit") + config)
+    lease = daemon.builder(seconds=600).acquire()
+    worker = daemon.worker_pid(lease.lease_id)
+    session = GpuSession(lease)
+    kept = start_endless(session)
+    begun_at = time.monotonic()
+    revoke = threading.Thread(target=daemon.revoke, args=(lease.lease_id,))
+    revoke.start()
+    wait_until(lambda: daemon.query(lease.lease_id)["state"] == "draining", "its end has begun")
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        assert is_running(worker), "the broker was stopped too late"
+        wait_until(lambda: not is_running(worker), "its worker is gone", LONG_S)
+        assert time.monotonic() - begun_at >= GRACE_S
+        stopped = process_info(daemon.process.pid)
+        assert stopped is not None
+        assert stopped.state == "T"
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+    revoke.join()
+    assert daemon.query(lease.lease_id)["state"] == "torndown"
+    with pytest.raises(GpuLeaseError):
+        session.sync()
+    del kept
+    audit_log.stop(daemon)
+    told = [one["data"]["cause"] for one in audit_log.records(tmp_path / "audit") if one["kind"] == "end"]
+    assert told == ["revoked"]

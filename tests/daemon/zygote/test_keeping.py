@@ -17,11 +17,13 @@ import pytest
 from gpulease.daemon.broker.finding import FoundWorker, FoundZygote, find_zygotes
 from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.core import FIRST_WARM_ID
+from gpulease.daemon.core.limits import MAX_GRACE_MS, NS_PER_MS
 from gpulease.daemon.sandbox.measures import Measure
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.page import BrokerPage, PageFds, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.zygote.keeper import LONGEST_GRACE_NS, LOOK_NS, Keeper
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment
 from helpers.processes import descendants, is_running, open_files
@@ -227,6 +229,54 @@ def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
     for _, channel, page in (overdue, moved, warm):
         channel.close()
         page.close()
+
+
+@pytest.mark.parametrize(
+    ("unrefused_s", "word", "refused_s", "deadline_s", "submit_of", "is_ended"),
+    [
+        (600, None, 0, 600, 0, False),
+        (-2, None, 0, -2, 0, True),
+        # Its lease has ended: how long it had to go does not count, but the grace.
+        (600, Status.REVOKED, -2, 600, 0, True),
+        (600, Status.DRAINED, -2, 600, 7, True),
+        (-2, Status.REVOKED, 5, -2, 0, False),
+        (-2, Status.TIMED_OUT, 5, 600, 7, False),
+        # Never granted.
+        (0, None, 0, 0, 0, False),
+        (0, Status.SESSION_FAILED, -2, 0, 0, True),
+        # An older broker writes neither a grace nor, with a renewal, when its worker is to be gone.
+        (-2, None, 0, 600, 0, False),
+        (-2, Status.REVOKED, 0, 600, 0, False),
+        (-2, Status.LEASE_EXPIRED, 0, -2, 0, False),
+        (-12, Status.LEASE_EXPIRED, 0, -12, 0, True),
+        # A submit's own time is over before its lease's.
+        (-2, None, 0, 600, 7, True),
+    ],
+)
+def test_what_a_page_says_of_when_its_worker_is_to_be_gone(
+    unrefused_s: int, word: Status | None, refused_s: int, deadline_s: int, submit_of: int, is_ended: bool
+) -> None:
+    now_ns, page, keeper = time.monotonic_ns(), BrokerPage(), Keeper()
+    at = {seconds: now_ns + seconds * S if seconds else 0 for seconds in (unrefused_s, refused_s, deadline_s)}
+    page.set_deadline(at[deadline_s], 1, at[unrefused_s])
+    if word is not None:
+        page.refuse(word, "", at[refused_s])
+    with subprocess.Popen(["sleep", "600"]) as process:
+        spec = WorkerSpec(1, "GPU-0", SIZE, is_shared=False, submit_of=submit_of)
+        kept = keeper.add(spec, process.pid, (os.pidfd_open(process.pid), PageFds(*map(os.dup, page.fds)), -1))
+        try:
+            look_ns = keeper.end_overdue(now_ns)
+            assert kept.is_overdue == is_ended
+            # It is seen within a moment that the broker has ended the lease.
+            assert look_ns == (None if is_ended else now_ns + LOOK_NS)
+        finally:
+            process.kill()
+            keeper.close()
+            page.close()
+
+
+def test_the_longest_grace_of_older_brokers_is_what_settings_allow() -> None:
+    assert LONGEST_GRACE_NS == MAX_GRACE_MS * NS_PER_MS
 
 
 @pytest.mark.exhaustive
