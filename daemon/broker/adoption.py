@@ -97,9 +97,12 @@ def reconcile(
             )
             adoptions.append(Adoption(submit, one.worker))
             continue
-        number = draw() if spec.lease_id in taken or spec.submit_of else spec.lease_id
+        is_one_more = bool(spec.submit_of) or spec.lease_id in taken
+        number = draw() if is_one_more else spec.lease_id
         taken.add(number)
-        found = WorkerFound(number, spec.card_uuid, spec.size_bytes + overheads.get(spec.card_uuid, 0))
+        charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
+        beside = (spec.submit_of or spec.lease_id) if is_one_more else 0
+        found = WorkerFound(number, spec.card_uuid, charge_bytes, beside)
         adoptions.append(Adoption(found, one.worker))
     return adoptions
 

@@ -331,13 +331,18 @@ class LeaseRestored:
 class WorkerFound:
     """A worker of an earlier daemon that no kept lease has, alive or dead; told before anything else, once each.
 
-    `lease_id` is what it is known by: a lease's id, or a warm context's number. It is killed, its bytes are proved
-    back, and nothing is remembered of it.
+    It is killed, its bytes are proved back, and nothing is remembered of it.
+
+    Attributes:
+        lease_id: Its number: a lease's id, or a warm context's.
+        beside_lease_id: The lease that it was one more worker of, a submit's or a second one; 0 if it was none. Its
+            own number is drawn then, and no lease's.
     """
 
     lease_id: int
     card_uuid: str
     charge_bytes: int
+    beside_lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

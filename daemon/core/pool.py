@@ -250,16 +250,16 @@ class Pool:
         out.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
-    def drop_left(self, lease_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
-        """Drop what is left of a lease that has ended: its bytes are held, and not in its name, until they are proved.
+    def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+        """Drop what a lease left, or had besides: its bytes are held, and not in its name, until they are proved.
 
         It was proved before, or a fence of it was cleared; but a lease may have had a worker more.
         """
         self._last_left_id += 1
-        context = self._enter_restored(self._last_left_id, card_uuid, charge_bytes, "")
-        out.append(RenameWorker(lease_id, context.warm_id))
+        context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
+        out.append(RenameWorker(left.lease_id, context.warm_id))
         out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
-        self._drop(context, f"it is left of lease {lease_id:032x}, which has ended", now_ns, out)
+        self._drop(context, f"lease {left.beside_lease_id or left.lease_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # Its number is its worker's name still, in the zygote too: no other may get it.

@@ -4,7 +4,8 @@
 2. One whose worker is gone, or that was DRAINING, is ended as if that had happened now; a cause that it has stays.
 3. A FENCED slice is fenced. Of a card that is not here nothing is held: its fences wait for it where they are kept.
 4. A worker that nobody knows is killed; what it holds is held until it is proved back. So is one that a lease left
-   which has ended: that is told as it was, and ends no second time.
+   which has ended: that is told as it was, and ends no second time. So is one more worker of any lease: no lease of its
+   own ends with it.
 5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
    the shell sends when all is entered.
 6. A submit of a lease that goes on goes on too, its time counted anew; else it is ended with its lease.
@@ -70,8 +71,8 @@ class Restoring:
             out += [RefuseWork(event.lease_id, Cause.ABANDONED), KillWorker(event.lease_id)]
         elif event.lease_id >= FIRST_WARM_ID:
             self._pool.drop_found(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
-        elif event.lease_id in self._book.ended:
-            self._pool.drop_left(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
+        elif event.beside_lease_id or event.lease_id in self._book.ended:
+            self._pool.drop_left(event, now_ns, out)
         else:
             lease = Lease(
                 lease_id=event.lease_id,

@@ -144,7 +144,7 @@ def test_of_two_workers_the_one_that_was_granted_is_the_leases(order: Callable[[
     (restored, serial), (found, other) = decide([KEPT], order([hung, own]))
     assert isinstance(restored, LeaseRestored)
     assert (serial, other) == (own.worker.serial, hung.worker.serial)
-    assert found == WorkerFound(1000, CARD, 107)
+    assert found == WorkerFound(1000, CARD, 107, 5)
 
 
 def test_workers_of_nobody_are_told_with_what_they_hold() -> None:
@@ -177,8 +177,8 @@ def test_a_submit_of_a_kept_lease(page: PageState, reason: str | None, is_runnin
 def test_a_submit_whose_lease_takes_none_is_nobodys() -> None:
     fenced = KEPT._replace(state=LeaseState.FENCED, cause=Cause.FREED)
     submit = left(FIRST_SUBMIT_ID, submit_of=5)
-    assert decide([fenced], [submit])[1:] == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
-    assert decide([], [submit]) == [(WorkerFound(1000, CARD, 107), submit.worker.serial)]
+    assert decide([fenced], [submit])[1:] == [(WorkerFound(1000, CARD, 107, 5), submit.worker.serial)]
+    assert decide([], [submit]) == [(WorkerFound(1000, CARD, 107, 5), submit.worker.serial)]
     one, another = left(FIRST_SUBMIT_ID, submit_of=5), left(FIRST_SUBMIT_ID + 1, submit_of=5)
     assert [type(event) for event, _ in decide([KEPT], [one, another])] == [LeaseRestored, SubmitFound, WorkerFound]
 

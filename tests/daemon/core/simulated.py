@@ -327,6 +327,9 @@ class Shell:
     def on_rename(self, from_id: int, to_id: int) -> None:
         """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
         if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
+            if from_id in self.submits.left:
+                self.submits.on_rename(from_id, to_id, self)
+                return
             assert (LeaseEnded, from_id) in self.once, "a lease was given away that has not ended"
             return  # It was proved gone: only the table holds something for it.
         card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
@@ -450,7 +453,7 @@ class Shell:
             uuid, held_bytes = self.unproved[number]
             self.tenants.leases.pop(number, None)
             self.exclusivity[number] = Exclusivity.SHARED
-            self.send(WorkerFound(number, uuid, held_bytes))
+            self.send(WorkerFound(number, uuid, held_bytes, self.submits.left.get(number, 0)))
         self.find_ended()
         self.disk.is_being_read = False
         self.unlisted.clear()

@@ -30,6 +30,8 @@ class SubmitBooks:
         # Those that run in place of a session; leases whose session was opened.
         self.in_place: set[int] = set()
         self.opened: set[int] = set()
+        # By the number that was drawn for what is left of a submit: its lease.
+        self.left: dict[int, int] = {}
 
     def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
         """A submit goes on only while its lease is active, and is forgotten only once its bytes are proved back."""
@@ -50,15 +52,20 @@ class SubmitBooks:
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
 
     def renumber(self, number: int, shell: "Shell") -> int:
-        """What is left of a submit whose lease is not known, or is fenced, is known as nobody's lease."""
+        """What is left of a submit whose lease is not known, or is fenced, gets a number that is drawn."""
         if number < FIRST_SUBMIT_ID:
             return number
-        as_lease = number - FIRST_SUBMIT_ID + (1 << 64)
-        shell.unproved[as_lease] = shell.unproved.pop(number)
-        if number in shell.alive:
-            shell.alive.remove(number)
-            shell.alive.add(as_lease)
-        return as_lease
+        drawn = number - FIRST_SUBMIT_ID + (1 << 64)
+        self.left[drawn] = self.leases[number]
+        self.on_rename(number, drawn, shell)
+        return drawn
+
+    def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
+        """What is left of a submit is known by another number."""
+        shell.unproved[to_id] = shell.unproved.pop(from_id)
+        if from_id in shell.alive:
+            shell.alive.remove(from_id)
+            shell.alive.add(to_id)
 
     def open_session(self, lease_id: int, shell: "Shell") -> None:
         """Somebody attaches if the table lets them: then no submit may be where the session's memory is."""

@@ -199,6 +199,24 @@ def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
     assert s.card().warm_bytes == s.card().held_bytes == 0
 
 
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
+    """A submit's, or a second one: a number that was drawn for it is never told as a lease's."""
+    before = Scenario()
+    before.active(5)
+    end(before, 5)
+    s = Restored(past=Past((before.lease(5),))) if is_ended else Restored(kept(5))
+    held_bytes = s.card().held_bytes
+    effects = s.do(WorkerFound(1234, "GPU-a", 60, 5))
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    assert s.table.get(1234) is None
+    assert s.card().warm_bytes == 60
+    effects = s.gone(one(effects, RenameWorker).to_id)
+    assert LeaseEnded not in kinds(effects)
+    assert one(effects, WarmEnded).reason == f"lease {5:032x} has left it"
+    assert (s.card().warm_bytes, s.card().held_bytes) == (0, held_bytes)
+
+
 def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
     before = Scenario()
     before.active(5)
