@@ -11,8 +11,8 @@ import hashlib
 import mmap
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,19 +87,32 @@ def log_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def told_lately(folder: Path) -> dict[str, Kind]:
-    """How far a log's last records tell of each lease: to its end, to its fence, or of what comes before both.
+@dataclass(frozen=True, slots=True)
+class ToldLately:
+    """What a log's last records tell.
 
-    Raises OSError.
+    Attributes:
+        kinds: How far they tell of each lease: to its end, to its fence, or of what comes before both.
+        cut_us: The monotonic time of the last record, behind which more may have happened; None if the daemon stopped
+            in good order, and of a log without records, or of another boot of the host.
     """
-    told: dict[str, Kind] = {}
+
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    cut_us: int | None = None
+
+
+def told_lately(folder: Path, boot: str) -> ToldLately:
+    """Read the end of a log. Raises OSError."""
+    kinds: dict[str, Kind] = {}
+    cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
             record = read_record(line)
+            cut_us = record.mono_us if record.boot == boot and record.kind != Kind.STOP else None
             kind, lease = Kind(record.kind), record.data.get("lease")
-            if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[told.get(lease, kind)]:
-                told[lease] = kind
-    return told
+            if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
+                kinds[lease] = kind
+    return ToldLately(kinds, cut_us)
 
 
 def _last_lines(folder: Path) -> list[bytes]:

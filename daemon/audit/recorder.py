@@ -7,17 +7,18 @@ can't be recorded in time is revoked before anybody hears of it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gpulease.daemon.audit.budget import Budgets
+from gpulease.daemon.audit.files import ToldLately
 from gpulease.daemon.audit.inbox import MINOR
 from gpulease.daemon.audit.records import ENDS, Kind, clean_text
 from gpulease.daemon.audit.witness import Lookup, Told
 from gpulease.daemon.audit.writer import Writer
 from gpulease.daemon.capabilities.claims import Claims
-from gpulease.daemon.core import Denial, Denied, Event, Granted, RevokeRequested
+from gpulease.daemon.core import Denial, Denied, Event, Granted, LeaseSnapshot, RevokeRequested
 from gpulease.daemon.core.denials import not_recorded
 from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.logs.catalogue import LogEvent
@@ -28,6 +29,7 @@ MAX_WAIT_S: Final = 5.0
 """For a grant's record to become durable. A tenant that waits longer is better off elsewhere."""
 
 US_PER_MS: Final = 1000
+NS_PER_US: Final = 1000
 
 OnOutcome = Callable[[Granted | Denied], None]
 
@@ -41,9 +43,9 @@ class Recorder:
     def record(self, told: Told, now_ns: int) -> None:
         """What the witness tells of an event, before any of what it brought about is carried out."""
 
-    def lacks_end(self, lease_id: int) -> bool:
-        """Whether the log tells of a lease under an earlier daemon, and not of its end."""
-        return False
+    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+        """Those of an earlier daemon's leases, oldest end first, of whose ends the log does not tell."""
+        return []
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """A connection was handed to a lease's worker."""
@@ -96,13 +98,13 @@ class LogRecorder(Recorder):
 
     Args:
         is_required: No grant without its record on the disk.
-        told: How far the log tells of the last leases already: the earlier daemon may have been killed between this log
-            and its journal, in which they have ended, or have not.
+        told: What the log tells already: the earlier daemon may have been killed between this log and its journal, in
+            which leases have ended, or have not.
     """
 
-    def __init__(self, is_required: bool, told: Mapping[str, Kind] | None = None) -> None:
+    def __init__(self, is_required: bool, told: ToldLately | None = None) -> None:
         self._is_required = is_required
-        self._told = told or {}
+        self._told = told or ToldLately()
         self._loop = asyncio.get_running_loop()
         self._writer: Writer | None = None
         self._post: Callable[[Event], None] = lambda _: None
@@ -133,9 +135,22 @@ class LogRecorder(Recorder):
         except Exception:
             tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
 
-    def lacks_end(self, lease_id: int) -> bool:
-        """As above."""
-        return self._told.get(lease_text(lease_id), Kind.END) not in (Kind.END, Kind.FENCE)
+    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+        """As above. Records and tombstones are in the order of time, but for tombstones of earlier boots.
+
+        So of a lease of which the last records do not tell at all, the end is missing only if it came behind them.
+        """
+        found = []
+        cut_us = self._told.cut_us
+        for lease in reversed(tombstones):
+            if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
+                cut_us = None
+            kind = self._told.kinds.get(lease_text(lease.lease_id))
+            # The log may not have been kept when one began of which it does not tell.
+            is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
+            if is_cut_off if kind is None else kind not in (Kind.END, Kind.FENCE):
+                found.append(lease)
+        return found[::-1]
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""
@@ -202,7 +217,7 @@ class LogRecorder(Recorder):
         if self._writer is None:
             return
         kind, data = told
-        if kind is Kind.END and self._told.get(data["lease"]) is Kind.END:
+        if kind is Kind.END and self._told.kinds.get(data["lease"]) is Kind.END:
             return
         if kind in MINOR:
             omitted = self._budgets.spend(str(data.get("tenant", "")), now_ns or time.monotonic_ns())

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.audit.canonical import MAX_INTEGER, canonical_bytes
-from gpulease.daemon.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, told_lately
+from gpulease.daemon.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
 from gpulease.daemon.audit.recorder import LogRecorder, Recorder
-from gpulease.daemon.audit.records import Kind
 from gpulease.daemon.audit.writer import Writer
 from gpulease.daemon.config import Config, ConfigError
 from gpulease.daemon.core import Card
@@ -60,7 +59,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         "pid": os.getpid(),
         "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
     }
-    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder))
+    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
     writer = Writer(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
@@ -74,12 +73,12 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         await recorder.stop()
 
 
-def _told_lately(folder: Path) -> dict[str, Kind]:
+def _told_lately(folder: Path, boot: str) -> ToldLately:
     """See `told_lately`. What can't be read is for whoever opens the log to say."""
     try:
-        return told_lately(folder)
+        return told_lately(folder, boot)
     except OSError:
-        return {}
+        return ToldLately()
 
 
 def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:

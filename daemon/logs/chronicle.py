@@ -155,15 +155,14 @@ class Chronicle(Recorder):
         """As above."""
         self._inner.record(told, now_ns)
 
-    def lacks_end(self, lease_id: int) -> bool:
+    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
         """As above."""
-        return self._inner.lacks_end(lease_id)
+        return self._inner.without_end(tombstones)
 
     def make_up(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
         """Record the ends that an earlier daemon kept in its journal, and was killed before they were recorded."""
-        for lease in tombstones:
-            if self.lacks_end(lease.lease_id):
-                self.record(self._witness.ended_untold(lease, now_ns), now_ns)
+        for lease in self.without_end(tombstones):
+            self.record(self._witness.ended_untold(lease, now_ns), now_ns)
 
     def attached(self, lease_id: int, tenant: str) -> None:
         """As above."""

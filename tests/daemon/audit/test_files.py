@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.audit.files import AuditLog, FolderInUse, LogDisturbed, LogSettings, Tail, log_files, tail_of
+from gpulease.daemon.audit.files import (
+    AuditLog,
+    FolderInUse,
+    LogDisturbed,
+    LogSettings,
+    Tail,
+    ToldLately,
+    log_files,
+    tail_of,
+    told_lately,
+)
 from gpulease.daemon.audit.reading import CannotRead, find_log
 from gpulease.daemon.audit.records import HEAD_BYTES, Draft, Kind, Link, hash_of, seal
 from gpulease.daemon.audit.verification import Verdict, Verifier
@@ -288,3 +298,15 @@ def test_a_head_that_can_not_be_read(open_log: Open, folder: Path) -> None:
     (folder / "head.json").write_bytes(b"x")
     with pytest.raises(CannotRead, match="is not a head"):
         find_log([folder])
+
+
+def test_what_the_last_records_tell(open_log: Open, folder: Path) -> None:
+    log = open_log()
+    assert told_lately(folder, BOOT) == ToldLately()
+    one, two = f"{1:032x}", f"{2:032x}"
+    log.append([draft(Kind.GRANT, 5, lease=one), draft(Kind.GRANT, 6, lease=two), draft(Kind.END, 7, lease=two)], 8)
+    kinds = {one: Kind.GRANT, two: Kind.END}
+    assert told_lately(folder, BOOT) == ToldLately(kinds, 7)
+    assert told_lately(folder, OTHER_BOOT) == ToldLately(kinds)
+    log.append([draft(Kind.STOP, 9)], 10)
+    assert told_lately(folder, BOOT) == ToldLately(kinds)
