@@ -230,10 +230,8 @@ class Runtime:
     def _perform(self, effect: Effect) -> None:
         # Those that every lease has come first.
         match effect:
-            case ArmTimer(lease_id, generation, kind, due_ns):
-                if kind is TimerKind.GRACE:
-                    self.workers.give_grace(lease_id, due_ns)
-                self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
+            case ArmTimer():
+                self._arm(effect)
             case Granted() | Renewed() | Freed():
                 self._answer(effect)
             case SetDeadline(lease_id, generation, deadline_ns):
@@ -304,6 +302,12 @@ class Runtime:
                 if is_fenced:
                     self.workers.fence(warm_id, card_uuid, warm_id)
                 self._let_go(warm_id)
+
+    def _arm(self, effect: ArmTimer) -> None:
+        lease_id, generation, kind, due_ns = effect
+        if kind is TimerKind.GRACE:
+            self.workers.give_grace(lease_id, due_ns)
+        self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
 
     def _spawn(self, effect: SpawnWorker) -> None:
         lease = self.table.get(effect.lease_id)
