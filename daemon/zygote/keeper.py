@@ -74,6 +74,7 @@ class Kept:
         overran: What is to be said of a kernel for which its lease was ended, "" if it was not.
         look_ns: When it can be overdue at the earliest, by the last look.
         is_overdue: It was ended for that, though there was a broker.
+        left_gone_by_ns: When it was to be gone by what the broker before this one wrote.
     """
 
     serial: int
@@ -91,6 +92,7 @@ class Kept:
     overran: str = ""
     look_ns: int = 0
     is_overdue: bool = False
+    left_gone_by_ns: int = 0
 
     def close(self) -> None:
         """Let go of the descriptors."""
@@ -223,6 +225,7 @@ class Keeper:
         for kept in self._living.values():
             if not kept.is_killed:
                 kept.kill_due_ns = None
+            kept.left_gone_by_ns = gone_by(kept.page_fds.lease).unrefused_ns
             kept.look_ns = self._look_ns = 0
 
     def enforce(self, now_ns: int) -> int | None:
@@ -254,8 +257,9 @@ def _gone_by_ns(kept: Kept) -> int:
     state, (unrefused_ns, refused_ns) = state_of(kept.page_fds.lease), gone_by(kept.page_fds.lease)
     if state.word is not None and refused_ns:
         return refused_ns
-    # An older broker moves the deadline alone. A submit may be over before that.
-    by_ns = unrefused_ns if kept.spec.submit_of else max(unrefused_ns, state.deadline_ns)
+    # An older broker moves the deadline alone. A submit may be over before that, by the time that this broker gives it.
+    is_of_submit = kept.spec.submit_of and unrefused_ns != kept.left_gone_by_ns
+    by_ns = unrefused_ns if is_of_submit else max(unrefused_ns, state.deadline_ns)
     if not by_ns:
         return NEVER_NS
     return by_ns if state.word is None else by_ns + LONGEST_GRACE_NS

@@ -23,7 +23,7 @@ from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.exits import WorkerExit
 from gpulease.daemon.worker.page import BrokerPage, PageFds, state_of
 from gpulease.daemon.worker.spec import WorkerSpec
-from gpulease.daemon.zygote.keeper import LONGEST_GRACE_NS, LOOK_NS, Keeper
+from gpulease.daemon.zygote.keeper import LONGEST_GRACE_NS, LOOK_NS, Keeper, Kept
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment
 from helpers.processes import descendants, is_running, open_files
@@ -256,19 +256,41 @@ def test_a_broker_that_hangs_keeps_no_worker_alive(broker: Broker) -> None:
 def test_what_a_page_says_of_when_its_worker_is_to_be_gone(
     unrefused_s: int, word: Status | None, refused_s: int, deadline_s: int, submit_of: int, is_ended: bool
 ) -> None:
-    now_ns, page, keeper = time.monotonic_ns(), BrokerPage(), Keeper()
+    now_ns = time.monotonic_ns()
     at = {seconds: now_ns + seconds * S if seconds else 0 for seconds in (unrefused_s, refused_s, deadline_s)}
-    page.set_deadline(at[deadline_s], 1, at[unrefused_s])
-    if word is not None:
-        page.refuse(word, "", at[refused_s])
+    with kept_of(submit_of) as (keeper, kept, page):
+        page.set_deadline(at[deadline_s], 1, at[unrefused_s])
+        if word is not None:
+            page.refuse(word, "", at[refused_s])
+        look_ns = keeper.end_overdue(now_ns)
+        assert kept.is_overdue == is_ended
+        # It is seen within a moment that the broker has ended the lease.
+        assert look_ns == (None if is_ended else now_ns + LOOK_NS)
+
+
+def test_a_submit_has_the_time_that_the_next_broker_gives_it() -> None:
+    now_ns = time.monotonic_ns()
+    with kept_of(7) as (keeper, kept, page):
+        page.set_deadline(now_ns + 600 * S, 1, now_ns - 2 * S)
+        keeper.regain_broker()
+        keeper.end_overdue(now_ns)
+        assert not kept.is_overdue
+        page.set_deadline(now_ns + 600 * S, 1, now_ns + S)
+        keeper.end_overdue(now_ns + LOOK_NS)
+        assert not kept.is_overdue
+        keeper.end_overdue(now_ns + 3 * S)
+        assert kept.is_overdue
+
+
+@contextlib.contextmanager
+def kept_of(submit_of: int) -> Iterator[tuple[Keeper, Kept, BrokerPage]]:
+    """What a zygote keeps of one worker, here another process, and the broker's view of its page."""
+    page, keeper = BrokerPage(), Keeper()
     with subprocess.Popen(["sleep", "600"]) as process:
         spec = WorkerSpec(1, "GPU-0", SIZE, is_shared=False, submit_of=submit_of)
         kept = keeper.add(spec, process.pid, (os.pidfd_open(process.pid), PageFds(*map(os.dup, page.fds)), -1))
         try:
-            look_ns = keeper.end_overdue(now_ns)
-            assert kept.is_overdue == is_ended
-            # It is seen within a moment that the broker has ended the lease.
-            assert look_ns == (None if is_ended else now_ns + LOOK_NS)
+            yield keeper, kept, page
         finally:
             process.kill()
             keeper.close()
