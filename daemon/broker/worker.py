@@ -94,8 +94,8 @@ class Worker:
     def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
         """Have it answer everything with `status` and that reason, and say so to whoever is connected.
 
-        Its zygote ends it if this process hangs; what is in flight has no grace unless the page is given one. `cause` is
-        for the next broker.
+        Its zygote ends it if this process hangs; what is in flight has no grace unless the page is given one. The next
+        broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
         # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
