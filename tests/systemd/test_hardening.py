@@ -55,8 +55,9 @@ def sandbox(address: str) -> dict[str, bool]:
 def test_it_leases_ends_and_shuts_in_as_without(hardened: Hardened, daemon: Daemon) -> None:
     assert sandbox(hardened.address) == sandbox(daemon.address)
     assert sandbox(hardened.address)["user"], "workers are another user"
-    with GpuBuilder(hardened.address).min_vram(1 << 20).acquire() as lease, GpuSession(lease) as session:
-        check_main_job(session)
+    with GpuBuilder(hardened.address).min_vram(1 << 20).acquire() as lease:
+        with GpuSession(lease) as session:
+            check_main_job(session)
         # Its worker is another user's process: to end it is a right of its own.
         ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a test"), hardened.address)
     with GpuBuilder(hardened.address).min_vram(1 << 20).acquire() as lease, GpuSession(lease) as session:
