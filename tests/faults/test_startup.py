@@ -164,7 +164,7 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("this is not TOML", "is not TOML"),
-        ("no_such_setting = 1", "unknown setting 'no_such_setting'; known are: listen, driver, vram"),
+        ("no_such_setting = 1", "unknown setting 'no_such_setting'; known are: listen, driver, arch, vram"),
         ('driver = "vulkan"', "unknown driver 'vulkan'"),
         ('vram = ["6 bananas"]', "'6 bananas' is not a size"),
         ("vram = [6]", "it must be a string or a list of strings"),
