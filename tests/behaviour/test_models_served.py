@@ -42,7 +42,7 @@ output_bytes = 40
 input_type = "f32"
 output_type = "f32"
 min_vram_bytes = 1_048_576
-lease_secs = 1
+lease_secs = 10
 max_batch = 20
 is_pure = true
 

@@ -35,7 +35,7 @@ def run_without_threads(*command: str) -> "subprocess.CompletedProcess[str]":
         env=python_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         preexec_fn=without_room_for_stacks,  # nothing here has threads
     )
@@ -74,7 +74,7 @@ def test_a_pool_that_can_not_be_whole(monkeypatch: pytest.MonkeyPatch, after: in
 def test_a_host_that_has_too_few_for_a_pool() -> None:
     """Some of them, by room for so many stacks and no more."""
     command = [sys.executable, "-P", "-c", FEW_THREADS]
-    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "NoThread: this host lets the daemon start no more threads" in done.stderr
 

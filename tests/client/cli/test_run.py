@@ -186,6 +186,7 @@ def test_a_daemon_that_is_started_anew_finds_the_lease_held(
     lasting.now.revoke(lease_id_of(lease_id))
 
 
+@pytest.mark.exhaustive
 def test_its_own_death_leaves_the_lease_to_the_program_s_sessions(start: Start, daemon: Daemon) -> None:
     process = start("--", sys.executable, "-c", AWAIT_SIGNAL)
     assert process.stdout is not None
