@@ -257,7 +257,7 @@ def test_the_server_is_killed_and_started_anew(own: tuple[Daemon, ModelProcess, 
         server.process.kill()
         server.process.wait()
         # Its leases run out at the latest: nobody renews them.
-        wait_until(lambda: not daemon.leases(), "no lease is left", 15, seen=daemon.leases)
+        wait_until(lambda: not daemon.leases(), "no lease is left", 60, seen=daemon.leases)
         with pytest.raises(Disconnected):
             client.call(1, IMAGES[0], timeout_s=0.1)
         again = start(daemon, folder)
