@@ -16,7 +16,7 @@ from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
 from helpers.web_rig import Scene
 
-FLOOD_S = 20
+FLOOD_S = 120
 TALKS = f"""
 import socket, sys, time, msgpack
 channel, message = socket.socket(fileno=int(sys.argv[1])), msgpack.packb(eval(sys.argv[2]))

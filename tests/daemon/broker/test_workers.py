@@ -16,8 +16,6 @@ from gpulease.daemon.channel import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.core import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
-from gpulease.daemon.zygote.telling import ZYGOTE_NAME
-from helpers.processes import descendants
 
 LEASE = 7
 
@@ -83,10 +81,10 @@ def test_a_worker_for_which_no_descriptor_is_left_leaves_none_behind(room: int) 
         workers = Workers("cpu")
         workers.deliver_to(told.append)
         await workers.start()
-        (pid,) = [one.pid for one in descendants(os.getpid()) if one.name == ZYGOTE_NAME]
+        zygote, spec = workers._zygotes.now, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
+        pid = zygote._pid
         try:
             os.kill(pid, signal.SIGSTOP)
-            zygote, spec = workers._zygotes.now, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
             told_of: list[None] = []
             for asked in itertools.count(1):
                 zygote.change(0, spec, lambda: told_of.append(None))

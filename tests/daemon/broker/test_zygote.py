@@ -15,8 +15,6 @@ from gpulease.daemon.channel import channel_pair, close_all
 from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.worker.page import BrokerPage
 from gpulease.daemon.worker.spec import WorkerSpec
-from gpulease.daemon.zygote.telling import ZYGOTE_NAME
-from helpers.processes import descendants
 from helpers.waiting import wait_until
 
 SANDBOX = SandboxSettings()
@@ -57,7 +55,7 @@ def test_what_has_no_room_in_the_channel_waits() -> None:
     async def ask() -> None:
         zygote = Zygote("cpu", hear, never, SANDBOX)
         await zygote.start()
-        (pid,) = [one.pid for one in descendants(os.getpid()) if one.name == ZYGOTE_NAME]
+        pid = zygote._pid
         page, (ours, theirs) = BrokerPage(), channel_pair()
         try:
             os.kill(pid, signal.SIGSTOP)
@@ -86,7 +84,7 @@ def test_more_than_can_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         zygote = Zygote("cpu", never, never, SANDBOX)
         await zygote.start()
-        (pid,) = [one.pid for one in descendants(os.getpid()) if one.name == ZYGOTE_NAME]
+        pid = zygote._pid
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(BlockingIOError, match="3 messages wait for the zygote"):
