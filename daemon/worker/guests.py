@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
-from gpulease.daemon.worker.replies import failed
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS, Permission, missing_permission, names_of
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
@@ -66,7 +65,7 @@ class Guest:
             raise FramingError(
                 f"{failure.message}; asked for without an answer, it ended the connection", failure.status
             )
-        return failed(frame, failure)
+        return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
 
     def to_message(self) -> list[int]:
         """As it travels to the worker."""
