@@ -5,9 +5,9 @@ Importing that would be most of a command's time.
 
 from typing import Any
 
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
-from gpulease.client.core.wish import address_of
-from gpulease.client.waiting import drive
+from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.engine.request import address_of
+from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body
 

@@ -10,8 +10,8 @@ from gpulease.protocol.messages import KernelEntry
 from gpulease.protocol.opcodes import ParameterType
 
 if TYPE_CHECKING:
-    from gpulease.client.core.attached import Attached
-    from gpulease.client.core.streams import Streamed
+    from gpulease.client.engine.attachment import Attached
+    from gpulease.client.engine.streams import Streamed
 
 
 class Handle:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
-from gpulease.client.core.texts import quoted
 from gpulease.client.errors import InvalidHandle, InvalidRequest, LaunchFailed
 from gpulease.client.handles import Buffer
+from gpulease.client.texts import quoted
 from gpulease.protocol.opcodes import ParameterType
 
 _PACK_U32: Final = struct.Struct("<I").pack

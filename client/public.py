@@ -1,9 +1,8 @@
 """What `gpulease.client` exports, imported: see there."""
 
-from gpulease.client.blocking import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
-from gpulease.client.core.events import LeaseEvent
-from gpulease.client.core.report import LeaseReport, SubmitReport
-from gpulease.client.core.tokens import Grant, HeldToken
+from gpulease.client.engine.events import LeaseEvent
+from gpulease.client.engine.lease import LeaseReport, SubmitReport
+from gpulease.client.engine.tokens import Grant, HeldToken
 from gpulease.client.errors import (
     AllocFailed,
     Busy,
@@ -27,12 +26,13 @@ from gpulease.client.errors import (
     Unsupported,
     Untrusted,
 )
-from gpulease.client.graphs import Graph
 from gpulease.client.handles import Buffer, Module
-from gpulease.client.keeping import KeepAlive, keep_alive
 from gpulease.client.kernel_args import KernelArgs
-from gpulease.client.streams import Stream
-from gpulease.client.submission import Submission, submit_by
+from gpulease.client.sync.events import KeepAlive, keep_alive
+from gpulease.client.sync.graphs import Graph
+from gpulease.client.sync.session import GpuBuilder, GpuLease, GpuSession, inspect_token, my_audience
+from gpulease.client.sync.streams import Stream
+from gpulease.client.sync.submits import Submission, submit_by
 from gpulease.protocol import Exclusivity as GpuExclusivityClass
 from gpulease.protocol import Phase
 from gpulease.protocol import Waiting as GpuWaiting

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import click
 
-from gpulease.daemon.event_loop import loop_factory
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.settings import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people
-from gpulease.daemon.logs.telling import tell
-from gpulease.daemon.threads import NoThread
+from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.host.processes import NoThread
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, tell
 from gpulease.daemon.version import VERSION
 
 EXIT_CONFIG: Final = 78
@@ -76,16 +75,16 @@ def main(
 
 def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
-        from gpulease.daemon.broker.cannot_listen import CannotListen
-        from gpulease.daemon.broker.finding import CannotAdopt
-        from gpulease.daemon.broker.recording import CannotRecord
-        from gpulease.daemon.broker.tokens import TokensUnavailable
-        from gpulease.daemon.broker.zygote import ZygoteBroken
-        from gpulease.daemon.cards.source import CardsUnavailable
+        from gpulease.daemon.broker.audit_recording import CannotRecord
+        from gpulease.daemon.broker.handlers.token_requests import TokensUnavailable
+        from gpulease.daemon.broker.listeners import CannotListen
         from gpulease.daemon.config import ConfigError, load_config
-        from gpulease.daemon.journal import JournalBroken
-        from gpulease.daemon.supervisor.handed_over import BadHandover
-        from gpulease.daemon.supervisor.life import Supervised
+        from gpulease.daemon.gpus.source import CardsUnavailable
+        from gpulease.daemon.record.journal import JournalBroken
+        from gpulease.daemon.supervisor.lifecycle import Supervised
+        from gpulease.daemon.supervisor.socket_activation import BadHandover
+        from gpulease.daemon.workers.zygote_client import ZygoteBroken
+        from gpulease.daemon.workers.zygote_discovery import CannotAdopt
     except ImportError as error:
         return _fail(f"{error.name} is not installed", "pip install '.[daemon]' in gpulease's repository", EXIT_CONFIG)
     cannot_start = (CannotAdopt, CannotListen, CannotRecord, CardsUnavailable, JournalBroken, NoThread, ZygoteBroken)

@@ -12,6 +12,7 @@ from gpulease.protocol.connection import (
     Reply,
     Request,
     Role,
+    State,
     StreamBroken,
     Told,
 )
@@ -24,7 +25,6 @@ from gpulease.protocol.errors import (
 )
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Exclusivity, Opcode, Phase, RevokeOutcome, Status, Waiting
-from gpulease.protocol.states import State
 
 __all__ = [
     "BodyError",

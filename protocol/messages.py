@@ -1,4 +1,14 @@
-"""Every body on the wire: one frozen dataclass each, which is also its construct definition.
+"""The bodies of tokens' operations; see `messages`.
+
+The bodies of launch graphs; see `messages`.
+
+The bodies of leases' events, of drains and of fences; see `messages`.
+
+The bodies of what an operator, or a program of theirs, asks of the node as a whole; see `messages`.
+
+The bodies of submits; see `messages`.
+
+Every body on the wire: one frozen dataclass each, which is also its construct definition.
 
 All are named here, wherever they stand.
 
@@ -10,25 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.protocol import limits
-from gpulease.protocol.capability_messages import Audience as Audience
-from gpulease.protocol.capability_messages import CapabilityGrant as CapabilityGrant
-from gpulease.protocol.capability_messages import CapabilityHeld as CapabilityHeld
-from gpulease.protocol.capability_messages import CapabilityIssue as CapabilityIssue
-from gpulease.protocol.capability_messages import CapabilityPresent as CapabilityPresent
-from gpulease.protocol.capability_messages import CapabilityRevoke as CapabilityRevoke
-from gpulease.protocol.graph_messages import GraphCreate as GraphCreate
-from gpulease.protocol.graph_messages import GraphLaunch as GraphLaunch
-from gpulease.protocol.graph_messages import GraphNode as GraphNode
-from gpulease.protocol.graph_messages import GraphParameter as GraphParameter
-from gpulease.protocol.graph_messages import GraphPlace as GraphPlace
-from gpulease.protocol.lease_messages import Drain as Drain
-from gpulease.protocol.lease_messages import DrainStatus as DrainStatus
-from gpulease.protocol.lease_messages import FenceClear as FenceClear
-from gpulease.protocol.lease_messages import FenceCleared as FenceCleared
-from gpulease.protocol.lease_messages import LeaseEvent as LeaseEvent
-from gpulease.protocol.lease_messages import LeaseSubscribe as LeaseSubscribe
-from gpulease.protocol.lease_messages import LeaseUnsubscribe as LeaseUnsubscribe
-from gpulease.protocol.node_messages import Metrics as Metrics
 from gpulease.protocol.opcodes import Opcode
 from gpulease.protocol.primitives import (
     LEASE_PARAMETERS,
@@ -48,10 +39,214 @@ from gpulease.protocol.primitives import (
     text,
     wire,
 )
-from gpulease.protocol.submit_messages import GpuSubmit as GpuSubmit
-from gpulease.protocol.submit_messages import SubmitArgument as SubmitArgument
-from gpulease.protocol.submit_messages import SubmitDone as SubmitDone
-from gpulease.protocol.submit_messages import SubmitRun as SubmitRun
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityIssue:
+    """Ask for a token: `Permission` bits, whose it is to be (empty: the asker's own), a nonce (0: any)."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
+    ttl_ms: int = wire(U32)
+    nonce: int = wire(U128)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityGrant:
+    """A token. `public_key` is the signer's: with it a holder can narrow the token without asking anybody."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+    public_key: bytes = wire(sized_bytes(limits.PUBLIC_KEY_BYTES))
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityPresent:
+    """A token that is to count for the rest of this control connection."""
+
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityHeld:
+    """What a presented token permits, all its narrowings taken into account."""
+
+    lease_id: int = wire(U128)
+    permissions: int = wire(U32)
+    generation: int = wire(U64)
+    ttl_ms: int = wire(U32)
+    expires_at_unix_s: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityRevoke:
+    """End one token, and what was narrowed from it: `token`, or if that is empty the one of that lease and nonce."""
+
+    lease_id: int = wire(U128)
+    nonce: int = wire(U128)
+    token: bytes = wire(sized_bytes(limits.MAX_TOKEN_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """The name that this node has for the peer: who is to get a token tells it to whoever asks for one."""
+
+    audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One operation of a graph, with the body it has as a request: LAUNCH, MEM_WRITE, ARENA_WRITE or ARENA_READ."""
+
+    op: int = wire(U16)
+    body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParameter:
+    """Something each GRAPH_LAUNCH says anew: a `ParameterKind`, and how many bytes of a launch's arguments it is."""
+
+    name: str = wire(text(limits.MAX_PARAMETER_NAME_BYTES))
+    kind: int = wire(U8)
+    size_bytes: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlace:
+    """An argument that is a parameter's: numbers of the parameter and the node, and where the node's `args` have it."""
+
+    parameter: int = wire(U16)
+    node: int = wire(U16)
+    at: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCreate:
+    """A sequence to be done again and again. `buffers` are the allocations its launches have pointers to."""
+
+    nodes: tuple[GraphNode, ...] = wire(list_of(Record(GraphNode), limits.MAX_GRAPH_NODES))
+    buffers: tuple[int, ...] = wire(list_of(U64, limits.MAX_GRAPH_HANDLES))
+    parameters: tuple[GraphParameter, ...] = wire(list_of(Record(GraphParameter), limits.MAX_GRAPH_PARAMETERS))
+    places: tuple[GraphPlace, ...] = wire(list_of(Record(GraphPlace), limits.MAX_GRAPH_PLACES))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLaunch:
+    """Do a graph's nodes in order. `args` has its parameters' values; a buffer's is handle and offset, 8 bytes each."""
+
+    graph: int = wire(U64)
+    args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSubscribe:
+    """Hear of a lease's phases; lease 0: of every lease that LEASE_LIST_ACTIVE would show this peer."""
+
+    lease_id: int = wire(U128)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseUnsubscribe:
+    """Hear no more. `subscription` is the request id of the LEASE_SUBSCRIBE."""
+
+    subscription: int = wire(U64)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEvent:
+    """Where a lease stands now. `sequence` counts a subscription's events from 1, the `lost` ones before this too."""
+
+    lease_id: int = wire(U128)
+    sequence: int = wire(U64)
+    lost: int = wire(U64)
+    phase: int = wire(U8)
+    left_ms: int = wire(U32)
+    generation: int = wire(U64)
+    cause: str = wire(text())
+    reason: str = wire(text())
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Let nobody in, and end what is left in so many milliseconds; operators only."""
+
+    within_ms: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """Time until the drain ends what is left, None if there is no drain; active leases."""
+
+    left_ms: int | None = wire(optional(U32))
+    leases: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class FenceClear:
+    """Grant fenced bytes again, of one card (UUID or index) or of all; operators only."""
+
+    device: str | None = wire(optional(text()))
+
+
+@dataclass(frozen=True, slots=True)
+class FenceCleared:
+    """How many fenced slices were let go: those of leases, and of contexts that had none yet."""
+
+    count: int = wire(U32)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The node's metrics as an HTTP server passes them on: the media type, and the text, which is never cut short."""
+
+    content_type: str = wire(text())
+    exposition: str = wire(text(limits.MAX_METRICS_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSubmit:
+    """Make this connection a submit on the lease whose id the header carries, a context of its own for one kernel.
+
+    The last control request of a connection. `timeout_ms` is how long the submit may take, from the reply on.
+    """
+
+    timeout_ms: int = wire(U32)
+    options: tuple[Tlv, ...] = wire(TLVS)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitArgument:
+    """One argument, an `ArgumentKind`: `data` of a VALUE, INPUT or INOUT; `size_bytes` of an OUTPUT, else 0."""
+
+    kind: int = wire(U8)
+    size_bytes: int = wire(U64)
+    data: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRun:
+    """Load an image, run one kernel of it and answer its outputs; once on a connection."""
+
+    kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
+    grid_x: int = wire(U32)
+    grid_y: int = wire(U32)
+    grid_z: int = wire(U32)
+    block_x: int = wire(U32)
+    block_y: int = wire(U32)
+    block_z: int = wire(U32)
+    shared_bytes: int = wire(U32)
+    arguments: tuple[SubmitArgument, ...] = wire(list_of(Record(SubmitArgument), limits.MAX_SUBMIT_ARGUMENTS))
+    image: bytes = wire(sized_bytes(limits.MAX_PAYLOAD_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDone:
+    """What the OUTPUT and INOUT arguments held when the kernel had ended, in their order."""
+
+    outputs: tuple[bytes, ...] = wire(list_of(sized_bytes(limits.MAX_SUBMIT_OUTPUT_BYTES), limits.MAX_SUBMIT_ARGUMENTS))
 
 
 @dataclass(frozen=True, slots=True)

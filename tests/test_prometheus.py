@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import ProcessCollector
 
-from gpulease.daemon.metrics.families import FAMILIES
+from gpulease.daemon.record.metrics.families import FAMILIES
 
 FOLDER = Path(__file__).parents[1] / "systemd" / "prometheus"
 RULES = FOLDER / "gpulease.rules.yml"

@@ -24,7 +24,7 @@ import click
 import pytest
 
 from gpulease.client.cli.__main__ import main as gpulease
-from gpulease.client.core.credentials import VARIABLES
+from gpulease.client.transport.credentials import VARIABLES
 from gpulease.daemon.__main__ import main as gpuleased
 from gpulease.daemon.config import load_config
 from gpulease.protocol.address import ADDRESS_VARIABLE

@@ -25,17 +25,17 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "cuda": "daemon/drivers/cuda/",
     "llvmlite": "daemon/native/",
     "construct": "protocol/",
-    "cryptography": "daemon/pki/",
+    "cryptography": "daemon/remote/pki/",
     # Minting and verifying; a holder's own narrowing.
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # What a gateway alone needs.
-    "psycopg": "client/gateway/postgres_store.py",
-    "starlette": ("client/gateway/", "client/models/asgi.py", "daemon/web/"),
-    "uvicorn": ("client/gateway/", "daemon/web/"),
+    "psycopg": "client/serve/gateway/postgres_store.py",
+    "starlette": ("client/serve/gateway/", "client/serve/models/app.py", "daemon/web/"),
+    "uvicorn": ("client/serve/gateway/", "daemon/web/"),
     # The example's weights are made from what it ships; nothing that serves needs it.
-    "sklearn": "client/models/example/digits.py",
+    "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
-    "msgpack": ("protocol/primitives.py", "daemon/channel.py", "daemon/drivers/cpu/compiled.py"),
+    "msgpack": ("protocol/primitives.py", "daemon/ipc.py", "daemon/drivers/ptx/image.py"),
 }
 
 # Put together here, so that this file does not hold what it forbids.

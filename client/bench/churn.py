@@ -15,7 +15,7 @@ import numpy as np
 
 from gpulease.client.aio import GpuBuilder, GpuLease, GpuSession
 from gpulease.client.asking import ask
-from gpulease.client.core.launching import KernelArguments
+from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.errors import GpuLeaseError, LeaseExpired, Revoked
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.verify.scene import Breach, worker_pid

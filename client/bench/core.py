@@ -47,7 +47,7 @@ def run_core(leases: int | None, as_json: bool) -> None:
 
 def core_figures(leases: int, kept: tuple[str, ...]) -> dict[str, float]:
     """Of one run, in a process of its own. Raises CannotStart."""
-    command = [sys.executable, "-P", "-m", "gpulease.daemon.core_bench", str(leases), *kept]
+    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kept]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
         figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,11 @@
-"""Figures from samples."""
+"""Figures from samples.
+
+Whether what was measured again and again grew.
+"""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -34,3 +38,33 @@ def per_call_us(action: Callable[[], object], fence: Callable[[], object], count
 def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -> float:
     """Median throughput of `count` copies of `size_bytes`, in 1e9 bytes per second."""
     return size_bytes / percentile(timed_us(action, count), 50) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A line through the second half of a series, by least squares: the first half is where caches and books fill.
+
+    Attributes:
+        growth: By how much that line rises over that half, in the series' unit.
+        bound: By how much it may.
+    """
+
+    growth: float
+    bound: float
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it rises by no more than it may; falling is no fault."""
+        return self.growth <= self.bound
+
+
+def trend_of(at_s: Sequence[float], values: Sequence[float], bound: float) -> Trend:
+    """The trend of values that were taken at these times, three at least. Raises ValueError."""
+    if len(at_s) != len(values) or len(values) < 3:
+        raise ValueError(f"a trend needs three points at least, each with its time; there are {len(values)}")
+    half = len(values) // 2 if len(values) >= 6 else 0
+    times, late = at_s[half:], values[half:]
+    middle_s, middle = sum(times) / len(times), sum(late) / len(late)
+    spread = sum((time - middle_s) ** 2 for time in times)
+    slope = sum((t - middle_s) * (v - middle) for t, v in zip(times, late, strict=True)) / spread if spread else 0.0
+    return Trend(slope * (times[-1] - times[0]), bound)

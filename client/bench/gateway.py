@@ -12,14 +12,14 @@ import numpy as np
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.leased import await_pool
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.gateway import (
+from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceRequest,
     NodeAuthority,
     SqliteStore,
     serve_inference_request,
 )
-from gpulease.client.gateway.models import EXAMPLE, load_models
+from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
 
 AT_A_TIME: Final = (1, 4, 8)
 """Requests in flight together."""

@@ -19,8 +19,7 @@ from typing import Any, Final
 import click
 
 from gpulease.client.bench.churn import SLICE_BYTES, Churn
-from gpulease.client.bench.figures import percentile
-from gpulease.client.bench.flatness import Trend, trend_of
+from gpulease.client.bench.figures import Trend, percentile, trend_of
 from gpulease.client.bench.footprint import Footprints, broker_pid, footprints_of
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import private_daemon

@@ -21,9 +21,9 @@ import click
 
 from gpulease.client.bench.figures import percentile
 from gpulease.client.cli.private_daemon import private_daemon, running_address
-from gpulease.client.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.models.settings import EXAMPLE
-from gpulease.client.rpc import RpcClient
+from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
+from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.rpc import RpcClient
 from gpulease.protocol.address import ADDRESS_VARIABLE
 
 MODEL: Final = "digits"

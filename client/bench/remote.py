@@ -57,7 +57,7 @@ def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
     Raises NoCertificates.
     """
     for words in (("init",), ("issue", "--server", HOST), ("issue", "--tenant", "bench")):
-        command = [sys.executable, "-P", "-m", "gpulease.daemon.pki", words[0], str(folder), *words[1:]]
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.remote.pki", words[0], str(folder), *words[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PKI_TIMEOUT_S, check=False)
         if done.returncode:
             raise NoCertificates((done.stderr.strip().splitlines() or ["no output"])[-1])

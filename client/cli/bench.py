@@ -27,10 +27,9 @@ from gpulease.client.bench.overlap import overlap
 from gpulease.client.bench.remote import NoCertificates, make_certificates, remote_figures
 from gpulease.client.bench.stream import stream_rates
 from gpulease.client.bench.submits import SUBMIT_ROWS, submit_figures
-from gpulease.client.cli.card import card_title
 from gpulease.client.cli.demo import transform_ptx
 from gpulease.client.cli.private_daemon import CannotStart, private_daemon, running_address
-from gpulease.client.cli.tables import seconds_text, table
+from gpulease.client.cli.tables import card_title, seconds_text, table
 from gpulease.client.reports import first_card
 
 DIRECT_TIMEOUT_S: Final = 300

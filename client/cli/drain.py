@@ -1,6 +1,10 @@
-"""Emptying a node and hearing of leases: `gpulease drain`, `events`."""
+"""What `gpulease events` says of an event: what comes next, and until when at most.
+
+Emptying a node and hearing of leases: `gpulease drain`, `events`.
+"""
 
 import json
+import math
 import sys
 import time
 from typing import Any, Final
@@ -9,18 +13,38 @@ import click
 from click.core import ParameterSource
 
 from gpulease.client.asking import ask
-from gpulease.client.cli.cells import shown
 from gpulease.client.cli.endings import EXIT_FAILED
-from gpulease.client.cli.event_text import event_text
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.tables import seconds_text
-from gpulease.client.core.events import EVERY_LEASE, EventStream, LeaseEvent
-from gpulease.client.core.wish import address_of, milliseconds
+from gpulease.client.cli.tables import seconds_text, shown
+from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
+from gpulease.client.engine.request import address_of, milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest
-from gpulease.client.events import LeaseEvents
 from gpulease.client.reports import cards_of, leases_of
-from gpulease.protocol import Opcode
+from gpulease.client.sync.events import LeaseEvents
+from gpulease.protocol import Opcode, Phase
 from gpulease.protocol.messages import Drain, DrainStatus, Empty
+
+_NEXT: Final = {
+    Phase.ACTIVE: "its warning comes in {}, if it is not renewed",
+    Phase.WARNING: "it ends in {} at most",
+    Phase.GRACE: "what still runs is killed in {} at most",
+    Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
+}
+"""What an event's time is the time to: of none but a warning's is it the lease's end."""
+
+
+def event_text(event: LeaseEvent) -> str:
+    """One line, nothing in which a terminal obeys."""
+    parts = [str(event.lease_id), event.phase_text]
+    if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
+        # Rounded up: what is called 0.0 s has passed.
+        parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
+    parts += [part for part in (event.cause, event.reason) if part]
+    if event.lost:
+        which = "1 event before this one was" if event.lost == 1 else f"{event.lost} events before this one were"
+        parts.append(f"{which} not read in time and lost")
+    return shown("  ".join(parts))
+
 
 POLL_S: Final = 0.2
 """Between two looks at who is left."""

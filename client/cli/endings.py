@@ -74,7 +74,7 @@ def check_words(words: Iterable[str]) -> None:
 
 def fail(message: str, status: int) -> NoReturn:
     """Say what is wrong and end."""
-    from gpulease.client.cli.cells import shown
+    from gpulease.client.cli.tables import shown
 
     with suppress(OSError):
         click.echo("gpulease: " + "\n".join(map(shown, message.splitlines())), err=True)

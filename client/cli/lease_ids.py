@@ -10,8 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from gpulease.client.asking import ask
-from gpulease.client.cli.cells import shown
-from gpulease.client.cli.tables import size_text
+from gpulease.client.cli.tables import shown, size_text
 from gpulease.client.errors import InvalidRequest, NotFound
 from gpulease.client.reports import leases_of
 from gpulease.protocol import Opcode

@@ -21,9 +21,9 @@ import click
 
 from gpulease.client.cli.drain import milliseconds_of
 from gpulease.client.cli.endings import end_by, fail
-from gpulease.client.core.wish import LEASE_ID_VARIABLE
+from gpulease.client.engine.request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
-from gpulease.client.events import LeaseEvents
+from gpulease.client.sync.events import LeaseEvents
 from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.sizes import parse_size

@@ -52,17 +52,15 @@ def gateway(
 ) -> None:
     """One lease per request, over HTTP: each request is done once, however often it is asked."""
     try:
-        from gpulease.client.gateway.admission import Bounds
-        from gpulease.client.gateway.asgi import Gateway
-        from gpulease.client.gateway.server import known_hosts, listening, serve
+        from gpulease.client.serve.gateway.admission import Bounds
+        from gpulease.client.serve.gateway.app import Gateway
+        from gpulease.client.serve.http.server import known_hosts, listening, serve
     except ImportError as error:
         raise Unsupported(
             f"no gateway: {error}", "Install it: pip install '.[serve]' in gpulease's repository"
         ) from None
-    from gpulease.client.gateway.authority import NodeAuthority
-    from gpulease.client.gateway.effects import DaemonEffects
-    from gpulease.client.gateway.models import EXAMPLE, load_models
-    from gpulease.client.gateway.opening import open_store
+    from gpulease.client.serve.gateway.serving import DaemonEffects, NodeAuthority
+    from gpulease.client.serve.gateway.settings import EXAMPLE, load_models, open_store
 
     if models is None and not demo:
         raise click.UsageError("say which models with --models FILE, or try --demo")

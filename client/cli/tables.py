@@ -1,9 +1,110 @@
-"""Tables and sizes for people."""
+"""Text in a terminal's cells: how wide it is, and none of it that the terminal would obey.
 
+What tenants, kernels and daemons say is shown to whoever looks after a node. A control character in it could clear the
+screen, forge a line or set the terminal's title (CWE-150), so whatever is not plainly printable is shown as its escape.
+
+Tables and sizes for people.
+
+Tables where there is little room: columns go in a defined order, and what still does not fit is stacked.
+
+Nothing in a table is cut: an id that was would be copied as another one.
+
+What a table of figures must say to mean something later: the card, its driver, the day.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import unicodedata
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, TextIO
 
-from gpulease.client.cli.cells import pad, shown, width_of
+from gpulease.client.cli.private_daemon import CannotStart
+
+_MARKS: Final = ("Mn", "Mc", "Me")
+"""Categories that take no cell of their own, or one by the font (Unicode Standard, chapter 4.5)."""
+
+_JOINING: Final = range(0x1160, 0x1200)
+"""Hangul vowels and finals: they join what is before them on some terminals and stand alone on others."""
+
+
+def shown(text: str) -> str:
+    """Text as one line of printable characters whose widths terminals agree on; what is not is escaped, as in Python.
+
+    Bidirectional controls and zero-width characters are not printable either: they would hide or reorder others.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(mark if _is_plain(mark) else _escape(mark) for mark in unicodedata.normalize("NFC", text))
+
+
+def _is_plain(mark: str) -> bool:
+    return mark.isprintable() and unicodedata.category(mark) not in _MARKS and ord(mark) not in _JOINING
+
+
+def _escape(mark: str) -> str:
+    return mark.encode("unicode_escape").decode("ascii")
+
+
+def width_of(text: str) -> int:
+    """Cells that shown text takes: two for what East Asian fonts draw wide (Unicode Standard Annex 11)."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells(mark) for mark in text)
+
+
+def _cells(mark: str) -> int:
+    return 2 if unicodedata.east_asian_width(mark) in "WF" else 1
+
+
+def fit(text: str, width: int) -> str:
+    """Shown text cut to so many cells; a `+` says that something is missing."""
+    if width_of(text) <= width:
+        return text
+    kept, used = [], 0
+    for mark in text:
+        used += _cells(mark)
+        if used > width - 1:
+            break
+        kept.append(mark)
+    return "".join(kept) + "+" if width > 0 else ""
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Shown text in lines of at most so many cells, broken at spaces, or within a word that is wider than a line.
+
+    A line is never less than one character, however narrow it is to be.
+    """
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and width_of(line) + 1 + width_of(word) <= width:
+            line += f" {word}"
+            continue
+        lines += [line] if line else []
+        *pieces, line = _pieces(word, width)
+        lines += pieces
+    return [*lines, line] if line else lines
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces, used = [""], 0
+    for mark in word:
+        if pieces[-1] and used + _cells(mark) > width:
+            pieces.append("")
+            used = 0
+        pieces[-1] += mark
+        used += _cells(mark)
+    return pieces
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Shown text in exactly so many cells, flushed left or right."""
+    text = fit(text, width)
+    space = " " * (width - width_of(text))
+    return space + text if right else text + space
+
 
 MISSING: Final = "-"
 """What a table says of what its daemon does not."""
@@ -49,3 +150,144 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collecti
 
 def _are_figures(cells: Sequence[str]) -> bool:
     return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == MISSING for cell in cells)
+
+
+MAX_COLUMNS: Final = 1000
+"""Of what the environment says: more is no terminal's width."""
+
+MIN_TEXT: Final = 24
+"""Cells of a last column of text, from which on it is read there and not below its row."""
+
+MIN_INDENTED: Final = 12
+"""Cells of lines from which on some are indented: below, each is needed."""
+
+_INDENT: Final = "  "
+
+
+def is_terminal() -> bool:
+    """Whether somebody reads the output on a terminal."""
+    # None if whoever started this program closed it.
+    output: TextIO | None = sys.stdout
+    return output is not None and output.isatty()
+
+
+def output_width() -> int | None:
+    """Cells of a line of the output: the terminal's, or what the environment says of a pipe's reader (watch(1) does).
+
+    None where nothing says it: a file, or a program.
+    """
+    if is_terminal():
+        try:
+            return os.get_terminal_size(sys.stdout.fileno()).columns or None
+        except OSError:
+            return None
+    told = os.environ.get("COLUMNS", "")
+    return int(told) if told.isascii() and told.isdigit() and 0 < int(told) <= MAX_COLUMNS else None
+
+
+def fitted(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    *,
+    title: int = 0,
+    spared: Sequence[str] = (),
+    texts: Collection[str] = (),
+    is_text_last: bool = False,
+) -> str:
+    """A table in lines of so many cells.
+
+    If it is too wide, its last column is wrapped if that is text; else it does without the columns of `spared`, one
+    after the other, until it fits. If it never does, each row is a few lines: its title, and each cell behind its head.
+
+    Args:
+        head: Of the columns; "" where a cell says all.
+        rows: A cell for each column.
+        width: None for as many as it takes.
+        title: The column that a stacked row begins with.
+        spared: Heads, the first to go first.
+        texts: Heads of columns that are never figures, as `table` has them.
+        is_text_last: The last column is text for people.
+    """
+    whole = table(head, rows, texts=texts)
+    if width is None or _fits(whole, width):
+        return whole
+    if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
+        return wrapped
+    left = list(head)
+    for name in spared:
+        left.remove(name)
+        kept = [head.index(one) for one in left]
+        narrower = table(left, [[row[index] for index in kept] for row in rows], texts=texts)
+        if _fits(narrower, width):
+            return narrower
+    heading = wrap(shown(head[title]), width) if is_text_last else []
+    return "\n".join([*heading, *(_stacked(head, row, width, title, is_text_last=is_text_last) for row in rows)])
+
+
+def wrapped_text(text: str, width: int | None) -> str:
+    """A sentence, in lines of so many cells."""
+    return text if width is None else "\n".join(wrap(shown(text), width))
+
+
+def _fits(text: str, width: int) -> bool:
+    return all(width_of(line) <= width for line in text.splitlines())
+
+
+def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """The table, or nothing if there is no room for text."""
+    # Not splitlines(): it would leave out a last row that is empty but for its text.
+    others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
+    begin = max(width_of(line) for line in others) + len(GAP)
+    if width - begin < MIN_TEXT:
+        return ""
+    lines = []
+    for line, row in zip(others, (head, *rows), strict=True):
+        first, *rest = wrap(shown(row[-1]), width - begin) or [""]
+        pad = " " * (begin - width_of(line))
+        lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + more for more in rest)]
+    return "\n".join(lines)
+
+
+def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
+    """The row's title, then `head cell` pairs, as many a line as fit; text is a paragraph of its own."""
+    cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
+    text = cells.pop()[1] if is_text_last else ""
+    title_cell = cells.pop(title)[1]
+    about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
+    lines = [about] if width_of(about) <= width else wrap(about, width)
+    line = ""
+    for pair in (f"{name} {cell}" for name, cell in cells if name):
+        if line and width_of(line) + len(GAP) + width_of(pair) <= width:
+            line += GAP + pair
+            continue
+        lines += [line] if line else []
+        *before, line = _paragraph(pair, width) or [""]
+        lines += before
+    return "\n".join([*lines, *([line] if line else []), *_paragraph(text, width)])
+
+
+def _paragraph(text: str, width: int) -> list[str]:
+    if width < MIN_INDENTED:
+        return wrap(text, width)
+    return [_INDENT + line for line in wrap(text, width - len(_INDENT))]
+
+
+QUERY_S: Final = 30.0
+"""For nvidia-smi to answer."""
+
+
+def card_title(driver: str, card_name: str, card_uuid: str) -> str:
+    """One line. Raises CannotStart."""
+    version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
+    return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
+
+
+def ask_card(card_uuid: str, what: str) -> str:
+    """One figure of the card's own. Raises CannotStart: without it nothing would be proved."""
+    command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotStart(f"nvidia-smi does not say {what}: {error}") from None
+    return done.stdout.strip()

@@ -8,15 +8,21 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.cli.narrow import fitted, output_width
 from gpulease.client.cli.private_daemon import private_daemon
-from gpulease.client.verify.claims import Claim, canary, check, launch_gate, six_and_no_seventh
+from gpulease.client.cli.tables import fitted, output_width
+from gpulease.client.verify.claims import (
+    Claim,
+    canary,
+    check,
+    host_buffers,
+    launch_gate,
+    six_and_no_seventh,
+    submit_beside,
+)
 from gpulease.client.verify.faults import Fault, Sizes, faults
-from gpulease.client.verify.leftovers import host_buffers
 from gpulease.client.verify.matrix import Row, run_matrix
 from gpulease.client.verify.neighbour import neighbour
 from gpulease.client.verify.scene import Scene
-from gpulease.client.verify.submits import submit_beside
 
 EXIT_BREACH: Final = 1
 GIB: Final = 1 << 30

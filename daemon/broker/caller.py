@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpulease.daemon.broker.denials import failure_of
-from gpulease.daemon.broker.peers import Peer
-from gpulease.daemon.broker.refusal import Refusal
+from gpulease.daemon.broker.handlers.token_requests import TokenDesk
+from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.refusal import Refusal, failure_of
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tokens import TokenDesk
-from gpulease.daemon.core import Denied, Outcome
+from gpulease.daemon.leases import Denied, Outcome
 from gpulease.protocol.connection import Request
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, LeaseEvent

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker.headroom import Headroom
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.core import LeaseTable
-from gpulease.daemon.journal import Journal
+from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.leases import LeaseTable
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.workers.registry import Workers
 
 
 @dataclass(frozen=True, slots=True)

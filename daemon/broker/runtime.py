@@ -1,4 +1,11 @@
-"""The lease table's hands: events in, effects out, each effect carried out here.
+"""Tells the lease table when a lease loses its last connection, and when it has one again.
+
+A lease is connected while one of these is there: a control connection that acquired or renewed it, asked about it as
+its tenant, or asked for a submit of it; a connection of its session, a guest's too, or one on its way to the worker; a
+submit of it that starts or runs. The worker counts its own connections on its page, so that the next broker knows them
+too; of control connections the next broker knows none, and gives their clients time to come back.
+
+The lease table's hands: events in, effects out, each effect carried out here.
 
 Nothing here decides. An event posted while an effect is being carried out waits for its turn, so the table is never
 entered twice.
@@ -11,24 +18,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker.adoption import adopt
-from gpulease.daemon.broker.denials import submit_word_for, word_for
-from gpulease.daemon.broker.headroom import Headroom
+from gpulease.daemon.broker.fair_queue import Turns
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.broker.metrics import NodeMetrics
-from gpulease.daemon.broker.presence import Presence
-from gpulease.daemon.broker.reclaim import CardWatch, Reclaimer
-from gpulease.daemon.broker.recycling import Recycler
-from gpulease.daemon.broker.telling import Teller
+from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.broker.node_metrics import NodeMetrics
+from gpulease.daemon.broker.refusal import submit_word_for, word_for
+from gpulease.daemon.broker.subscriptions import Teller
 from gpulease.daemon.broker.timers import Timers
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.broker.turns import Turns
-from gpulease.daemon.broker.watchman import Watchman
-from gpulease.daemon.broker.weighing import Weigher
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.cards.source import CardSource
-from gpulease.daemon.core import (
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.source import CardSource
+from gpulease.daemon.leases import (
     FIRST_WARM_ID,
     ArmDrainTimer,
     ArmHoldTimer,
@@ -38,6 +39,7 @@ from gpulease.daemon.core import (
     CapacityChanged,
     Card,
     Cause,
+    ConnectionsChanged,
     Denied,
     DrainTimerFired,
     Effect,
@@ -64,6 +66,7 @@ from gpulease.daemon.core import (
     SpawnWorker,
     SubmitEnded,
     SubmitFenced,
+    SubmitState,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -72,12 +75,90 @@ from gpulease.daemon.core import (
     WarmUp,
     Warned,
 )
-from gpulease.daemon.journal import Journal
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.chronicle import Chronicle
-from gpulease.daemon.logs.telling import tell
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import tell
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.record.lease_log import Chronicle
+from gpulease.daemon.workers.adoption import adopt
+from gpulease.daemon.workers.memory_monitor import CardWatch, Reclaimer, Weigher
+from gpulease.daemon.workers.recycler import Recycler
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.watchdog import Watchman
 from gpulease.protocol.opcodes import Exclusivity, Status
+
+TAKEOVER_WAIT_MS: Final = 60_000
+"""The shortest wait of a lease that was taken over. Its client may live without a connection: it makes a new one only
+when it next asks for something. Stops an upgrade from ending its lease before that."""
+
+_GOES_ON: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
+
+
+class Presence:
+    """Knows which leases are connected."""
+
+    def __init__(self, table: LeaseTable, workers: Workers, post: Callable[[Event], None]) -> None:
+        self._table = table
+        self._workers = workers
+        self._post = post
+        self._holders: dict[int, set[object]] = {}
+        self._held: dict[object, set[int]] = {}
+        # Leases of which the table was told that nobody is connected.
+        self._unconnected: set[int] = set()
+        # An earlier broker's.
+        self._taken_over: set[int] = set()
+
+    def hold(self, lease_id: int, holder: object) -> None:
+        """Count a control connection as the lease's, until `leave`."""
+        if not self._table.orphan_ms(lease_id):
+            return
+        self._holders.setdefault(lease_id, set()).add(holder)
+        self._held.setdefault(holder, set()).add(lease_id)
+        self.look(lease_id)
+
+    def leave(self, holder: object) -> None:
+        """A control connection is gone."""
+        lease_ids = self._held.pop(holder, set())
+        for lease_id in lease_ids:
+            self._holders[lease_id].discard(holder)
+        for lease_id in lease_ids:
+            self.look(lease_id)
+
+    def look(self, lease_id: int) -> None:
+        """Tell the table if the lease is connected and was not, or the other way round."""
+        if not self._table.orphan_ms(lease_id):
+            return
+        is_connected = self._is_connected(lease_id)
+        if is_connected != (lease_id in self._unconnected):
+            return
+        (self._unconnected.discard if is_connected else self._unconnected.add)(lease_id)
+        self._post(ConnectionsChanged(lease_id, is_connected, TAKEOVER_WAIT_MS if lease_id in self._taken_over else 0))
+
+    def look_at_all(self) -> None:
+        """An earlier daemon's leases were taken over: those that nobody is connected to wait from now on."""
+        for lease in self._table.snapshots():
+            self._taken_over.add(lease.lease_id)
+            self.look(lease.lease_id)
+
+    def forget(self, lease_id: int) -> None:
+        """The lease is over."""
+        self._unconnected.discard(lease_id)
+        self._taken_over.discard(lease_id)
+        for holder in self._holders.pop(lease_id, ()):
+            held = self._held[holder]
+            held.discard(lease_id)
+            if not held:
+                del self._held[holder]
+
+    def _is_connected(self, lease_id: int) -> bool:
+        if self._holders.get(lease_id):
+            return True
+        submit = self._table.submits.of(lease_id)
+        if submit is not None and submit.state in _GOES_ON:
+            return True
+        worker = self._workers.worker(lease_id)
+        return worker is not None and (worker.hand_overs > 0 or worker.page.counter(Counter.CONNECTIONS) > 0)
+
 
 _KINDS: Final = tuple(TimerKind)
 

@@ -1,4 +1,9 @@
-"""The daemon from start to stop: state, cards, zygotes, lease table, listeners, and back."""
+"""What a daemon has from the one before it: its journal, and the zygotes that keep its sessions.
+
+The daemon from start to stop: state, cards, zygotes, lease table, listeners, and back.
+
+Which event loop the broker runs on.
+"""
 
 import asyncio
 import contextlib
@@ -6,31 +11,23 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.agreement import check_devices, check_worker_user
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker.admission import Doorkeeper
-from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
-from gpulease.daemon.broker.control import LINGER_S, ControlConnection
-from gpulease.daemon.broker.listening import Listeners
-from gpulease.daemon.broker.load_history import LoadHistory
-from gpulease.daemon.broker.page_desk import PageActs
-from gpulease.daemon.broker.peers import Peer
-from gpulease.daemon.broker.probe import measure_overhead
-from gpulease.daemon.broker.recording import config_digest, recording
-from gpulease.daemon.broker.remote import RemoteDoor
+from gpulease.daemon.broker.audit_recording import boot_id, config_digest, recording
+from gpulease.daemon.broker.control_connection import LINGER_S, ControlConnection, Doorkeeper
+from gpulease.daemon.broker.handlers.admin_requests import PageActs
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.listeners import Listeners, NeverListens, cannot_listen
+from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.state import State, holding_state
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.broker.web import WebDoor
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.broker.zygote import ZygoteBroken
-from gpulease.daemon.cards.choice import choose_cards
-from gpulease.daemon.cards.insisting import insist
-from gpulease.daemon.cards.source import CardFacts, CardSource, CardsUnavailable
-from gpulease.daemon.config import Config, ConfigError, OnStop
-from gpulease.daemon.core import (
+from gpulease.daemon.broker.tls_frontend import RemoteDoor
+from gpulease.daemon.broker.web_frontend import LoadHistory, WebDoor
+from gpulease.daemon.config import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
+from gpulease.daemon.gpus.selection import choose_cards
+from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
+from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
+from gpulease.daemon.leases import (
     Card,
     Cause,
     KeptCard,
@@ -39,18 +36,74 @@ from gpulease.daemon.core import (
     ShutdownRequested,
     TenantRulesChanged,
 )
-from gpulease.daemon.journal import Journal
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.telling import tell
-from gpulease.daemon.processes import adopt_orphans, raise_descriptor_limit
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import tell
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.supervisor.handed_over import Assigned, GivenSocket, assign
-from gpulease.daemon.tenant_names import changed_hands
-from gpulease.daemon.threads import thread_pool
+from gpulease.daemon.supervisor.socket_activation import Assigned, GivenSocket, assign
+from gpulease.daemon.workers.probe import measure_overhead
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.zygote_client import ZygoteBroken
+from gpulease.daemon.workers.zygote_discovery import CannotAdopt, FoundZygote, find_zygotes
 from gpulease.protocol.address import Address, TlsAddress, UnixAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import HelloOption, Status
 from gpulease.protocol.primitives import Tlv
+
+ZYGOTES: Final = "zygotes"
+"""The folder in the state's where zygotes listen."""
+
+MAX_PATH_BYTES: Final = 107
+"""Of a Unix socket's path (unix(7))."""
+
+_SOCKET_BYTES: Final = len(f"/{ZYGOTES}/01234567.sock")
+
+
+class State:
+    """What outlives this daemon.
+
+    Attributes:
+        zygotes: Where zygotes listen; None if nothing outlives it.
+        is_left: Whether sessions are left to the next daemon when this one ends.
+    """
+
+    def __init__(self, journal: Journal, zygotes: Path | None, found: list[FoundZygote]) -> None:
+        self.journal = journal
+        self.zygotes = zygotes
+        self.is_left = zygotes is not None
+        self._found = found
+
+    def take_zygotes(self) -> list[FoundZygote]:
+        """Those that an earlier daemon left; the caller's from now on."""
+        found, self._found = self._found, []
+        return found
+
+
+@contextlib.asynccontextmanager
+async def holding_state(config: Config) -> AsyncIterator[State]:
+    """The state's folder, locked until the block is left. Raises JournalBroken or CannotAdopt."""
+    if config.state is None:
+        yield State(Journal(), None, [])
+        return
+    if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
+        raise CannotAdopt(
+            f"the path of state is longer than {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, and sockets are to be in it",
+            hint="Choose a shorter one.",
+        )
+    journal = await asyncio.to_thread(open_journal, config.state, boot_id())
+    try:
+        zygotes = config.state / ZYGOTES
+        zygotes.mkdir(mode=0o700, exist_ok=True)
+        state = State(journal, zygotes, await asyncio.to_thread(find_zygotes, zygotes))
+        try:
+            yield state
+        finally:
+            for left in state.take_zygotes():
+                left.close()
+    finally:
+        await journal.stop()
+
 
 SHUTDOWN_TIMEOUT_S: Final = 10.0
 """How long leases get to be proved back when the daemon stops; their workers die in any case."""
@@ -395,3 +448,12 @@ async def _hosts_of(address: Address) -> list[tuple[str, int]]:
     except OSError as error:
         raise cannot_listen(f"listen on {address}", error) from None
     return [(str(entry[4][0]), int(entry[4][1])) for entry in found]
+
+
+def loop_factory() -> Any:
+    """uvloop's, for `asyncio.Runner`; None, for asyncio's own, which does the same, slower, where it is missing."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

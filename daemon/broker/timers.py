@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.core import Event
+from gpulease.daemon.leases import Event
 
 SLOT_BITS: Final = 27
 """Of a slot's length in nanoseconds, 0.13 s: what begins a slot sorts what is due in it, and holds up the loop so."""

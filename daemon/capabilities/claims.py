@@ -1,4 +1,7 @@
-"""What is asked of the authority, what it gives, what a token says, and why one is refused."""
+"""What an operator can demand a token for.
+
+What is asked of the authority, what it gives, what a token says, and why one is refused.
+"""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -7,6 +10,15 @@ from typing import Final, Self
 
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.limits import AUDIENCE_BYTES
+
+
+class Demand(Enum):
+    """What needs a token, also of a lease's own tenant; operators need none."""
+
+    ALLOC = "alloc"
+    RENEW = "renew"
+    ATTACH = "attach"
+
 
 MAX_TOKEN_TTL_S: Final = 300
 """Longest life of a token. A stolen one is of use for no longer, even if its lease is renewed for a day."""

@@ -5,15 +5,24 @@ only it can know (is this image loadable, does this kernel fit); handles, owners
 checked by the session before a call gets here.
 
 Errors say what happened in words a tenant can act on; the session turns them into wire statuses.
+
+What a launch graph is made of, for a driver: its steps, and what a driver makes of them.
+
+Whatever can be checked without the driver was checked when a step was made (`worker.graphs`).
+
+What no lease supports, on any driver: managed memory, and kernels that need a cooperative launch.
+
+The driver keeps tens of MiB of a card for managed memory, which belong to no lease, until the card's last context
+ends. A kernel that synchronises its grid traps unless it was launched cooperatively, and the trap costs the context.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from gpulease.daemon.drivers.steps import AdmitGraph, Graph, Step
-    from gpulease.daemon.sandbox.needs import Needs
+    from gpulease.daemon.sandbox.measures import Needs
 
 Dim3 = tuple[int, int, int]
 
@@ -348,3 +357,127 @@ class Opening(Protocol):
 
     def __call__(self, slice_bytes: int) -> Context:
         """Called once. Raises DriverError."""
+
+
+SEGMENT_STEPS: Final = 32
+"""Steps queued between two looks at the lease: so many kernels and copies may begin after its end. On a card a segment
+takes some 2 us to queue, whatever it holds, so longer ones gain little."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """A launch; see `Context.launch`."""
+
+    kernel: Kernel
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int
+    params: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DataStep:
+    """A copy to the device of bytes that never change."""
+
+    address: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """A copy between the device and memory that was given to `Context.pin`: `to_device`, or from it."""
+
+    address: int
+    memory: memoryview
+    to_device: bool
+
+
+Step = KernelStep | DataStep | CopyStep
+
+
+class AdmitGraph(Protocol):
+    """What a driver asks before it makes a graph; it raises if there is no room."""
+
+    def __call__(self, device_bytes: int) -> None:
+        """See `Graph.device_bytes`."""
+
+
+def admit_any(device_bytes: int) -> None:
+    """The `AdmitGraph` that leaves it to the card."""
+
+
+class Graph(Protocol):
+    """A sequence that can be queued as a whole, again and again."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes of the card, which keeps it for later graphs when this one goes."""
+
+    def bind(self, step: int, params: bytes) -> None:
+        """Give a KernelStep another parameter buffer; replays that were queued before keep theirs."""
+
+    def replay(self, tag: int, poll: Poll) -> None:
+        """Queue all steps in order, calling `poll` before each segment but the first; it may raise to end the replay.
+
+        `tag` is what a fault of one of its kernels tells. A driver may have to wait before a copy, and calls `poll`
+        then. Raises LaunchRejected, or KernelFault for an earlier launch; some steps may have been queued then.
+        """
+
+    def close(self) -> None:
+        """Give back what it takes; replays that were queued run to their end. Never waits."""
+
+
+# ptxas 13.0 reads strings over line ends and without escapes. Every alternative is linear: what is never closed ends
+# the search instead of being looked for again.
+_MANAGED: Final = re.compile(
+    rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|(?P<managed>\.managed(?![\w$]))""", re.DOTALL
+)
+_WORD: Final = re.compile(
+    rb"""//[^\n]*|/\*.*?(?:\*/|\Z)|"[^"]*(?:"|\Z)|\.[\w$]+|\d[\w$]*|(?P<word>[A-Za-z_$%][\w$]*)""", re.DOTALL
+)
+
+_SHOWN_NAME_CHARACTERS: Final = 200
+
+
+def text_of(image: bytes) -> bytes:
+    """The PTX text of an image: all before its first NUL, as cuModuleLoadData and cuLinkAddData take a C string."""
+    return image.partition(b"\0")[0]
+
+
+def refuse_managed_text(ptx: bytes) -> None:
+    """Raise ImageRejected for PTX text that declares a managed variable (PTX ISA section 11.4, `.attribute`).
+
+    The declaration may stand anywhere, so this looks for the attribute itself, outside of comments and strings.
+    """
+    if b".managed" not in ptx:
+        return
+    for found in _MANAGED.finditer(ptx):
+        if found["managed"] is not None:
+            line = ptx.count(b"\n", 0, found.start()) + 1
+            raise managed_refused(_variable_behind(ptx, found.end()), line=line)
+
+
+def _variable_behind(ptx: bytes, position: int) -> str:
+    """The first name behind an attribute: the variable's, as all else in a declaration begins with a dot or digit."""
+    for found in _WORD.finditer(ptx, position):
+        if found["word"] is not None:
+            return found["word"].decode("ascii")
+    return ""
+
+
+def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
+    """The error for an image with a managed variable."""
+    name = variable[:_SHOWN_NAME_CHARACTERS]
+    where = f"line {line}: " if line else ""
+    said = f"{where}the variable {name!r} is __managed__; managed memory is not supported on a lease"
+    hint = "Declare it __device__, or pass a buffer of mem_alloc to the kernel."
+    return ImageRejected(said, log=said, line=line, hint=hint)
+
+
+def cooperative_refused(kernel: str) -> LaunchRejected:
+    """The error for the launch of a kernel that synchronises its grid."""
+    why = "it synchronises its whole grid, which is not supported on a lease"
+    return LaunchRejected(
+        f"kernel {kernel} needs a cooperative launch: {why}",
+        hint="Launch one kernel for each part between two grid synchronisations: launches of a stream run in order.",
+    )

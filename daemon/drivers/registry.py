@@ -11,8 +11,8 @@ def driver_named(name: str) -> Driver:
     name, _, architecture = name.partition(":")
     try:
         if name == "cpu":
-            from gpulease.daemon.drivers.cpu.architecture import SM_90, parse_architecture
-            from gpulease.daemon.drivers.cpu.driver import CpuDriver
+            from gpulease.daemon.drivers.ptx.architecture import SM_90, parse_architecture
+            from gpulease.daemon.drivers.ptx.driver import CpuDriver
 
             return CpuDriver(parse_architecture(architecture) if architecture else SM_90)
         if name == "cuda":

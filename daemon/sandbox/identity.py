@@ -1,4 +1,6 @@
-"""Whose process a worker is: a user of its own, no groups but the devices', no capabilities.
+"""Closing what a worker inherits and has no use for.
+
+Whose process a worker is: a user of its own, no groups but the devices', no capabilities.
 
 Workers share one user. What keeps them from each other is that none can be traced or opened (undumpable), and that
 neither Landlock nor the filter lets a signal through. The zygote stays the daemon's: one that ran as the workers' user
@@ -9,12 +11,28 @@ import ctypes
 import os
 import pwd
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.sandbox.kernel import prctl
-from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.measures import SandboxBroken, prctl
+
+STANDARD = (0, 1, 2)
+"""Nothing to read, and a pipe to the daemon's log."""
+
+
+def keep_only(kept: Iterable[int]) -> None:
+    """Close every descriptor of this process but these and the standard ones."""
+    spared = {*STANDARD, *kept}
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) not in spared:
+            try:
+                os.close(int(entry))
+            except OSError:
+                # The one that the folder was read by.
+                continue
+
 
 DEFAULT_USER: Final = "nobody"
 

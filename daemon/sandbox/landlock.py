@@ -14,8 +14,7 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.sandbox.kernel import system_call
-from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.measures import Needs, system_call
 
 # The same numbers on every architecture but alpha.
 _CREATE_RULESET: Final = 444

@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from gpulease.daemon.processes import die_with_parent, gain_no_privileges
-from gpulease.daemon.sandbox.descriptors import keep_only
+from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges
 from gpulease.daemon.sandbox.identity import (
     Identity,
     be_undumpable,
     become,
     bound_capabilities,
     drop_capabilities,
+    keep_only,
 )
 from gpulease.daemon.sandbox.landlock import Reach, restrict
-from gpulease.daemon.sandbox.limits import be_first_to_go, impose, limits_for
-from gpulease.daemon.sandbox.measures import Measure, SandboxBroken
-from gpulease.daemon.sandbox.needs import Needs
-from gpulease.daemon.sandbox.syscalls import NoFilter, install
+from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxBroken
+from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
+from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 
 Step = Callable[[], None]
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from gpulease.daemon.processes import exit_text, gain_no_privileges
-from gpulease.daemon.sandbox.descriptors import keep_only
+from gpulease.daemon.host.processes import exit_text, gain_no_privileges
 from gpulease.daemon.sandbox.identity import (
     DEFAULT_USER,
     Identity,
@@ -26,6 +25,7 @@ from gpulease.daemon.sandbox.identity import (
     bound_capabilities,
     drop_capabilities,
     identity_of,
+    keep_only,
 )
 from gpulease.daemon.sandbox.landlock import (
     DEVICES_SINCE,
@@ -35,12 +35,10 @@ from gpulease.daemon.sandbox.landlock import (
     abi,
     restrict,
 )
-from gpulease.daemon.sandbox.limits import be_first_to_go, impose, in_words, limits_for
-from gpulease.daemon.sandbox.measures import Finding, Measure, SandboxBroken
-from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.measures import Finding, Measure, Needs, SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.plan import BY_LANDLOCK, Plan
-from gpulease.daemon.sandbox.settings import SandboxSettings
-from gpulease.daemon.sandbox.syscalls import NoFilter, install
+from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, in_words, limits_for
+from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 
 _KERNEL_OF_ABI: Final = {FILES_SINCE: "5.13", NETWORK_SINCE: "6.7", DEVICES_SINCE: "6.10", SCOPE_SINCE: "6.12"}
 

@@ -7,21 +7,16 @@ import socket
 import sys
 from typing import Any, Final
 
-from gpulease.daemon.channel import ChannelClosed, receive_message, send_message
-from gpulease.daemon.logs.settings import go_on_logging
-from gpulease.daemon.processes import die_with_parent, set_name
-from gpulease.daemon.sandbox.measures import SandboxBroken
-from gpulease.daemon.sandbox.needs import Needs
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.host.processes import die_with_parent, set_name
+from gpulease.daemon.ipc import ChannelClosed, receive_message, send_message
+from gpulease.daemon.log.writer import go_on_logging
+from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.web.app import Access, Page, Site, load_page, rehearse
-from gpulease.daemon.web.complaints import spare_the_log
-from gpulease.daemon.web.feed import Feed
-from gpulease.daemon.web.guard import App
-from gpulease.daemon.web.link import BrokerLink, BrokerSilent
-from gpulease.daemon.web.loads import Loads
-from gpulease.daemon.web.revoking import BrokerChannel
-from gpulease.daemon.web.serving import server_of
+from gpulease.daemon.web.broker_link import BrokerChannel, BrokerLink, BrokerSilent
+from gpulease.daemon.web.feed import Feed, Loads
+from gpulease.daemon.web.guard import App, spare_the_log
+from gpulease.daemon.web.server import server_of
 from gpulease.daemon.web.view import Pseudonyms
 
 MAX_PRIVATE_BYTES: Final = 512 << 20

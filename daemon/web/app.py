@@ -1,4 +1,9 @@
-"""The web process's answers: the page, its state, its stream, health and metrics; and what it has the broker do."""
+"""Whether the daemon lives and can grant leases, asked of the broker once in so long however many ask.
+
+The broker's metrics, passed on: with tenants' names to whoever has the operator's token, with pseudonyms else.
+
+The web process's answers: the page, its state, its stream, health and metrics; and what it has the broker do.
+"""
 
 import asyncio
 import hashlib
@@ -6,7 +11,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -17,16 +22,115 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gpulease.daemon import web
-from gpulease.daemon.web.complaints import WrongTokens
-from gpulease.daemon.web.feed import Feed
-from gpulease.daemon.web.guard import DRAIN, FENCES, LEASES, REMOVING, SETTING, App, Guard, Receive, Scope, Send
-from gpulease.daemon.web.health import Health
-from gpulease.daemon.web.link import BrokerSilent
-from gpulease.daemon.web.loads import Loads
-from gpulease.daemon.web.metrics import Metrics
-from gpulease.daemon.web.revoking import MAX_REASON_CHARS, BrokerChannel, NotDone, Refused
+from gpulease.daemon.web.broker_link import MAX_REASON_CHARS, BrokerChannel, BrokerSilent, NotDone, Refused
+from gpulease.daemon.web.feed import Feed, Loads
+from gpulease.daemon.web.guard import (
+    DRAIN,
+    FENCES,
+    LEASES,
+    REMOVING,
+    SETTING,
+    App,
+    Guard,
+    Receive,
+    Scope,
+    Send,
+    WrongTokens,
+)
 from gpulease.daemon.web.view import MS_PER_S, Pseudonyms, Snapshot, view_of
-from gpulease.protocol.opcodes import RevokeOutcome
+from gpulease.protocol.messages import Empty, Ping
+from gpulease.protocol.opcodes import Opcode, RevokeOutcome
+
+HEALTH_FRESH_S: Final = 0.5
+"""How old an answer may be: a probe asks every few seconds, and who asks more often learns nothing by it."""
+
+Ask = Callable[[Opcode, Any], Awaitable[Any]]
+
+
+class Kept:
+    """An answer that is kept for a while, and asked for once by all who want it meanwhile; so is that there is none."""
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._fresh_s = fresh_s
+        self._answer: Any = None
+        self._silence: BrokerSilent | None = None
+        self._until_s = clock()
+        self._turn = asyncio.Lock()
+
+    async def get(self) -> Any:
+        """The answer. Raises BrokerSilent."""
+        async with self._turn:
+            if self._clock() >= self._until_s:
+                await self._renew()
+        if self._silence is not None:
+            raise BrokerSilent(str(self._silence))
+        return self._answer
+
+    async def _renew(self) -> None:
+        try:
+            self._answer, self._silence = await self._ask(), None
+        except BrokerSilent as error:
+            self._silence = error
+        self._until_s = self._clock() + self._fresh_s
+
+
+class Health:
+    """That the broker answers at all, and what it says of itself."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._answers = Kept(lambda: ask(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
+        self._report = Kept(lambda: ask(Opcode.HEALTH, Empty()), HEALTH_FRESH_S)
+
+    async def check_alive(self) -> None:
+        """Raises BrokerSilent."""
+        await self._answers.get()
+
+    async def report(self) -> dict[str, Any]:
+        """The map of HEALTH: `ready`, and `checks`. Raises BrokerSilent."""
+        return dict((await self._report.get()).report)
+
+
+METRICS_FRESH_S: Final = 1.0
+"""How old an exposition may be. It costs the broker milliseconds, and any local user may ask."""
+
+NOBODY: Final = ("", "other")
+"""Values of the label that name no tenant."""
+
+_TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
+"""The label, in Prometheus's text format: a backslash escapes a quote, a backslash and a line feed."""
+
+
+class Metrics:
+    """METRICS of the broker."""
+
+    def __init__(self, ask: Ask, pseudonyms: Pseudonyms) -> None:
+        async def scrape() -> tuple[str, str, str]:
+            metrics = await ask(Opcode.METRICS, Empty())
+            # Once for all who ask meanwhile: it is a tenth of a second's work where there are many series.
+            return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
+
+        self._kept = Kept(scrape, METRICS_FRESH_S)
+
+    async def exposition(self, *, is_named: bool) -> tuple[str, str]:
+        """(media type, text). Raises BrokerSilent."""
+        content_type, named, hidden = await self._kept.get()
+        return content_type, named if is_named else hidden
+
+
+def without_names(text: str, pseudonyms: Pseudonyms) -> str:
+    """The same series, of tenants that nobody knows by name."""
+
+    def hide(found: re.Match[str]) -> str:
+        name = found[1]
+        return found[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
+
+    lines = (line if line.startswith("#") else _TENANT.sub(hide, line) for line in text.split("\n"))
+    return "\n".join(lines)
+
 
 SCRIPTS: Final = ("page.js", "words.js", "elements.js", "cards.js", "plots.js", "events.js", "stream.js", "acts.js")
 

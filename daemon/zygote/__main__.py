@@ -18,27 +18,25 @@ import time
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from gpulease.daemon.channel import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.contract.control_page import PageFds, for_worker
+from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.settings import go_on_logging, stop_logging
-from gpulease.daemon.logs.telling import tell as log
-from gpulease.daemon.processes import die_with_parent, exit_text, set_name, survive_stderr
-from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.host.fd_passing import interrupting_closes
+from gpulease.daemon.host.heap import is_told_to_wipe
+from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
+from gpulease.daemon.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import go_on_logging, stop_logging
+from gpulease.daemon.log.writer import tell as log
+from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.plan import Plan
-from gpulease.daemon.sandbox.settings import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
-from gpulease.daemon.uninvited import interrupting_closes
-from gpulease.daemon.worker.exits import WorkerExit
-from gpulease.daemon.worker.heap import is_told_to_wipe
-from gpulease.daemon.worker.life import live, stand_by
-from gpulease.daemon.worker.native.functions import serving_code
-from gpulease.daemon.worker.page import PageFds, for_worker
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.session.main import live, stand_by
+from gpulease.daemon.session.native.launch_fast_path import serving_code
+from gpulease.daemon.zygote.handover import ZYGOTE_NAME, admit, tell
 from gpulease.daemon.zygote.keeper import ALONE_S, Keeper
-from gpulease.daemon.zygote.sayings import Sayings, say_to
-from gpulease.daemon.zygote.telling import ZYGOTE_NAME, admit, tell
+from gpulease.daemon.zygote.worker_output import Sayings, say_to
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""

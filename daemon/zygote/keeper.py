@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.channel import ChannelClosed, send_message
-from gpulease.daemon.logs.catalogue import LogEvent
-from gpulease.daemon.logs.telling import tell
-from gpulease.daemon.worker.overrun import overran_on
-from gpulease.daemon.worker.page import NO_FDS, PageFds, PageState, flip_word, gone_by, state_of
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.control_page import NO_FDS, PageFds, PageState, flip_word, gone_by, overran_on, state_of
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.ipc import ChannelClosed, send_message
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import tell
 from gpulease.protocol.opcodes import Status
 
 NS_PER_MS: Final = 1_000_000

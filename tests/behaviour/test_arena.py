@@ -19,7 +19,7 @@ from gpulease.client import (
 )
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import ArenaCopy, Empty, Handle, MemAlloc
-from gpulease.protocol.sharing import Wanted
+from gpulease.protocol.ring import Wanted
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, numbers
 from helpers.raw_peer import RawPeer

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import CapacityExceeded, GpuLeaseError, GpuSession, Permission, my_audience
-from gpulease.daemon.audit.files import log_files
-from gpulease.daemon.audit.reading import find_log
-from gpulease.daemon.audit.records import Kind, Record
-from gpulease.daemon.audit.usage import UsageSum
-from gpulease.daemon.audit.writer import BEAT_S
+from gpulease.daemon.record.audit.files import log_files
+from gpulease.daemon.record.audit.reading import find_log
+from gpulease.daemon.record.audit.recorder import BEAT_S
+from gpulease.daemon.record.audit.records import Kind, Record
+from gpulease.daemon.record.audit.usage import UsageSum
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.messages import Attach, AttachReply, CapabilityPresent

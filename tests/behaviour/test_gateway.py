@@ -14,7 +14,7 @@ from gpulease.client import (
     InvalidRequest,
     LoadFailed,
 )
-from gpulease.client.gateway import (
+from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceKernel,
     InferenceResponse,
@@ -27,15 +27,15 @@ from gpulease.client.gateway import (
     StaleEpoch,
     serve_inference_request,
 )
-from gpulease.client.gateway.inference import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
-from gpulease.client.gateway.ledger import Moment
-from gpulease.client.gateway.sqlite_store import host_clock
+from gpulease.client.serve.gateway.ledger import Moment
+from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES, MAX_LEASE_S, MAX_OUTPUT_BYTES
+from gpulease.client.serve.gateway.sqlite_store import host_clock
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
 from helpers.gateway_steps import INPUT, KERNEL, OUTPUT, request, serve_told
 from helpers.waiting import wait_until
 
-FAILING = (Path(__file__).parents[1] / "client" / "gateway" / "kernels.ptx").read_bytes()
+FAILING = (Path(__file__).parents[1] / "client" / "serve" / "gateway" / "kernels.ptx").read_bytes()
 SOON_S = 60.0
 
 

@@ -17,8 +17,9 @@ from gpulease.client import (
     inspect_token,
     my_audience,
 )
-from gpulease.client.core.tokens import Grant
-from gpulease.client.gateway import (
+from gpulease.client.engine.tokens import Grant
+from gpulease.client.narrowing import attenuate
+from gpulease.client.serve.gateway import (
     SUBMISSION,
     CapabilityRefused,
     DaemonEffects,
@@ -26,7 +27,6 @@ from gpulease.client.gateway import (
     SqliteStore,
     serve_inference_request,
 )
-from gpulease.client.narrowing import attenuate
 from helpers.daemon import Daemon
 from helpers.gateway_rig import Gateway
 from helpers.gateway_steps import AFFINE, KERNEL, OUTPUT, request

@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpulease.client.gateway.inference import MAX_INPUT_BYTES
+from gpulease.client.serve.gateway.settings import MAX_INPUT_BYTES
 from helpers.daemon import Daemon
 from helpers.gateway_process import BINARY, GatewayProcess, infer
 from helpers.gateway_steps import INPUT, OUTPUT
 from helpers.waiting import wait_until
 
-MODELS = Path(__file__).parents[1] / "client" / "gateway" / "models.toml"
+MODELS = Path(__file__).parents[1] / "client" / "serve" / "gateway" / "models.toml"
 SIZE = INPUT.nbytes
 SOON_S = 60.0
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.client.asking import ask
-from gpulease.client.models.line import WaitingRequest
-from gpulease.client.rpc import Answer
+from gpulease.client.serve.models.queue import WaitingRequest
+from gpulease.client.serve.rpc import Answer
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from gpulease.protocol.rpc import CallError, CallErrorCode

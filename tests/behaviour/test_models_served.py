@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from gpulease.client import Disconnected
-from gpulease.client.models.example import classify
-from gpulease.client.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.models.settings import EXAMPLE
-from gpulease.client.rpc import CallFailed, RpcClient
+from gpulease.client.serve.models.example import classify
+from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
+from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.rpc import CallFailed, RpcClient
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_process import ModelProcess, infer
@@ -48,7 +48,7 @@ is_pure = true
 
 [models.obey]
 method_id = 7
-module = "{Path(__file__).parents[1]}/client/models/kernels.ptx"
+module = "{Path(__file__).parents[1]}/client/serve/models/kernels.ptx"
 kernel = "obey"
 weights = "factor"
 threads_per_block = 1

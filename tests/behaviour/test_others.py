@@ -32,7 +32,10 @@ def others(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def daemon(others: Path) -> Iterator[Daemon]:
-    constants = {"gpulease.daemon.core.others:SETTLE_NS": SETTLE_NS, "gpulease.daemon.broker.reclaim:ROUND_S": LOOK_S}
+    constants = {
+        "gpulease.daemon.leases.devices:SETTLE_NS": SETTLE_NS,
+        "gpulease.daemon.workers.memory_monitor:ROUND_S": LOOK_S,
+    }
     faults = Faults(constants=constants, others_in=others)
     daemon = Daemon(vram=(f"{CARD_MIB}MiB",), config=f"warm_contexts = {WARM}\n", faults=faults, log_format="json")
     daemon.wait_until_it_answers()

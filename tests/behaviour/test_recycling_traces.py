@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.client import GpuSession
-from gpulease.client.verify.leftovers import _count
+from gpulease.client.verify.claims import _count
 from helpers.daemon import Daemon
 from helpers.secret_ways import WAYS
 from helpers.waiting import wait_until

@@ -25,11 +25,11 @@ from gpulease.client import (
     aio,
 )
 from gpulease.client.asking import ask
-from gpulease.client.blocking import my_audience
-from gpulease.daemon.pki.authority import Authority, Issued
+from gpulease.client.sync.session import my_audience
+from gpulease.daemon.remote.pki.certificates import Authority, Issued
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping
-from gpulease.protocol.sharing import Given, Wanted
+from gpulease.protocol.ring import Given, Wanted
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 from helpers.processes import open_files

@@ -17,7 +17,7 @@ from gpulease.client.cli.node import info
 from gpulease.client.verify.kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.zygote.sayings import MAX_SAID_BYTES
+from gpulease.daemon.zygote.worker_output import MAX_SAID_BYTES
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import open_files

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, InvalidHandle, KernelArgs, LaunchFailed, Revoked
-from gpulease.client.core import staging
-from gpulease.client.core.copiers import Copiers
-from gpulease.client.core.staging import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES
-from gpulease.client.core.steps import Procedure
+from gpulease.client.engine import staging
+from gpulease.client.engine.staging import ONE_PIECE_BYTES, SLOT_BYTES, SLOTS, STAGED_FROM_BYTES, Copiers
+from gpulease.client.engine.steps import Procedure
 from gpulease.protocol import Opcode
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM

@@ -154,7 +154,7 @@ def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> N
 
 
 def test_a_session_is_not_opened_while_a_submit_has_its_memory(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.control:SUBMIT_WAIT_S": 0.1}))
+    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.control_connection:SUBMIT_WAIT_S": 0.1}))
     with daemon.builder(ROOM).acquire() as lease, running(daemon, lease, endless(lease).timeout_secs(60)):
         with pytest.raises(Busy, match="a submit runs in the lease's memory"):
             GpuSession(lease)
@@ -182,7 +182,7 @@ def test_a_submit_that_takes_too_long_is_ended(daemon: Daemon, gpu: GpuLease, se
 
 @pytest.mark.exhaustive
 def test_one_that_is_killed_before_it_can_say_so_has_timed_out_all_the_same(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.core.submitting:GRACE_MS": 0}))
+    daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.leases.submits:GRACE_MS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:
         for _ in range(3):
             with pytest.raises(TimedOut):
@@ -327,7 +327,7 @@ def test_a_remote_tenant_submits_too(start_daemon: StartDaemon, tmp_path: Path) 
 
 @pytest.mark.exhaustive
 def test_one_whose_connection_can_not_be_handed_over(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.broker.worker:MAX_HAND_OVERS": 0}))
+    daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.workers.worker:MAX_HAND_OVERS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:
         with pytest.raises(Busy, match="the submit's process did not take it over; nothing was run"):
             scaling(lease).launch()

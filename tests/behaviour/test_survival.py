@@ -25,7 +25,7 @@ from gpulease.client import (
     aio,
     keep_alive,
 )
-from gpulease.client.core import renewal
+from gpulease.client.engine import lease as renewal
 from gpulease.protocol import Exclusivity
 from gpulease.protocol.capabilities import SESSION_PERMISSIONS
 from helpers import audit_log
@@ -330,7 +330,7 @@ def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemo
 @pytest.mark.parametrize("name", ["VERSION", "BUILD"])
 def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: LastingDaemon, name: str) -> None:
     with lasting.now.builder().acquire() as old, working(old) as work:
-        lasting.restart(Faults(constants={f"gpulease.daemon.broker.zygote:{name}": "0.0.2"}))
+        lasting.restart(Faults(constants={f"gpulease.daemon.workers.zygote_client:{name}": "0.0.2"}))
         assert len(lasting.zygotes()) == 2
         with lasting.now.builder().acquire() as new, GpuSession(new) as session:
             check_main_job(session)
@@ -343,7 +343,9 @@ def test_another_version_goes_on_with_the_sessions_and_makes_its_own(lasting: La
 def test_a_version_that_can_not_take_them_over_does_not_start(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, working(lease) as work:
         lasting.kill()
-        status, said = refusal_of(lasting.begin(Faults(constants={"gpulease.daemon.broker.finding:HANDOVER": 99})))
+        status, said = refusal_of(
+            lasting.begin(Faults(constants={"gpulease.daemon.workers.zygote_discovery:HANDOVER": 99}))
+        )
         assert status == 69, said
         assert "can't take over" in said
         assert f"kill {lasting.zygotes()[0]}" in said
@@ -365,8 +367,11 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
 
 @pytest.mark.exhaustive
 def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDaemon) -> None:
-    beats = {"gpulease.daemon.broker.side_process:BEAT_S": 0.1, "gpulease.daemon.broker.zygote:HUNG_AFTER_S": 2.0}
-    soon = {"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1}
+    beats = {
+        "gpulease.daemon.workers.child_process:BEAT_S": 0.1,
+        "gpulease.daemon.workers.zygote_client:HUNG_AFTER_S": 2.0,
+    }
+    soon = {"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 0.1}
     daemon = lasting.restart(Faults(constants=beats | soon))
     daemon.allowed_trouble += ["does not answer; it is killed", "the zygote died"]
     check_another_takes_its_place(lasting)
@@ -380,7 +385,7 @@ def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingD
     (zygote,) = lasting.zygotes()
     lasting.kill()
     os.kill(zygote, signal.SIGSTOP)
-    daemon = lasting.start(Faults(constants={"gpulease.daemon.broker.finding:ANSWER_TIMEOUT_S": 0.3}))
+    daemon = lasting.start(Faults(constants={"gpulease.daemon.workers.zygote_discovery:ANSWER_TIMEOUT_S": 0.3}))
     daemon.allowed_trouble.append("does not answer; it is killed")
     with pytest.raises(GpuSessionFailed, match="worker died"):
         lease.renew(10)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from gpulease.client import AllocFailed, CapacityExceeded, GpuLease, GpuSession, GpuSessionFailed, LeaseExpired
 from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
-from gpulease.daemon.worker.life import WARM_NAME
+from gpulease.daemon.session.main import WARM_NAME
 from gpulease.protocol import Opcode, Waiting
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear
@@ -25,7 +25,7 @@ from helpers.waiting import wait_until
 MIB = 1 << 20
 GIB = 1 << 30
 CONTEXT_BYTES = 100 * MIB
-COSTLY = {"gpulease.daemon.cards.embedded:CONTEXT_BYTES": CONTEXT_BYTES}
+COSTLY = {"gpulease.daemon.gpus.embedded:CONTEXT_BYTES": CONTEXT_BYTES}
 
 
 def ready(daemon: Daemon) -> int:
@@ -163,7 +163,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
 @pytest.mark.exhaustive
 def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(
-        config="warm_contexts = 2\n", faults=Faults({"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 0.1})
+        config="warm_contexts = 2\n", faults=Faults({"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 0.1})
     )
     daemon.allowed_trouble.append("the zygote died")
     pids = wait_until_full(daemon)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease.client.cli.tables import seconds_text, size_text
-from gpulease.daemon.web.loads import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
+from gpulease.daemon.web.feed import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
 from gpulease.protocol.opcodes import Phase
 from helpers.browser import Browser, lacks_browser
 from helpers.waiting import wait_until

@@ -27,6 +27,6 @@ def run_over_both(
     """The same, and once more with the frames in shared memory, by a client that spins however few cores there are."""
     name, _, ring = request.param.partition(", ")
     peer.gives_rings = bool(ring)
-    monkeypatch.setattr("gpulease.client.core.patience._HAS_CORES", True)
+    monkeypatch.setattr("gpulease.client.transport.spin_policy._HAS_CORES", True)
     face = Face(name, peer)
     return lambda scenario: play(scenario, face)

@@ -22,7 +22,7 @@ from gpulease.client import (
     keep_alive,
 )
 from gpulease.client.asking import ask
-from gpulease.client.core.renewal import RenewalSchedule
+from gpulease.client.engine.lease import RenewalSchedule
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Empty, Ping
 from helpers.scripted_peer import Refusal, ScriptedPeer, Silence

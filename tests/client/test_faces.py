@@ -15,7 +15,7 @@ from gpulease.client import (
     LaunchFailed,
     LeaseFreed,
 )
-from gpulease.client.core.attached import QUIET_WRITE_BYTES
+from gpulease.client.engine.attachment import QUIET_WRITE_BYTES
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.limits import DATA_CHUNK_BYTES
 from gpulease.protocol.messages import LeaseAlloc, MemRead, MemWrite

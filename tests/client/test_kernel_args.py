@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.client import Buffer, InvalidHandle, InvalidRequest, KernelArgs
-from gpulease.client.core.session import SessionState
+from gpulease.client.engine.session import SessionState
 from gpulease.client.kernel_args import mismatch, pack_listed
 from gpulease.protocol.opcodes import ParameterType as T
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease.client import Busy, Disconnected, Revoked
-from gpulease.client.core import lease as lease_module
+from gpulease.client.engine import lease as lease_module
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.messages import HelloReply, Report

@@ -18,7 +18,7 @@ def session(
     peer: ScriptedPeer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[GpuSession]:
     peer.gives_rings = request.param == "ring"
-    monkeypatch.setattr("gpulease.client.core.patience._HAS_CORES", True)
+    monkeypatch.setattr("gpulease.client.transport.spin_policy._HAS_CORES", True)
     with GpuBuilder(peer.address).min_vram(1 << 20).acquire() as lease, GpuSession(lease) as session:
         yield session
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission, aio
-from gpulease.client.core.session import SessionState
-from gpulease.client.core.steps import Procedure
-from gpulease.client.core.submission import SubmissionBase
+from gpulease.client.engine.session import SessionState
+from gpulease.client.engine.steps import Procedure
+from gpulease.client.engine.submits import SubmissionBase
 from gpulease.client.handles import Buffer
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.limits import MAX_SUBMIT_ARGUMENTS, MAX_SUBMIT_OUTPUT_BYTES

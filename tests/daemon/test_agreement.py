@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.agreement import check_devices, check_worker_user
-from gpulease.daemon.config import ConfigError, load_config
-from gpulease.daemon.core import Card
-from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.config import ConfigError, check_devices, check_worker_user, load_config
+from gpulease.daemon.leases import Card
+from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 
 TLS = '[tls]\ncertificate = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
 ANN = "[tenants.ann]\nmax_leases = 1\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.build import build_of
+from gpulease.daemon.version import build_of
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from gpulease.daemon import core_bench
-from gpulease.daemon.core_bench import KEPT, measure
-from gpulease.daemon.event_loop import loop_factory
+from gpulease.daemon.bench import lease_table
+from gpulease.daemon.bench.lease_table import KEPT, measure
+from gpulease.daemon.broker.service import loop_factory
 
 LEASES = 60
 
@@ -14,7 +14,7 @@ LEASES = 60
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ROUNDS_S": 0.05, "EXPIRY_S": 0.2, "SETTLE_MS": 200, "BURST": 20}.items():
-        monkeypatch.setattr(core_bench, name, value)
+        monkeypatch.setattr(lease_table, name, value)
 
 
 @pytest.mark.parametrize("kept", [frozenset(), frozenset(KEPT)], ids=["nothing", "everything"])

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from gpulease.daemon.processes import exit_text, has_ended, name_of, set_name, started_ticks
+from gpulease.daemon.host.processes import exit_text, has_ended, name_of, set_name, started_ticks
 from helpers.daemon import python_environment
 from helpers.processes import is_running
 from helpers.waiting import wait_until
 
 PARENT_THAT_DIES = """
 import os, sys, time
-from gpulease.daemon.processes import die_with_parent, set_name
+from gpulease.daemon.host.processes import die_with_parent, set_name
 parent = os.getpid()
 child = os.fork()
 if child == 0:
@@ -26,7 +26,7 @@ os._exit(0)
 """
 
 CHILD_OF_SOMEBODY_ELSE = """
-from gpulease.daemon.processes import die_with_parent
+from gpulease.daemon.host.processes import die_with_parent
 die_with_parent(1 << 22)
 print("still here")
 """
@@ -69,7 +69,7 @@ def test_words_for_a_signal_without_a_name() -> None:
 
 HEEDLESS = """
 import sys, traceback
-from gpulease.daemon.processes import survive_stderr
+from gpulease.daemon.host.processes import survive_stderr
 survive_stderr()
 for _ in range(3):
     print("x" * 100_000, "\\udcff", file=sys.stderr)

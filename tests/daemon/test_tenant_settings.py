@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.capabilities.demands import Demand
+from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config import Config, ConfigError, load_config
-from gpulease.daemon.core.tenants import TenantLimits
+from gpulease.daemon.leases.rules import TenantLimits
 
 WHOLE = """
 require_token = ["alloc", "renew"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.threads import NoThread, start_thread, thread_pool
+from gpulease.daemon.host.processes import NoThread, start_thread, thread_pool
 from helpers.daemon import python_environment
 
 NO_ROOM_BYTES = 1 << 46
@@ -18,7 +18,7 @@ NO_ROOM_BYTES = 1 << 46
 
 FEW_THREADS = """
 import resource
-from gpulease.daemon.threads import STACK_BYTES, thread_pool
+from gpulease.daemon.host.processes import STACK_BYTES, thread_pool
 (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize:")]
 resource.setrlimit(resource.RLIMIT_AS, (size + 8 * STACK_BYTES, resource.RLIM_INFINITY))
 thread_pool()

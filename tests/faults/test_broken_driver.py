@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.cards.choice import has_nvidia_driver
-from gpulease.daemon.cards.diagnosis import EX_OSERR
+from gpulease.daemon.gpus.diagnosis import EX_OSERR
+from gpulease.daemon.gpus.selection import has_nvidia_driver
 from helpers.daemon import python_environment
 from helpers.made_libraries import make_cuda, make_nvml
 from helpers.waiting import wait_until
@@ -78,7 +78,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
 def test_why_no_context_can_be_made(tmp_path: Path, body: str, status: int, said: str) -> None:
     make_nvml(tmp_path, 0)
     make_cuda(tmp_path, body)
-    code = "from gpulease.daemon.cards.nvidia import NvidiaCards; why = NvidiaCards().why_no_context();"
+    code = "from gpulease.daemon.gpus.nvidia import NvidiaCards; why = NvidiaCards().why_no_context();"
     code += "print(why, why.status if why else 0)"
     process = run(tmp_path, "-c", code)
     told, _ = process.communicate(timeout=60)

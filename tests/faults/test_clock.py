@@ -167,10 +167,10 @@ def test_who_reads_the_wall_clock() -> None:
         path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())
     }
     assert readers == {
-        "daemon/audit/writer.py",
-        "daemon/broker/reports.py",
-        "daemon/broker/tokens.py",
+        "daemon/record/audit/recorder.py",
+        "daemon/broker/handlers/query_requests.py",
+        "daemon/broker/handlers/token_requests.py",
         "daemon/capabilities/authority.py",
-        "daemon/pki/authority.py",
-        "daemon/relay/life.py",
+        "daemon/remote/pki/certificates.py",
+        "daemon/remote/relay.py",
     }

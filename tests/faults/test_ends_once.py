@@ -10,8 +10,8 @@ import pytest
 
 from gpulease.client import GpuLeaseError, LeaseFreed
 from gpulease.client.asking import ask
-from gpulease.daemon.audit.files import log_files
 from gpulease.daemon.lease_ids import lease_text
+from gpulease.daemon.record.audit.files import log_files
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRef
 from helpers import audit_log
@@ -96,7 +96,7 @@ def test_an_end_that_was_not_recorded_is_made_up_for(
         # The next broker reads the end of a log alone: here what is behind the lease's own records.
         written = b"".join(path.read_bytes() for path in log_files(tmp_path / "audit"))
         tail_bytes = len(written) - written.rindex(lease_text(lease_id).encode())
-        faults = Faults(constants={"gpulease.daemon.audit.files:TAIL_BYTES": tail_bytes})
+        faults = Faults(constants={"gpulease.daemon.record.audit.files:TAIL_BYTES": tail_bytes})
     lasting.start(faults)
     with pytest.raises(LeaseFreed):
         free(lasting, lease_id)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from gpulease.client import GpuExclusivityClass, GpuSession
-from gpulease.daemon.broker.worker import MAX_HAND_OVERS
+from gpulease.daemon.workers.worker import MAX_HAND_OVERS
 from gpulease.protocol import EndOfStream, Failure, Opcode, RevokeOutcome, Status
 from gpulease.protocol.messages import Attach, LeaseRevoke
 from helpers.daemon import Daemon

@@ -15,8 +15,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, ModuleLoad, ModuleLoaded, Ping
 from gpulease.protocol.opcodes import Flag
-from gpulease.protocol.ring import DATA_AT
-from gpulease.protocol.sharing import Wanted
+from gpulease.protocol.ring import DATA_AT, Wanted
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, Neighbour, packed_scale_args
 from helpers.processes import cpu_seconds

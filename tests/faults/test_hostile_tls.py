@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import Disconnected, GpuSession
-from gpulease.client.core import fate
-from gpulease.daemon.relay.gate import MAX_HANDSHAKES, TO_BE_TOLD
-from gpulease.daemon.relay.opening import NOT_TLS_ALERT
-from gpulease.daemon.relay.strangers import MAX_STRANGERS
+from gpulease.client.engine import lease as fate
+from gpulease.daemon.remote.acceptor import MAX_HANDSHAKES, MAX_STRANGERS, NOT_TLS_ALERT, TO_BE_TOLD
 from gpulease.protocol import Opcode, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
@@ -32,7 +30,7 @@ from helpers.waiting import wait_until
 pytestmark = pytest.mark.exhaustive
 
 HALF_OPEN = 1000
-SIDE_PROCESS = "gpulease.daemon.broker.side_process"
+SIDE_PROCESS = "gpulease.daemon.workers.child_process"
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,10 @@ from gpulease.client import (
     my_audience,
 )
 from gpulease.client.asking import ask
-from gpulease.daemon.broker.recording import boot_id
-from gpulease.daemon.journal.broken import EX_DATAERR, EX_UNAVAILABLE
-from gpulease.daemon.journal.contents import Contents
-from gpulease.daemon.journal.folder import HEAD_NAME, JOURNAL_NAME
-from gpulease.daemon.journal.store import Store
-from gpulease.daemon.worker.page import PAGE_BYTES
+from gpulease.daemon.broker.audit_recording import boot_id
+from gpulease.daemon.contract.control_page import PAGE_BYTES
+from gpulease.daemon.record.journal.rows import Contents
+from gpulease.daemon.record.journal.store import EX_DATAERR, EX_UNAVAILABLE, HEAD_NAME, JOURNAL_NAME, Store
 from gpulease.protocol import Failure
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.messages import Attach, Drain, Empty, FenceClear, LeaseRenew, LeaseRevoke

@@ -28,7 +28,7 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         reader = subprocess.Popen(["cat"], stdin=read_end, stdout=file)
-    faults = Faults(constants={"gpulease.daemon.logs.writing:MAX_WAITING_BYTES": WAITING_BYTES})
+    faults = Faults(constants={"gpulease.daemon.log.writer:MAX_WAITING_BYTES": WAITING_BYTES})
     daemon = Daemon(stderr=write_end, log_format="json", faults=faults)
     for fd in (read_end, write_end):
         os.close(fd)

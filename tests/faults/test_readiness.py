@@ -10,7 +10,7 @@ import pytest
 
 from gpulease.client import Busy
 from gpulease.client.asking import ask
-from gpulease.daemon.audit.files import log_files
+from gpulease.daemon.record.audit.files import log_files
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.audit_log import config
@@ -34,7 +34,7 @@ def metrics(daemon: Daemon) -> list[str]:
 
 def test_the_zygote_is_killed_and_comes_back(start_daemon: Callable[..., Daemon]) -> None:
     # Long enough to be seen on a busy host.
-    daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.zygotes:RESTART_DELAY_S": 2.0}))
+    daemon = start_daemon(faults=Faults({"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 2.0}))
     daemon.allowed_trouble.append("the zygote died")
     assert failing(daemon) == {}
     os.kill(daemon.zygote_pid(), signal.SIGKILL)

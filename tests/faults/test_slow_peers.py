@@ -33,9 +33,9 @@ from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
 from helpers.waiting import wait_until
 
 QUICK = {
-    "gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.4,
-    "gpulease.daemon.broker.control:STALL_TIMEOUT_S": 0.4,
-    "gpulease.daemon.broker.control:LINGER_S": 0.4,
+    "gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.4,
+    "gpulease.daemon.broker.control_connection:STALL_TIMEOUT_S": 0.4,
+    "gpulease.daemon.broker.control_connection:LINGER_S": 0.4,
 }
 
 

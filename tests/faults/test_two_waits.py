@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exhaustive
 
 STALL_S = 1.0
 UNREAD = 2000
-IMPATIENT = {"gpulease.daemon.broker.control:STALL_TIMEOUT_S": STALL_S}
+IMPATIENT = {"gpulease.daemon.broker.control_connection:STALL_TIMEOUT_S": STALL_S}
 
 
 def ask_and_do_not_read(peer: RawPeer, last: bytes) -> None:

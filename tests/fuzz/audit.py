@@ -1,4 +1,4 @@
-"""The audit log's readers: daemon/audit/verification.py, records.py, canonical.py, usage.py, showing.py.
+"""The audit log's readers: daemon/record/audit/verification.py, records.py, canonical.py, usage.py, showing.py.
 
 The invariant. Whatever bytes a log and its head consist of:
 
@@ -13,22 +13,23 @@ import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gpulease.daemon.audit.canonical import NotCanonical, canonical_bytes, value_of
-from gpulease.daemon.audit.reading import find_log
-from gpulease.daemon.audit.records import (
+from gpulease.daemon.record.audit.reading import find_log, line_of, usage_map, usage_table
+from gpulease.daemon.record.audit.records import (
     MAX_RECORD_BYTES,
     Kind,
     Link,
     NotAHead,
     NotARecord,
+    NotCanonical,
     Record,
+    canonical_bytes,
     head_bytes,
     read_head,
     read_record,
+    value_of,
 )
-from gpulease.daemon.audit.showing import line_of, usage_map, usage_table
-from gpulease.daemon.audit.usage import UsageSum
-from gpulease.daemon.audit.verification import Verdict, Verifier
+from gpulease.daemon.record.audit.usage import UsageSum
+from gpulease.daemon.record.audit.verification import Verdict, Verifier
 
 from .draws import Draws
 from .vector_seeds import VECTORS

@@ -1,4 +1,4 @@
-"""The broker's control operations: daemon/broker (control, requests, tokens, runtime, turns) and daemon/core behind it.
+"""The broker's control operations: `daemon/broker` and `daemon/leases` behind it.
 
 The invariant. Whatever several tenants, an operator and strangers over TCP ask, in whatever order and at whatever time:
 
@@ -15,8 +15,8 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 
-from gpulease.daemon.core import PoolTimerFired, ShutdownRequested
-from gpulease.daemon.metrics import families
+from gpulease.daemon.leases import PoolTimerFired, ShutdownRequested
+from gpulease.daemon.record.metrics import families
 from gpulease.protocol import Opcode
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import AttachOption, Permission

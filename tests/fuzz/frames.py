@@ -18,10 +18,10 @@ from gpulease.protocol import Connection, EndOfStream, Event, Goodbye, Opcode, R
 from gpulease.protocol import fastpath as fast
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.connection import TRANSITIONS, reply_trigger
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
-from gpulease.protocol.states import TRANSITIONS, reply_trigger
 
 from .draws import Draws
 from .vector_seeds import said_by, streams

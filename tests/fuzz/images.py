@@ -11,9 +11,9 @@ The invariant. Whatever text a tenant loads:
 import time
 from collections.abc import Iterator
 
-from gpulease.daemon.drivers.cpu import limits
-from gpulease.daemon.drivers.cpu.compiled import CompiledImage, compile_image
 from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.drivers.ptx import limits
+from gpulease.daemon.drivers.ptx.image import CompiledImage, compile_image
 
 from . import ptx_texts
 

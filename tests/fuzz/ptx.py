@@ -12,12 +12,12 @@ import random
 import time
 from collections.abc import Iterator
 
-from gpulease.daemon.drivers.cpu.compiled import _decode
-from gpulease.daemon.drivers.cpu.limits import MAX_IR_LINES
-from gpulease.daemon.drivers.cpu.ptx.parser import parse
-from gpulease.daemon.drivers.cpu.translate.linking import link
-from gpulease.daemon.drivers.cpu.translate.module import Part, translate
 from gpulease.daemon.drivers.interface import ImageRejected
+from gpulease.daemon.drivers.ptx.image import _decode
+from gpulease.daemon.drivers.ptx.limits import MAX_IR_LINES
+from gpulease.daemon.drivers.ptx.parse.parser import parse
+from gpulease.daemon.drivers.ptx.translate.linking import link
+from gpulease.daemon.drivers.ptx.translate.module import Part, translate
 
 from . import ptx_texts
 

@@ -1,4 +1,4 @@
-"""What shared memory and its offers can say: protocol/ring.py and protocol/sharing.py.
+"""What shared memory and its offers can say: protocol/ring.py and protocol/ring.py.
 
 The invariant. Whatever the other side writes into the words and the bytes, whenever it does:
 
@@ -19,12 +19,14 @@ from gpulease.protocol.ring import (
     DATA_AT,
     MAX_RING_BYTES,
     MIN_RING_BYTES,
+    Given,
     RingLayout,
     RingReader,
     RingWriter,
+    SharedMemory,
+    Wanted,
     worker_ends,
 )
-from gpulease.protocol.sharing import Given, SharedMemory, Wanted
 
 from .draws import Draws
 from .vector_seeds import said_by, streams

@@ -11,7 +11,7 @@ Launches are written down instead of done; see `helpers.session_rig`.
 
 from collections.abc import Callable, Iterator
 
-from gpulease.daemon.worker import wires
+from gpulease.daemon.session import connection
 from gpulease.protocol.opcodes import Status
 from helpers.ring_pair import SMALL, Pair, pair
 from helpers.ring_peer import READER_SLEEPS, REPLY_WRITER_SLEEPS, TAIL
@@ -47,8 +47,8 @@ WARM = ["scale", "bias"] * 2
 
 
 def check(data: bytes) -> None:
-    earlier = {name: vars(wires)[name] for name in SETTINGS}
-    vars(wires).update(SETTINGS)
+    earlier = {name: vars(connection)[name] for name in SETTINGS}
+    vars(connection).update(SETTINGS)
     try:
         outcomes = []
         for is_native in (False, True):
@@ -57,7 +57,7 @@ def check(data: bytes) -> None:
                 outcomes.append(follow(made, Draws(data)))
         assert outcomes[0] == outcomes[1]
     finally:
-        vars(wires).update(earlier)
+        vars(connection).update(earlier)
 
 
 def follow(made: Pair, draws: Draws) -> tuple[object, ...]:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.worker.arena import GRANULE_BYTES
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import BrokerPage
-from gpulease.daemon.worker.session import Session
+from gpulease.daemon.contract.control_page import BrokerPage
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session.session import Session
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import FrameReader

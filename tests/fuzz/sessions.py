@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.worker.arena import GRANULE_BYTES
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.worker.session import Session
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session.session import Session
 from gpulease.protocol import messages as m
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.errors import FramingError

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
-from gpulease.daemon.broker.recording import config_digest
+from gpulease.daemon.broker.audit_recording import config_digest
 from gpulease.daemon.config import (
     DRIVERS,
     MAX_AUDIT_FILE_BYTES,
@@ -21,12 +21,12 @@ from gpulease.daemon.config import (
     MAX_WARM_CONTEXTS,
     MIN_AUDIT_FILE_BYTES,
     MIN_VRAM_BYTES,
+    RESERVED_TENANTS,
     Config,
     ConfigError,
     load_config,
 )
-from gpulease.daemon.core.limits import MAX_GRACE_MS
-from gpulease.daemon.tenant_names import RESERVED_TENANTS
+from gpulease.daemon.leases.rules import MAX_GRACE_MS
 from gpulease.protocol.address import parse_address
 from gpulease.protocol.sizes import parse_size
 

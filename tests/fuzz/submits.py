@@ -20,14 +20,14 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from gpulease.daemon.channel import channel_pair, receive_message, send_message
-from gpulease.daemon.drivers.cpu.context import CpuContext
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import KernelFault
-from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.once import OnceServer
-from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.worker.session import Session
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.ipc import channel_pair, receive_message, send_message
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.server import OnceServer
+from gpulease.daemon.session.session import Session
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.codec import build_body, parse_body, reply_body

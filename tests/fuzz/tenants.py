@@ -5,14 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpulease.daemon.broker.admission import Doorkeeper
-from gpulease.daemon.broker.control import ControlConnection
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.capabilities.demands import Demand
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.core import Card, CoreLimits, LeaseTable
-from gpulease.daemon.core.tenants import TenantLimits, TenantRules
-from gpulease.daemon.worker.guests import Guest
+from gpulease.daemon.broker.control_connection import ControlConnection, Doorkeeper
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.capabilities.claims import Demand
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.leases import Card, CoreLimits, LeaseTable
+from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 from gpulease.protocol import Connection, Goodbye, LocalProtocolError, Opcode, Reply, Role
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import ALL_PERMISSIONS, NODE_LEASE, SESSION_PERMISSIONS, Permission

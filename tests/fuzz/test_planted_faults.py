@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from gpulease.daemon import config
-from gpulease.daemon.audit.verification import Verifier
-from gpulease.daemon.broker.requests import Desk
+from gpulease.daemon.broker.handlers.query_requests import ViewDesk
+from gpulease.daemon.broker.handlers.requests import Desk
+from gpulease.daemon.broker.handlers.token_requests import TokenDesk
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tokens import TokenDesk
-from gpulease.daemon.broker.view_desk import ViewDesk
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
-from gpulease.daemon.drivers.cpu import compiled
+from gpulease.daemon.contract.control_page import WorkerPage
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.drivers.ptx import image
 from gpulease.daemon.native.compiler import BadIr
-from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import WorkerPage
-from gpulease.daemon.worker.replies import SyncPattern
-from gpulease.daemon.worker.submission import SubmitDesk
+from gpulease.daemon.record.audit.verification import Verifier
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.replies import SyncPattern
+from gpulease.daemon.session.submit import SubmitDesk
 from gpulease.protocol import fastpath
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import RingReader, RingWriter
@@ -88,8 +88,8 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),
     ("frames", FrameReader, "next_frame", raising(IndexError())),
-    ("images", compiled, "emit_object", raising(BadIr("no such thing"))),
-    ("ptx", compiled, "parse", raising(KeyError("b1"))),
+    ("images", image, "emit_object", raising(BadIr("no such thing"))),
+    ("ptx", image, "parse", raising(KeyError("b1"))),
     ("rings", RingReader, "take", returning(3)),
     ("rings", RingWriter, "room", returning(1 << 20)),
     ("serving", SyncPattern, "reply", returning(bytes(40))),

@@ -17,19 +17,19 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from gpulease.daemon.audit.recorder import Recorder
+from gpulease.daemon.broker.fair_queue import Turns
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.broker.turns import Turns
-from gpulease.daemon.broker.workers import Workers
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.core import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
-from gpulease.daemon.worker.guests import Guest
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.leases import Event, LeaseTable, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.opcodes import Status
-from gpulease.protocol.sharing import Wanted
+from gpulease.protocol.ring import Wanted
 
 START_NS = 5_000_000_000_000
 START_UNIX_S = 1_790_000_000.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.daemon.cards.nvidia import NvidiaCards
+from gpulease.daemon.gpus.nvidia import NvidiaCards
 from helpers.nvml import Cards
 
 pytestmark = pytest.mark.gpu

@@ -2,11 +2,10 @@
 
 import pytest
 
-from gpulease.daemon.cards import cuinit
-from gpulease.daemon.cards.cuinit import Answer
-from gpulease.daemon.cards.diagnosis import Library, diagnose
-from gpulease.daemon.cards.host import look
-from gpulease.daemon.cards.nvidia import NvidiaCards
+from gpulease.daemon.gpus import cuinit
+from gpulease.daemon.gpus.cuinit import Answer
+from gpulease.daemon.gpus.diagnosis import Library, diagnose, look
+from gpulease.daemon.gpus.nvidia import NvidiaCards
 from helpers.nvml import Cards
 
 pytestmark = pytest.mark.gpu

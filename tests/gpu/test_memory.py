@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import AllocFailed, GpuSession, KernelArgs
-from gpulease.daemon.worker.ledger import MAX_ALLOCATIONS
+from gpulease.daemon.session.ledger import MAX_ALLOCATIONS
 from helpers.admitted import watched
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM

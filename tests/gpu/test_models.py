@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from gpulease.client.models import load_settings
-from gpulease.client.models.example.digits import DIGITS, load_tests, load_weights
-from gpulease.client.models.settings import EXAMPLE
-from gpulease.client.rpc import Answer
+from gpulease.client.serve.models import load_settings
+from gpulease.client.serve.models.example.digits import DIGITS, load_tests, load_weights
+from gpulease.client.serve.models.settings import EXAMPLE
+from gpulease.client.serve.rpc import Answer
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_rig import ENDLESS, STRAY, code_of, item, obey, right, serving

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpulease.client import AllocFailed, GpuSession
-from gpulease.daemon.worker.life import WARM_NAME
+from gpulease.daemon.session.main import WARM_NAME
 from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job

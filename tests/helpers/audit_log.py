@@ -6,8 +6,8 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from gpulease.daemon.audit.__main__ import main
-from gpulease.daemon.audit.files import log_files
+from gpulease.daemon.record.audit.__main__ import main
+from gpulease.daemon.record.audit.files import log_files
 from helpers.daemon import Daemon
 
 

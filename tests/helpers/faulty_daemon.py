@@ -1,6 +1,6 @@
 """`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
 
-FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control:HELLO_TIMEOUT_S": 0.3);
+FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.3);
 `leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
 `helpers.hostile_worker.HOSTILE_BYTES` are taken over; and paths. As long as `withhold_proof_while`
 exists, no card shows a dead worker's bytes back; as long as `inflate_while` does, every worker seems to hold a TiB;
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from gpulease.daemon.__main__ import main
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardReading, CardSource, CardsUnavailable
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.workers.registry import Workers
 
 
 def break_things(faults: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def card_sources() -> list[type[CardSource]]:
     """Those that this daemon may use; the real cards' need NVML's bindings."""
     if "cuda" not in sys.argv:
         return [EmbeddedCards]
-    return [importlib.import_module("gpulease.daemon.cards.nvidia").NvidiaCards]
+    return [importlib.import_module("gpulease.daemon.gpus.nvidia").NvidiaCards]
 
 
 def withhold_proof(cards: type[CardSource], flag: Path) -> None:

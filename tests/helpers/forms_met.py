@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from gpulease.daemon.drivers.cpu.ptx.syntax import Instruction
-from gpulease.daemon.drivers.cpu.translate.catalogue import FAMILIES
-from gpulease.daemon.drivers.cpu.translate.forms import Form, Modifiers
+from gpulease.daemon.drivers.ptx.parse.syntax import Instruction
+from gpulease.daemon.drivers.ptx.translate.catalogue import FAMILIES
+from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
 
-TESTS: Final = Path(__file__).parents[1] / "daemon" / "drivers" / "cpu"
+TESTS: Final = Path(__file__).parents[1] / "daemon" / "drivers" / "ptx"
 
 # A form's number in the catalogue, one of its slots, and what stood there.
 Choice = tuple[int, str, str]

@@ -1,6 +1,6 @@
 """A gateway in the test's own process, that tells its steps."""
 
-from gpulease.client.gateway import (
+from gpulease.client.serve.gateway import (
     Authority,
     InferenceKernel,
     InferenceRequest,

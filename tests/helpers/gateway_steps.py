@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client import GpuLease, GpuLeaseError, GpuSession
-from gpulease.client.core.tokens import Grant
-from gpulease.client.gateway import (
+from gpulease.client.engine.tokens import Grant
+from gpulease.client.serve.gateway import (
     DaemonEffects,
     InferenceKernel,
     InferenceRequest,
@@ -25,12 +25,12 @@ from gpulease.client.gateway import (
     SqliteStore,
     serve_inference_request,
 )
-from gpulease.client.gateway.ledger import Moment
-from gpulease.client.gateway.sqlite_store import host_clock
+from gpulease.client.serve.gateway.ledger import Moment
+from gpulease.client.serve.gateway.sqlite_store import host_clock
 
 Hook = Callable[[str], None]
 
-AFFINE: Final = Path(__file__).parents[2] / "client" / "gateway" / "example" / "affine.ptx"
+AFFINE: Final = Path(__file__).parents[2] / "client" / "serve" / "gateway" / "example" / "affine.ptx"
 INPUT: Final = np.arange(256, dtype=np.float32)
 OUTPUT: Final = (2 * INPUT + 1).tobytes()
 KERNEL: Final = InferenceKernel("affine")

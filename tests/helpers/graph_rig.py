@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.driver import CpuDriver
-from gpulease.daemon.worker.arena import GRANULE_BYTES
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import BrokerPage, WorkerPage
-from gpulease.daemon.worker.session import Session
+from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.memory import GRANULE_BYTES
+from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame, FrameReader

@@ -16,16 +16,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from gpulease.daemon.channel import ChannelClosed, send_message
+from gpulease.daemon.contract.control_page import PAGE_BYTES, Counter, PageFds, WorkerPage
+from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver
+from gpulease.daemon.host.processes import set_name
+from gpulease.daemon.ipc import ChannelClosed, send_message
 from gpulease.daemon.native.addresses import address_of
-from gpulease.daemon.processes import set_name
-from gpulease.daemon.sandbox.call_numbers import X86_64
-from gpulease.daemon.sandbox.kernel import system_call
-from gpulease.daemon.worker import life
-from gpulease.daemon.worker.exits import WorkerExit
-from gpulease.daemon.worker.page import PAGE_BYTES, Counter, PageFds, WorkerPage
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.sandbox.measures import system_call
+from gpulease.daemon.sandbox.syscall_filter import X86_64
+from gpulease.daemon.session import main
 from gpulease.daemon.zygote import __main__ as zygote
 
 HOSTILE_BYTES: Final = 3 << 20
@@ -155,7 +154,7 @@ def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_
     """Be hostile where the lease's size asks for it."""
     if spec.size_bytes == HOSTILE_BYTES:
         live(spec, driver, channel, page_fds)
-    return life.live(spec, driver, channel, page_fds)
+    return main.live(spec, driver, channel, page_fds)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 from typing import Any, Final
 
-from gpulease.daemon.logs.catalogue import LogEvent
+from gpulease.daemon.log.catalogue import LogEvent
 
 Record = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpulease.client.verify.leftovers import _count_in, _present
+from gpulease.client.verify.claims import _count_in, _present
 
 
 def count_in_heap(pid: int, wanted: bytes) -> int:

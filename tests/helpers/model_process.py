@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from gpulease.client.rpc import RpcClient
+from gpulease.client.serve.rpc import RpcClient
 from helpers.daemon import Daemon
 from helpers.gateway_process import BINARY
 from helpers.serving_process import ServingProcess

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.models import ModelHost, ModelSettings, ServerMetrics
-from gpulease.client.rpc import Answer, Outcome
+from gpulease.client.serve.models import ModelHost, ModelSettings, ServerMetrics
+from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 from helpers.daemon import Daemon
 
-KERNELS: Final = (Path(__file__).parents[1] / "client" / "models" / "kernels.ptx").read_bytes()
+KERNELS: Final = (Path(__file__).parents[1] / "client" / "serve" / "models" / "kernels.ptx").read_bytes()
 FACTOR: Final = 3
 
 STRAY, ENDLESS, SLOW = 1, 2, 3

@@ -21,12 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.sandbox.call_numbers import X86_64
-from gpulease.daemon.sandbox.kernel import prctl, system_call
-from gpulease.daemon.sandbox.limits import MAX_LOCKED_BYTES
-from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.sandbox.needs import Needs
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.measures import Measure, Needs, SandboxSettings, prctl, system_call
+from gpulease.daemon.sandbox.resource_limits import MAX_LOCKED_BYTES
+from gpulease.daemon.sandbox.syscall_filter import X86_64
 from gpulease.daemon.sandbox.trial import prepare
 
 CLONE_NEWUSER = 0x10000000

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpulease.client import GpuBuilder
-from gpulease.daemon.pki.authority import Authority, Issued
+from gpulease.daemon.remote.pki.certificates import Authority, Issued
 from gpulease.protocol import Connection, Role
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from helpers.daemon import Daemon

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gpulease.daemon.worker.connection import Connection
-from gpulease.daemon.worker.patience import Patience
-from gpulease.daemon.worker.serving import Server
-from gpulease.daemon.worker.wires import RingWire
+from gpulease.daemon.session.connection import Connection, Patience, RingWire
+from gpulease.daemon.session.server import Server
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.ring import DATA_AT, RingLayout, RingReader, RingWriter, client_ends

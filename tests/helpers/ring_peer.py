@@ -11,8 +11,7 @@ from typing import Any
 
 from gpulease.protocol import Opcode, Reply
 from gpulease.protocol.messages import Attach, AttachReply, Body
-from gpulease.protocol.ring import DATA_AT, RingLayout, client_ends
-from gpulease.protocol.sharing import MAX_DESCRIPTORS, Given, Wanted
+from gpulease.protocol.ring import DATA_AT, MAX_DESCRIPTORS, Given, RingLayout, Wanted, client_ends
 from helpers.raw_peer import REPLY_LIMIT_S, RawPeer
 
 # Words of the memory, see `protocol.ring`.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.rpc import Answer, Handler, Outcome, RpcServer
-from gpulease.client.rpc.shared import SharedCall
+from gpulease.client.serve.rpc import Answer, Handler, Outcome, RpcServer
+from gpulease.client.serve.rpc.shared import SharedCall
 from gpulease.protocol.rpc import GREETING_BYTES, CallError, CallErrorCode
 
 ECHO, FAIL, NEVER, SLOW, HUGE, RAISE, TIME_LEFT, IN_TIME = 1, 2, 3, 4, 5, 6, 7, 8

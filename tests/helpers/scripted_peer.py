@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpulease.daemon.worker.patience import Patience
-from gpulease.daemon.worker.wires import RING_LAYOUT, ConnectionLost, RingWire
+from gpulease.daemon.session.connection import RING_LAYOUT, ConnectionLost, Patience, RingWire
 from gpulease.protocol import (
     Connection,
     EndOfStream,
@@ -50,7 +49,7 @@ from gpulease.protocol.messages import (
     Ping,
     Report,
 )
-from gpulease.protocol.sharing import Given
+from gpulease.protocol.ring import Given
 
 KERNELS = (
     KernelEntry("scale", 1024, (8, 4, 4)),

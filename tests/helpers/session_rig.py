@@ -9,12 +9,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gpulease.daemon.drivers.cpu.context import CpuContext
-from gpulease.daemon.drivers.cpu.driver import CpuDriver
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.drivers.interface import Dim3, Kernel, LaunchRejected, NativeLaunch
-from gpulease.daemon.worker.ledger import Ledger
-from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.worker.session import Session
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.driver import CpuDriver
+from gpulease.daemon.session.ledger import Ledger
+from gpulease.daemon.session.session import Session
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES

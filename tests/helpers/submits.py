@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpulease.client import GpuLease, GpuLeaseError, KernelArgs, Submission
-from gpulease.daemon.worker.life import WARM_NAME
+from gpulease.daemon.session.main import WARM_NAME
 from helpers.daemon import Daemon
 from helpers.kernels import BLOCK, FAULTS, TRANSFORM, floats, grid_for, numbers
 from helpers.processes import ProcessInfo

@@ -4,7 +4,7 @@ import contextlib
 import ssl
 from pathlib import Path
 
-from gpulease.daemon.pki.authority import Authority
+from gpulease.daemon.remote.pki.certificates import Authority
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:

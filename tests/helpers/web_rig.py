@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gpulease.daemon.broker.peers import Peer
-from gpulease.daemon.broker.side_process import Patience
-from gpulease.daemon.broker.web import WebDoor
-from gpulease.daemon.core import DrainSet, FenceCleared, Outcome, RevokeDone
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.broker.peer import Peer
+from gpulease.daemon.broker.web_frontend import WebDoor
+from gpulease.daemon.leases import DrainSet, FenceCleared, Outcome, RevokeDone
+from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
+from gpulease.daemon.workers.child_process import Patience
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.worker.guests import Guest
+from gpulease.daemon.contract.guests import Guest
 from gpulease.protocol.capabilities import (
     ALL_PERMISSIONS,
     SESSION_PERMISSIONS,

@@ -8,11 +8,11 @@ import pytest
 from gpulease.protocol import Opcode, State, Status, limits
 from gpulease.protocol import messages as m
 from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.connection import TRANSITIONS, request_trigger
 from gpulease.protocol.framing import HEADER
 from gpulease.protocol.opcodes import SESSION_OPCODES, ErrorTlv, HelloOption, ParameterType, SessionOption, SubmitOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 from gpulease.protocol.rpc import CallErrorCode, CallStatus
-from gpulease.protocol.states import TRANSITIONS, request_trigger
 
 from .encodings import BODY_CLASSES, Encoding, fields_of
 from .vector_json import VECTORS

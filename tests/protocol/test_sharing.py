@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import MIN_RING_BYTES, RingLayout
-from gpulease.protocol.sharing import Given, SharedMemory, Wanted
+from gpulease.protocol.ring import MIN_RING_BYTES, Given, RingLayout, SharedMemory, Wanted
 
 SIZES = st.integers(0, 2**64 - 1)
 

@@ -16,7 +16,7 @@ from gpulease.protocol.opcodes import (
     SessionOption,
 )
 from gpulease.protocol.primitives import LeaseParameter, Tlv
-from gpulease.protocol.sharing import Given, Wanted
+from gpulease.protocol.ring import Given, Wanted
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 from .vector_script import MODULE, SLICE, Script, X, Y, alloc, launch

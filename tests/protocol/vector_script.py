@@ -8,7 +8,7 @@ from gpulease.protocol import messages as m
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, GPU_RESOURCE_TYPE, Flag
 from gpulease.protocol.primitives import LeaseParameter, Tlv
-from gpulease.protocol.sharing import Given, Wanted
+from gpulease.protocol.ring import Given, Wanted
 
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
 from .vector_messages import CARD_UUID, EXPIRES, LEASE, POINTER

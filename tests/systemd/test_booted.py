@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.cards.diagnosis import EX_OSERR
+from gpulease.daemon.gpus.diagnosis import EX_OSERR
 from helpers.booted_host import BootedHost, booted_host, missing
 
 pytestmark = [

@@ -5,10 +5,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from gpulease.client.cli.service import UNITS
-from gpulease.daemon.config import Config, load_config
-from gpulease.daemon.core import CoreLimits
-from gpulease.daemon.core.tenants import TenantLimits, TenantRules
-from gpulease.daemon.tls_settings import TlsSettings
+from gpulease.daemon.config import Config, TlsSettings, load_config
+from gpulease.daemon.leases import CoreLimits
+from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 
 TEXT = (UNITS / "gpuleased.toml").read_text()
 

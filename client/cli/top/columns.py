@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.client.cli.cells import pad, shown
-from gpulease.client.cli.tables import MISSING, seconds_text, size_text
+from gpulease.client.cli.tables import MISSING, pad, seconds_text, shown, size_text
 from gpulease.client.cli.top.sample import LeaseLine
 
 SHORT_ID: Final = 8

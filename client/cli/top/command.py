@@ -8,12 +8,12 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.endings import end_by
-from gpulease.client.cli.narrow import is_terminal, output_width
+from gpulease.client.cli.tables import is_terminal, output_width
 from gpulease.client.cli.top.frame import plain
 from gpulease.client.cli.top.readings import Readings
 from gpulease.client.cli.top.sample import LeaseLine, Sample, lease_lines, word
 from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, Scene, View
-from gpulease.client.core.wish import address_of
+from gpulease.client.engine.request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
 EVERY_S: Final = 2.0

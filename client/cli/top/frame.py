@@ -5,8 +5,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from gpulease.client.cli.cells import fit, pad, shown, width_of
-from gpulease.client.cli.tables import MISSING, seconds_text, size_text
+from gpulease.client.cli.tables import MISSING, fit, pad, seconds_text, shown, size_text, width_of
 from gpulease.client.cli.top.columns import BY_TITLE, COLUMNS, GAP, bar_text, cell, fitting, offered, time_share
 from gpulease.client.cli.top.sample import LeaseLine, Report, Sample, number, word
 from gpulease.client.cli.top.view import (

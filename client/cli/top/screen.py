@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Final
 
-from gpulease.client.cli.cells import fit, width_of
+from gpulease.client.cli.tables import fit, width_of
 from gpulease.client.cli.top.frame import Line, Style, frame
 from gpulease.client.cli.top.readings import Poller
 from gpulease.client.cli.top.view import Quit, Refresh, Revoke, View, press

@@ -9,33 +9,40 @@ from typing import Any, Final
 import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
-from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight
-from gpulease.daemon.drivers.cuda.graphs import CudaGraph, device_bytes_of
-from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
-from gpulease.daemon.drivers.cuda.local import HEAP_BYTES, PRINT_BYTES, LocalMemory
-from gpulease.daemon.drivers.cuda.markers import Markers
+from gpulease.daemon.drivers.cuda.graphs import CudaGraph, Replays, device_bytes_of
+from gpulease.daemon.drivers.cuda.images import Compiled, CudaModule, Markers, load_image, unload
+from gpulease.daemon.drivers.cuda.memory import (
+    HEAP_BYTES,
+    MAX_CACHED_BLOCKS,
+    MAX_CACHED_BYTES,
+    PAGE_BYTES,
+    PRINT_BYTES,
+    STAGING_BYTES,
+    Blocks,
+    LocalMemory,
+    block_bytes,
+    wash,
+)
 from gpulease.daemon.drivers.cuda.native import Launcher
-from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES
-from gpulease.daemon.drivers.cuda.replays import Replays
 from gpulease.daemon.drivers.cuda.streams import CopyTicket, Streams, streams_bytes
-from gpulease.daemon.drivers.cuda.washing import STAGING_BYTES, wash
 from gpulease.daemon.drivers.interface import (
     Admit,
+    AdmitGraph,
     Dim3,
     DriverError,
     LaunchRejected,
     NativeLaunch,
     OutOfMemory,
     Poll,
+    Step,
     Ticket,
     admit_all,
+    admit_any,
+    cooperative_refused,
     keep_waiting,
 )
-from gpulease.daemon.drivers.steps import AdmitGraph, Step, admit_any
-from gpulease.daemon.drivers.unsupported import cooperative_refused
-from gpulease.daemon.worker.heap import is_heap_wiped
+from gpulease.daemon.host.heap import is_heap_wiped
 
 SPIN_S: Final = 200e-6
 """How long a sync asks the card again and again before it sleeps between two looks: most waits end in it."""

@@ -1,14 +1,79 @@
-"""Making the one context of a worker's process."""
+"""What libcuda opens once a process is shut in: as strace(1) showed it on an H100, driver 580, from cuInit on.
+
+Making the one context of a worker's process.
+"""
 
 import importlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
-from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.context import CudaContext
+from gpulease.daemon.drivers.cuda.images import Compiled
 from gpulease.daemon.drivers.cuda.native import launching_code
-from gpulease.daemon.drivers.cuda.paths import CACHE_VARIABLE, paths_of_driver
 from gpulease.daemon.drivers.interface import Context, DriverError, Opening
-from gpulease.daemon.sandbox.needs import Needs
+from gpulease.daemon.sandbox.measures import Needs
+
+CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
+"""Where the driver keeps what it compiled, an operator's setting (CUDA C++ Programming Guide, "CUDA Environment
+Variables"). Without it nothing is kept: what one worker writes there the next one runs."""
+
+MAX_PRIVATE_BYTES: Final = 16 << 30
+"""What a worker may take of the host's memory for itself: it has 130 MiB, and what its images' compilation takes.
+Stops an image that makes the compiler take all of the host's."""
+
+_FILES: Final = (
+    "/etc/ld.so.cache",
+    "/etc/nvidia",
+    "/usr/share/nvidia",
+    "/proc/cpuinfo",
+    "/proc/devices",
+    "/proc/meminfo",
+    "/proc/sys/vm",
+    "/proc/driver/nvidia",
+    "/proc/driver/nvidia-uvm",
+    "/proc/driver/nvidia-caps",
+    "/sys/devices/system/cpu",
+    "/sys/devices/system/memory/block_size_bytes",
+    "/sys/devices/system/node",
+)
+_CARDS: Final = Path("/proc/driver/nvidia/gpus")
+_PCI: Final = Path("/sys/bus/pci/devices")
+_LIBRARY_NAMES: Final = ("libcuda*.so*", "libnvidia*.so*")
+
+
+def paths_of_driver() -> Needs:
+    """Of libcuda, which must be mapped."""
+    cache = os.environ.get(CACHE_VARIABLE)
+    return Needs(
+        readable=(*map(Path, _FILES), *_libraries(), *_cards()),
+        devices=tuple(_devices()),
+        own_process=True,
+        writable=(Path(cache),) if cache else (),
+        private_bytes=MAX_PRIVATE_BYTES,
+    )
+
+
+def _libraries() -> Iterator[Path]:
+    """The driver's own, beside libcuda: the compiler of PTX is one, and is loaded with the first image."""
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcuda.so" in line}
+    for folder in {Path(path).parent for path in mapped}:
+        for name in _LIBRARY_NAMES:
+            yield from sorted(folder.glob(name))
+
+
+def _cards() -> Iterator[Path]:
+    """The cards' folders below /sys: which node's memory is near them."""
+    if _CARDS.is_dir():
+        yield from (_PCI / card.name.lower() for card in sorted(_CARDS.iterdir()))
+
+
+def _devices() -> Iterator[Path]:
+    """Their nodes, and the folder of those that MIG partitions are opened by."""
+    yield from (node for node in sorted(Path("/dev").glob("nvidia*")) if node.is_char_device())
+    yield Path("/dev/nvidia-caps")
 
 
 class CudaDriver:

@@ -14,9 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, SHARING_BYTES, whole_pages
-from gpulease.daemon.drivers.interface import ImageRejected
-from gpulease.daemon.drivers.unsupported import managed_refused
+from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, SHARING_BYTES, whole_pages
+from gpulease.daemon.drivers.interface import ImageRejected, managed_refused
 
 MAX_NAME_BYTES: Final = 32 << 10
 """Of one symbol. Stops a file of symbols whose names never end from being searched to its end for each."""

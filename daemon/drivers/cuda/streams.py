@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pycuda.driver as cuda
 
-from gpulease.daemon.drivers.cuda.pages import whole_pages
+from gpulease.daemon.drivers.cuda.memory import whole_pages
 from gpulease.protocol.limits import MAX_STREAMS
 
 MAX_BEGUN_COPIES: Final = 256

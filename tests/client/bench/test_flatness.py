@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.client.bench.flatness import trend_of
+from gpulease.client.bench.figures import trend_of
 
 
 @pytest.mark.parametrize(

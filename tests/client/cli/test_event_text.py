@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpulease.client.cli.event_text import event_text
-from gpulease.client.core.events import LeaseEvent
+from gpulease.client.cli.drain import event_text
+from gpulease.client.engine.events import LeaseEvent
 from gpulease.protocol import Phase
 from gpulease.protocol.lease_ids import LeaseId
 

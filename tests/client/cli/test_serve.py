@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from gpulease.client.bench.gateway import request_figures
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.bench import _request_table
-from gpulease.client.gateway.models import EXAMPLE
+from gpulease.client.serve.gateway.settings import EXAMPLE
 from helpers.daemon import Daemon
 
 
@@ -29,7 +29,7 @@ def test_what_it_refuses(words: list[str], status: int, said: str) -> None:
 
 def test_without_its_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "gpulease.client.gateway.asgi", raising=False)
+    monkeypatch.delitem(sys.modules, "gpulease.client.serve.gateway.app", raising=False)
     done = CliRunner().invoke(main, ["serve", "gateway", "--demo"])
     assert (done.exit_code, "pip install '.[serve]' in gpulease's repository" in done.output) == (1, True), done.output
 

@@ -9,10 +9,9 @@ from click.testing import CliRunner, Result
 
 from gpulease.client import GpuSession
 from gpulease.client.cli import verify as command
-from gpulease.client.verify.claims import check
+from gpulease.client.verify.claims import at_the_same_time, check
 from gpulease.client.verify.faults import Fault, Sizes, Told, faults
 from gpulease.client.verify.scene import Breach, Scene, worker_pid
-from gpulease.client.verify.workloads import at_the_same_time
 from helpers.daemon import Daemon
 
 
@@ -99,8 +98,8 @@ def test_a_process_that_is_not_there() -> None:
 
 @pytest.mark.exhaustive
 def test_one_wrong_result_among_six_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.verify.workloads.WORK_S", 0)
-    monkeypatch.setattr("gpulease.client.verify.workloads.count_set", lambda *_: 5)
+    monkeypatch.setattr("gpulease.client.verify.claims.WORK_S", 0)
+    monkeypatch.setattr("gpulease.client.verify.claims.count_set", lambda *_: 5)
     with ExitStack() as stack:
         leases = [stack.enter_context(daemon.builder(32 << 20).acquire()) for _ in range(6)]
         sessions = [stack.enter_context(GpuSession(lease)) for lease in leases]

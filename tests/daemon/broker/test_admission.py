@@ -1,9 +1,8 @@
 from dataclasses import dataclass, field
 from typing import cast
 
-from gpulease.daemon.broker.admission import OPERATOR_CONNECTIONS, Doorkeeper
-from gpulease.daemon.broker.control import ControlConnection
-from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.control_connection import OPERATOR_CONNECTIONS, ControlConnection, Doorkeeper
+from gpulease.daemon.broker.peer import Peer
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from gpulease.daemon.broker.cannot_listen import NeverListens, cannot_listen
+from gpulease.daemon.broker.listeners import NeverListens, cannot_listen
 from helpers.daemon import python_environment
 
 BIND = """
 import fcntl, socket, struct
-from gpulease.daemon.broker.cannot_listen import cannot_listen
-from gpulease.daemon.broker.listening import bound_at
+from gpulease.daemon.broker.listeners import cannot_listen
+from gpulease.daemon.broker.listeners import bound_at
 with socket.socket() as up:
     # Loopback is down in a new namespace (netdevice(7): SIOCSIFFLAGS, IFF_UP).
     fcntl.ioctl(up, 0x8914, struct.pack("16sh", b"lo", 1))

@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from gpulease.client.asking import ask
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker.control import ControlConnection
+from gpulease.daemon.bench.lease_table import SimulatedWorkers
+from gpulease.daemon.broker.control_connection import ControlConnection
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.core import CoreLimits, LeaseTable
-from gpulease.daemon.core_bench import SimulatedWorkers
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.leases import CoreLimits, LeaseTable
+from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon

@@ -1,8 +1,8 @@
 import pytest
 
 from gpulease.client.errors import GpuLeaseError, error_class
-from gpulease.daemon.broker.denials import failure_of, word_for
-from gpulease.daemon.core import Cause, Denial, DenialReason
+from gpulease.daemon.broker.refusal import failure_of, word_for
+from gpulease.daemon.leases import Cause, Denial, DenialReason
 from gpulease.protocol.opcodes import Status
 
 

@@ -6,13 +6,13 @@ from typing import cast
 
 import pytest
 
-from gpulease.daemon.broker.worker import Worker
-from gpulease.daemon.broker.zygote import Zygote
-from gpulease.daemon.channel import close_all, receive_message
-from gpulease.daemon.core import FIRST_WARM_ID
-from gpulease.daemon.worker.page import state_of
-from gpulease.daemon.worker.spec import WorkerSpec
-from gpulease.protocol.sharing import Wanted
+from gpulease.daemon.contract.control_page import state_of
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.ipc import close_all, receive_message
+from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.workers.worker import Worker
+from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.protocol.ring import Wanted
 
 
 @pytest.mark.parametrize("told", [None, True, False])

@@ -8,7 +8,7 @@ from helpers.daemon import python_environment
 SCRIPT = """
 import asyncio, resource
 from gpulease.daemon.broker import headroom
-from gpulease.daemon.broker.headroom import RESERVE_BYTES, ROOM_BYTES, Headroom
+from gpulease.daemon.broker.memory_reserve import RESERVE_BYTES, ROOM_BYTES, Headroom
 
 def leave(room_bytes):
     pages = int(open("/proc/self/statm").read().split()[0])

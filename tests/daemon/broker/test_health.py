@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.core import (
+from gpulease.daemon.leases import (
     Card,
     DrainRequested,
     Event,
@@ -16,7 +16,7 @@ from gpulease.daemon.core import (
     ShutdownRequested,
     WorkerReady,
 )
-from gpulease.daemon.core.events import AcquireRequested
+from gpulease.daemon.leases.events import AcquireRequested
 
 NOW_NS = 10**12
 

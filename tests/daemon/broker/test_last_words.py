@@ -4,12 +4,12 @@ import contextlib
 import select
 import socket
 
-from gpulease.daemon.broker.worker import Worker
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.channel import channel_pair, send_message
-from gpulease.daemon.core import Event, SessionFaulted
-from gpulease.daemon.worker.page import BrokerPage
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.control_page import BrokerPage
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.ipc import channel_pair, send_message
+from gpulease.daemon.leases import Event, SessionFaulted
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.worker import Worker
 
 LEASE = 7
 

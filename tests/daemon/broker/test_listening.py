@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.cannot_listen import CannotListen
-from gpulease.daemon.broker.listening import Listeners
+from gpulease.daemon.broker.listeners import CannotListen, Listeners
 from gpulease.protocol.address import TcpAddress, UnixAddress
 
 

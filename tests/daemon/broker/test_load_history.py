@@ -4,10 +4,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gpulease.daemon.broker.load_history import LoadHistory
-from gpulease.daemon.cards.source import CardLoad
-from gpulease.daemon.web.loads import MAX_SAMPLES
-from gpulease.daemon.worker.page import Counter
+from gpulease.daemon.broker.web_frontend import LoadHistory
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.gpus.source import CardLoad
+from gpulease.daemon.web.feed import MAX_SAMPLES
 
 GIB = 1 << 30
 LEASES = [

@@ -8,20 +8,20 @@ from typing import Any, cast
 
 import pytest
 
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker import metrics
-from gpulease.daemon.broker.headroom import Headroom
+from gpulease.daemon.broker import node_metrics
+from gpulease.daemon.broker.handlers.query_requests import NodeDesk
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.broker.metrics import NodeMetrics
-from gpulease.daemon.broker.node_desk import NodeDesk
-from gpulease.daemon.broker.peers import Peer
+from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.broker.node_metrics import NodeMetrics
+from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.workers import Workers
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardReading, CardsUnavailable
-from gpulease.daemon.core import Card, LeaseTable, ShutdownRequested
-from gpulease.daemon.journal import Journal
-from gpulease.daemon.logs.telling import ATTRIBUTE
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.source import CardReading, CardsUnavailable
+from gpulease.daemon.leases import Card, LeaseTable, ShutdownRequested
+from gpulease.daemon.log.writer import ATTRIBUTE
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.record.journal import Journal
+from gpulease.daemon.workers.registry import Workers
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Metrics
 from gpulease.protocol.opcodes import Status
@@ -74,7 +74,7 @@ def test_who_asks_meanwhile_is_answered_by_the_next_text() -> None:
 
 
 def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", 0.05)
     hangs = threading.Event()
     asked = 0
 
@@ -93,7 +93,7 @@ def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatc
             assert "gpulease_card_capacity_bytes{" in text_of(answer)
         assert asked == 1, "it is not asked again until it has answered"
         hangs.set()
-        monkeypatch.setattr(metrics, "LOOK_TIMEOUT_S", 10)
+        monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", 10)
         scene.metrics.ask(scene.answers.append)
         (*_, answer) = await scene.answered(3)
         assert 'gpu_lease_leaked_bytes{UUID="GPU-a"} 5.0' in text_of(answer)
@@ -137,7 +137,7 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
 
 
 def test_how_late_the_loop_is_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "BEAT_S", 0.01)
+    monkeypatch.setattr(node_metrics, "BEAT_S", 0.01)
 
     async def run() -> None:
         scene = Scene()

@@ -12,7 +12,7 @@ import pytest
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.page_desk import (
+from gpulease.daemon.broker.handlers.admin_requests import (
     BY_PAGE,
     MAX_ACTING,
     MAX_WRONG_TOKENS,
@@ -21,7 +21,7 @@ from gpulease.daemon.broker.page_desk import (
     PageActs,
     PageDesk,
 )
-from gpulease.daemon.core import LeaseState
+from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Hello, LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, RevokeOutcome

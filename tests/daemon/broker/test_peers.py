@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from gpulease.daemon.broker.peers import ANONYMOUS_TENANT, Peer, identify
+from gpulease.daemon.broker.peer import ANONYMOUS_TENANT, Peer, identify
 
 
 def test_a_unix_peer_is_who_the_kernel_says() -> None:

@@ -10,16 +10,15 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
+from gpulease.daemon.broker.handlers.requests import LOOKS, Desk
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.requests import LOOKS, Desk
-from gpulease.daemon.broker.web import READER
-from gpulease.daemon.core import LeaseState
+from gpulease.daemon.broker.web_frontend import READER
+from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode, Status
-from gpulease.protocol.connection import Request
+from gpulease.protocol.connection import Request, Trigger, request_trigger
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Attach, Body, Hello, LeaseAlloc, LeaseEvent
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
-from gpulease.protocol.states import Trigger, request_trigger
 
 
 class Reader:

@@ -6,12 +6,11 @@ from typing import cast
 
 import pytest
 
-from gpulease.daemon.broker.readings import LARGEST, begin_at, held_bytes, news_of
-from gpulease.daemon.broker.worker import Worker
-from gpulease.daemon.broker.zygote import Zygote
-from gpulease.daemon.metrics import families
-from gpulease.daemon.worker.page import BrokerPage, Counter, WorkerPage
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.record.metrics import families
+from gpulease.daemon.workers.worker import LARGEST, Worker, begin_at, held_bytes, news_of
+from gpulease.daemon.workers.zygote_client import Zygote
 
 
 class Scene:

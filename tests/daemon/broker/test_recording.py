@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.recording import config_digest, recording
-from gpulease.daemon.capabilities.demands import Demand
+from gpulease.daemon.broker.audit_recording import config_digest, recording
+from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config import Config, ConfigError
-from gpulease.daemon.core import CoreLimits
-from gpulease.daemon.core.tenants import TenantLimits, TenantRules
+from gpulease.daemon.leases import CoreLimits
+from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 
 ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
 

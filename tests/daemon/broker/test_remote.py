@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.remote import RemoteDoor
-from gpulease.daemon.channel import close_all
-from gpulease.daemon.event_loop import loop_factory
-from gpulease.daemon.journal import Journal, KeptRelay
-from gpulease.daemon.tls_settings import TlsSettings
+from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.broker.tls_frontend import RemoteDoor
+from gpulease.daemon.config import TlsSettings
+from gpulease.daemon.ipc import close_all
+from gpulease.daemon.record.journal import Journal, KeptRelay
 from helpers.waiting import PATIENCE_S, wait_until
 
 NOWHERE = Path("/nowhere")

@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.broker.parameters import exclusivity_of, max_kernel_ms_of, waiting_of
+from gpulease.daemon.broker.handlers.lease_requests import exclusivity_of, max_kernel_ms_of, waiting_of
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.protocol.opcodes import EXCLUSIVITY_TAG, MAX_KERNEL_TAG, WAITING_TAG, Exclusivity, Status, Waiting
 from gpulease.protocol.primitives import LeaseParameter

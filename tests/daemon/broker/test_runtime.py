@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.daemon.audit.recorder import Recorder
-from gpulease.daemon.broker.reclaim import CardWatch
+from gpulease.daemon.bench.lease_table import SimulatedWorkers
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tokens import TokenOffice
-from gpulease.daemon.cards.embedded import EmbeddedCards
-from gpulease.daemon.cards.source import CardReading
-from gpulease.daemon.core import (
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.gpus.source import CardReading
+from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     AcquireRequested,
@@ -28,7 +27,8 @@ from gpulease.daemon.core import (
     WorkerExited,
     WorkerReady,
 )
-from gpulease.daemon.core_bench import SimulatedWorkers
+from gpulease.daemon.record.audit.recorder import Recorder
+from gpulease.daemon.workers.memory_monitor import CardWatch
 
 LEAVING = 20
 """Clients, one after the other: far more than may wait at a time."""

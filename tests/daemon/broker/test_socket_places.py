@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.broker import socket_places
-from gpulease.daemon.broker.cannot_listen import CannotListen, NeverListens
-from gpulease.daemon.broker.socket_places import PlaceLock, prepare_place
+from gpulease.daemon.broker import listeners
+from gpulease.daemon.broker.listeners import CannotListen, NeverListens, PlaceLock, prepare_place
 from gpulease.protocol.address import UnixAddress
 
 ROUNDS = 100
@@ -33,7 +32,7 @@ def test_its_own_folder_lets_in_whom_the_socket_does(
     folder_mode: int,
     umask: int,
 ) -> None:
-    monkeypatch.setattr(socket_places, "OWN_FOLDER", tmp_path / "run")
+    monkeypatch.setattr(listeners, "OWN_FOLDER", tmp_path / "run")
     before = os.umask(umask)
     try:
         prepare_place(address, socket_mode)
@@ -52,7 +51,7 @@ def test_no_other_folder_is_made(tmp_path: Path, address: UnixAddress) -> None:
 
 
 def test_its_own_folder_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_places, "OWN_FOLDER", tmp_path / "no" / "run")
+    monkeypatch.setattr(listeners, "OWN_FOLDER", tmp_path / "no" / "run")
     with pytest.raises(NeverListens, match=r"may not make the folder .*/no/run \(No such file or directory\)"):
         prepare_place(UnixAddress(str(tmp_path / "no" / "run" / "d.sock")), 0o660)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker import telling
+from gpulease.daemon.broker import subscriptions
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.telling import EVERY_LEASE, Subscription, Teller
-from gpulease.daemon.core import (
+from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Subscription, Teller
+from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
     CoreLimits,
@@ -149,7 +149,7 @@ async def test_a_drain_is_told_once_for_each_deadline(life: Life) -> None:
 
 @on_loop
 async def test_a_slow_reader_gets_the_latest_and_the_number_of_those_lost(life: Life) -> None:
-    telling_s = telling.FLUSH_S
+    telling_s = subscriptions.FLUSH_S
     life.grant()
     own = life.read()
     own.has_room = False
@@ -171,7 +171,7 @@ async def test_the_end_waits_for_a_reader_that_is_slow(life: Life) -> None:
     own.has_room = False
     life.end()
     own.has_room = True
-    await asyncio.sleep(telling.FLUSH_S * 1.5)
+    await asyncio.sleep(subscriptions.FLUSH_S * 1.5)
     assert [(event.phase, event.lost) for event in own.heard[1:]] == [(Phase.ENDED, 1)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fuzz.virtual import CLOCK, VirtualLoop, virtual_time
 from gpulease.daemon.broker.timers import SLOT_BITS, Timers
-from gpulease.daemon.core import Event, WaitTimerFired
+from gpulease.daemon.leases import Event, WaitTimerFired
 
 MS = 1_000_000
 LATE_NS = 10_000

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gpulease.daemon.broker.turns import TURN_NS, Turns
+from gpulease.daemon.broker.fair_queue import TURN_NS, Turns
 
 
 class Peer:

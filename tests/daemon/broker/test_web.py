@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from gpulease.daemon.broker.page_desk import MAX_WRONG_TOKENS
-from gpulease.daemon.broker.web import WebDoor
-from gpulease.daemon.channel import channel_pair
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.broker.handlers.admin_requests import MAX_WRONG_TOKENS
+from gpulease.daemon.broker.web_frontend import WebDoor
+from gpulease.daemon.ipc import channel_pair
+from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
 from helpers.web_rig import Scene

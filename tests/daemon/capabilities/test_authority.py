@@ -2,10 +2,9 @@
 
 import pytest
 
-from gpulease.daemon.capabilities.authority import KEY_LIFE_S
+from gpulease.daemon.capabilities.authority import KEY_LIFE_S, MAX_NONCES_PER_LEASE
 from gpulease.daemon.capabilities.claims import MAX_TOKEN_TTL_S, CapabilityDenied, CapabilityRequest, Check
 from gpulease.daemon.capabilities.keys import KeyRing
-from gpulease.daemon.capabilities.nonces import MAX_NONCES_PER_LEASE
 from gpulease.protocol.capabilities import NODE_LEASE, SESSION_PERMISSIONS, Permission
 from helpers.token_scene import LEASE, OTHER, S, Scene
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.capabilities import key_file
-from gpulease.daemon.capabilities.key_file import KeyFileBroken, load_or_make, save
+from gpulease.daemon.capabilities import keys
+from gpulease.daemon.capabilities.keys import KeyFileBroken, load_or_make, save
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_after_a_restart_of_the_host_only_a_new_key(path: Path, monkeypatch: pyt
     ring = load_or_make(path, 0)
     boot = path.with_name("boot")
     boot.write_text("another\n")
-    monkeypatch.setattr(key_file, "BOOT_ID", boot)
+    monkeypatch.setattr(keys, "BOOT_ID", boot)
     for _ in range(2):
         again = load_or_make(path, 0)
         assert [key.number for key in again.all(0)] == [2]

@@ -1,6 +1,6 @@
 """Which nonces were used, and for how long that is remembered."""
 
-from gpulease.daemon.capabilities.nonces import MAX_STALE, NonceStore
+from gpulease.daemon.capabilities.authority import MAX_STALE, NonceStore
 
 
 def test_a_used_nonce_is_known_until_its_time_is_over() -> None:

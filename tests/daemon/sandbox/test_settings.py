@@ -1,7 +1,6 @@
 import pytest
 
-from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 
 
 @pytest.mark.parametrize(

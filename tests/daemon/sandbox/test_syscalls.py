@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.sandbox import syscalls
-from gpulease.daemon.sandbox.call_numbers import NEWEST, X86_64
-from gpulease.daemon.sandbox.operations import ALLOWED, FATAL, FOR_FILES, UNKNOWN
+from gpulease.daemon.sandbox import syscall_filter
+from gpulease.daemon.sandbox.syscall_filter import ALLOWED, FATAL, FOR_FILES, NEWEST, UNKNOWN, X86_64
 
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]
 
@@ -14,7 +13,7 @@ def test_no_call_is_named_twice() -> None:
     names = [*ALLOWED, *FATAL, *FOR_FILES, *UNKNOWN]
     assert len(names) == len(set(names))
     assert set(names) <= X86_64.keys()
-    assert not set(ALLOWED) & syscalls._by_arguments(1, writes_files=False).keys()
+    assert not set(ALLOWED) & syscall_filter._by_arguments(1, writes_files=False).keys()
 
 
 def test_numbers_are_the_kernels() -> None:
@@ -28,9 +27,9 @@ def test_numbers_are_the_kernels() -> None:
 
 def test_a_machine_that_there_is_no_filter_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(syscalls.NoFilter, match="no filter for aarch64"):
-        syscalls.filter_for(1, writes_files=False)
+    with pytest.raises(syscall_filter.NoFilter, match="no filter for aarch64"):
+        syscall_filter.filter_for(1, writes_files=False)
 
 
 def test_a_filter_is_the_process_own() -> None:
-    assert syscalls.filter_for(1, writes_files=False) != syscalls.filter_for(2, writes_files=False)
+    assert syscall_filter.filter_for(1, writes_files=False) != syscall_filter.filter_for(2, writes_files=False)

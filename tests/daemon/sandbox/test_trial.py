@@ -16,8 +16,8 @@ LANDLOCK_RESTRICT_SELF = 446
 PREPARE = """
 import json, sys
 from gpulease.daemon.sandbox.measures import SandboxBroken
-from gpulease.daemon.sandbox.needs import Needs
-from gpulease.daemon.sandbox.settings import SandboxSettings
+from gpulease.daemon.sandbox.measures import Needs
+from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
 try:
     plan, findings = prepare(SandboxSettings.from_text(sys.argv[1]), Needs(), lambda owner: ())

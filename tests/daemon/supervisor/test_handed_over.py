@@ -18,8 +18,8 @@ import pytest
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.asking import ask
 from gpulease.client.cli.service import UNITS
-from gpulease.daemon.supervisor import handed_over
-from gpulease.daemon.supervisor.handed_over import BadHandover, GivenSocket, assign, kept_name, take_sockets
+from gpulease.daemon.supervisor import socket_activation
+from gpulease.daemon.supervisor.socket_activation import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import Address, UnixAddress, parse_address
 from gpulease.protocol.messages import Ping
@@ -65,7 +65,7 @@ def variables(count: int, names: str = "", pid: int = PID) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(handed_over, "FIRST_FD", PLACE)
+    monkeypatch.setattr(socket_activation, "FIRST_FD", PLACE)
     yield
     for fd in range(PLACE, PLACE + 4):
         with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.supervisor.notifying import MAX_STATUS_CHARS, Notifier, status
+from gpulease.daemon.supervisor.notifier import MAX_STATUS_CHARS, Notifier, status
 
 
 @pytest.fixture

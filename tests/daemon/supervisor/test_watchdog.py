@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.supervisor.notifying import Notifier
-from gpulease.daemon.supervisor.watchdog import Watchdog, interval_s
+from gpulease.daemon.supervisor.notifier import Notifier, Watchdog, interval_s
 from helpers.processes import process_info
 from helpers.service_manager import ServiceManager
 from helpers.waiting import wait_until

@@ -4,8 +4,8 @@ from collections.abc import Callable
 import h11
 import pytest
 
-from gpulease.daemon.logs.telling import ATTRIBUTE
-from gpulease.daemon.web.complaints import PAUSE_S, Sparing, WrongTokens
+from gpulease.daemon.log.writer import ATTRIBUTE
+from gpulease.daemon.web.guard import PAUSE_S, Sparing, WrongTokens
 
 
 def record(error: Exception | None = None) -> logging.LogRecord:

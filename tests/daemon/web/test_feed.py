@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.web import feed as feed_module
+from gpulease.daemon.web.app import Kept
+from gpulease.daemon.web.broker_link import BrokerSilent
 from gpulease.daemon.web.feed import LOOK_UP_PAUSE_S, MAX_HAPPENINGS, MAX_TO_LOOK_UP, Feed
-from gpulease.daemon.web.health import Kept
-from gpulease.daemon.web.link import BrokerSilent
 from gpulease.protocol.connection import Request
 from gpulease.protocol.messages import LeaseEvent
 from gpulease.protocol.opcodes import Opcode, Phase

@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.web.metrics import without_names
+from gpulease.daemon.web.app import without_names
 from gpulease.daemon.web.view import Pseudonyms
 
 NAMES = Pseudonyms(b"s" * 32)

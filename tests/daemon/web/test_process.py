@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from gpulease.daemon import web
-from gpulease.daemon.broker.side_process import ordinary_patience
-from gpulease.daemon.core import Denied, RevokeDone
-from gpulease.daemon.core.denials import invalid
-from gpulease.daemon.logs.telling import ATTRIBUTE
-from gpulease.daemon.processes import name_of
+from gpulease.daemon.host.processes import name_of
+from gpulease.daemon.leases import Denied, RevokeDone
+from gpulease.daemon.leases.denials import invalid
+from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
-from gpulease.daemon.web.loads import LoadSample, message_of
+from gpulease.daemon.web.feed import LoadSample, message_of
+from gpulease.daemon.workers.child_process import ordinary_patience
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
 from helpers.web_rig import CARD, GIB, Scene, WebRig, lease

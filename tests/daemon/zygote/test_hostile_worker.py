@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.channel import receive_message
-from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.sandbox.settings import SandboxSettings
-from gpulease.daemon.worker.page import PageState, state_of
+from gpulease.daemon.contract.control_page import PageState, state_of
+from gpulease.daemon.ipc import receive_message
+from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.opcodes import Status
 from helpers.processes import is_running
 from helpers.waiting import wait_until

@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.finding import FoundWorker, FoundZygote, find_zygotes
-from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
-from gpulease.daemon.core import FIRST_WARM_ID
-from gpulease.daemon.core.limits import MAX_GRACE_MS, NS_PER_MS
-from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.sandbox.settings import SandboxSettings
-from gpulease.daemon.worker.exits import WorkerExit
-from gpulease.daemon.worker.page import BrokerPage, PageFds, state_of
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.control_page import BrokerPage, PageFds, state_of
+from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
+from gpulease.daemon.ipc import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.leases.rules import MAX_GRACE_MS, NS_PER_MS
+from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
+from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
 from gpulease.daemon.zygote.keeper import LONGEST_GRACE_NS, LOOK_NS, Keeper, Kept
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment

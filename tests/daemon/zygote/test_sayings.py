@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpulease.daemon.zygote.sayings import (
+from gpulease.daemon.zygote.worker_output import (
     BURST_BYTES,
     MAX_LINE_BYTES,
     MAX_SAID_BYTES,

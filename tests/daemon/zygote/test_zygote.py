@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.cards.choice import has_nvidia_driver
-from gpulease.daemon.channel import ChannelClosed, channel_pair, receive_message, send_message
-from gpulease.daemon.core import FIRST_WARM_ID
-from gpulease.daemon.sandbox.settings import SandboxSettings
-from gpulease.daemon.worker.life import WARM_NAME
-from gpulease.daemon.worker.page import BrokerPage
-from gpulease.daemon.worker.spec import WorkerSpec
+from gpulease.daemon.contract.control_page import BrokerPage
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.selection import has_nvidia_driver
+from gpulease.daemon.ipc import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.leases import FIRST_WARM_ID
+from gpulease.daemon.sandbox.measures import SandboxSettings
+from gpulease.daemon.session.main import WARM_NAME
 from helpers.daemon import python_environment, worker_name
 from helpers.processes import descendants, is_running, open_files, process_info
 from helpers.waiting import wait_until

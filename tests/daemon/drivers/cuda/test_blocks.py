@@ -2,8 +2,14 @@
 
 import random
 
-from gpulease.daemon.drivers.cuda.blocks import MAX_CACHED_BLOCKS, MAX_CACHED_BYTES, Blocks, block_bytes
-from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
+from gpulease.daemon.drivers.cuda.memory import (
+    MAX_CACHED_BLOCKS,
+    MAX_CACHED_BYTES,
+    PAGE_BYTES,
+    Blocks,
+    Pages,
+    block_bytes,
+)
 
 MIB = 1 << 20
 

@@ -1,7 +1,6 @@
 import pytest
 
-from gpulease.daemon.drivers.cuda.local import LocalMemory
-from gpulease.daemon.drivers.cuda.pages import PAGE_BYTES, Pages
+from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, LocalMemory, Pages
 
 MIB = 1 << 20
 H100 = LocalMemory(stack_bytes=1024, threads=132 * 2048, buffers_bytes=9 * MIB)

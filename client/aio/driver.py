@@ -1,0 +1,136 @@
+"""How the asyncio face waits: the event loop for sockets and pauses, asyncio's lock for turns. No threads."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+from gpulease.client.engine.steps import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.errors import GpuLeaseError
+
+T = TypeVar("T")
+C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
+
+MAX_WAIT_S: Final = 3600.0
+"""Longest single wait; a longer one waits again. A selector takes no more than 24 days."""
+
+_undisturbed: Final[set["asyncio.Future[Any]"]] = set()
+"""Operations under way: the event loop itself holds tasks by weak references only."""
+
+
+async def drive(procedure: Procedure[T]) -> T:
+    """Run a procedure to its end in this task. The traceback of what it raises begins here."""
+    try:
+        step = procedure.send(None)
+        while True:
+            try:
+                answer = await _WAYS[type(step)](step)
+            except BaseException as error:
+                step = procedure.throw(error)
+            else:
+                step = procedure.send(answer)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    except GpuLeaseError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
+
+
+async def undisturbed(work: Coroutine[Any, Any, T]) -> T:
+    """Run something in a task of its own, which goes on to its end if the caller is cancelled."""
+    task = task_of(work)
+    _undisturbed.add(task)
+    task.add_done_callback(_undisturbed.discard)
+    try:
+        return await asyncio.shield(task)
+    except GpuLeaseError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
+    finally:
+        del task  # it has the error, whose traceback has this frame: a cycle, and a dropped lease would wait for the gc
+
+
+def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task for something that is its own; cancelled, at whatever moment, the task keeps nothing of it."""
+    task = asyncio.get_running_loop().create_task(_forgetting(work))
+    # A task that is cancelled before its first step never gets as far as `work`, which would be warned of then.
+    task.add_done_callback(lambda _: work.close())
+    return task
+
+
+class Opening(Coroutine[Any, Any, C]):
+    """Something that opens: `await` returns it, and `async with` leaves it with the block."""
+
+    def __init__(self, work: Coroutine[Any, Any, C]) -> None:
+        self._work = work
+        self._opened: C
+
+    def __await__(self) -> Generator[Any, Any, C]:
+        return self._work.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Advance, for a task that was made of it."""
+        return self._work.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error where it waits, for a task that was made of it."""
+        return self._work.throw(*error)
+
+    def close(self) -> None:
+        """Give up before it has opened."""
+        self._work.close()
+
+    async def __aenter__(self) -> C:
+        self._opened = await self._work
+        return await self._opened.__aenter__()  # type: ignore[no-any-return]  # each returns itself
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._opened.__aexit__(kind, error, trace)
+
+
+async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
+    # From 3.12 on a cancelled task keeps its CancelledError, and that its traceback: frames of the operation, with the
+    # lease, and frames of the loop that cancels its tasks as it ends, with the task. The cycle would keep the lease.
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        raise error.with_traceback(None)  # noqa: B904  # the same error, with the frames from here on
+
+
+async def _wait(step: Wait) -> bool:
+    if not step.channel.doze(for_room=step.for_room):
+        return True
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[bool] = loop.create_future()
+    fd = step.channel.sock.fileno()
+    watches_room = step.for_room and step.channel.waits_for_room
+    timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
+    loop.add_reader(fd, _wake, ready, True)
+    if watches_room:
+        loop.add_writer(fd, _wake, ready, True)
+    try:
+        return await ready
+    finally:
+        timer.cancel()
+        loop.remove_reader(fd)
+        if watches_room:
+            loop.remove_writer(fd)
+
+
+def _wake(ready: "asyncio.Future[bool]", has_room_or_bytes: bool) -> None:
+    if not ready.done():
+        ready.set_result(has_room_or_bytes)
+
+
+async def _sleep(step: Sleep) -> None:
+    await asyncio.sleep(step.seconds)
+
+
+async def _locked(step: Locked) -> Any:
+    async with step.lock:
+        return await drive(step.procedure)
+
+
+_WAYS: Final[dict[type[Step], Callable[[Any], Awaitable[Any]]]] = {Wait: _wait, Sleep: _sleep, Locked: _locked}

@@ -1,0 +1,46 @@
+"""Commands that a module of the daemon does: it takes this process's place, since neither side imports the other.
+
+`gpulease audit`: reading audit logs, which is done by a module of the daemon in this process's place.
+
+`gpulease pki`: test certificates, which are made by a module of the daemon in this process's place.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Final, NoReturn
+
+import click
+
+from gpulease.client.cli.endings import CannotStart
+
+_BEGIN: Final = "from gpulease.client.cli.start import run_module_instead; run_module_instead()"
+
+
+def hand_on(module: str, words: Sequence[str]) -> NoReturn:
+    """Run a module with these words instead of this program. Raises CannotStart if no daemon is installed."""
+    # The daemon need not be installed where its client is.
+    if find_spec(module.rpartition(".")[0]) is None:
+        raise CannotStart("no daemon is installed beside this client: pip install '.[daemon]' in gpulease's repository")
+    os.execv(sys.executable, [sys.executable, "-P", "-c", _BEGIN, module, *words])
+
+
+AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def audit(words: tuple[str, ...]) -> None:
+    """Read audit logs: verify, show, usage, head. `gpulease audit -h` says more."""
+    hand_on(AUDIT_MODULE, words)
+
+
+PKI_MODULE: Final = "gpulease.daemon.remote.pki"
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def pki(words: tuple[str, ...]) -> None:
+    """Make a test authority and certificates: init, issue, revoke. `gpulease pki -h` says more."""
+    hand_on(PKI_MODULE, words)

@@ -1,0 +1,102 @@
+"""The client's side of a session's arena: numpy arrays in memory that the worker maps too.
+
+An array's memory is free again when its last view is gone. The arena itself goes with the session and its last array.
+"""
+
+import ctypes
+import math
+import mmap
+import operator
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import quoted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALIGNMENT_BYTES: Final = 256
+"""Of every array: more than any vector instruction wants, and a whole number of cache lines."""
+
+
+class Arena:
+    """Hands out pieces of one mapping, first fit. Threads may share it."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Raises OSError or ValueError if it can't be mapped."""
+        self._map = mmap.mmap(fd, size_bytes)
+        self._size = size_bytes
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._lock = threading.Lock()
+        self._starts = [0]
+        self._sizes = [size_bytes]
+        # Filled in whatever thread drops an array, in the middle of anything: a deque's append is atomic.
+        self._dropped: deque[tuple[int, int]] = deque()
+
+    def allocate(self, nbytes: int) -> Any:
+        """A writable buffer of so many bytes, None if there is no room for it; `nbytes` is at least 1."""
+        with self._lock:
+            return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> Any:
+        self._take_back()
+        size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for at, free in enumerate(self._sizes):
+            if free >= size:
+                start = self._starts[at]
+                self._starts[at] += size
+                self._sizes[at] -= size
+                if free == size:
+                    del self._starts[at], self._sizes[at]
+                block = (ctypes.c_ubyte * nbytes).from_buffer(self._map, start)
+                weakref.finalize(block, self._dropped.append, (start, size)).atexit = False
+                return block
+        return None
+
+    def offset_of(self, view: memoryview) -> int | None:
+        """Where in the arena the bytes of a contiguous view lie; None if they don't, or may not be written.
+
+        Raises TypeError or ValueError if it has no bytes in one piece.
+        """
+        if view.readonly:
+            return None  # its address can't be told
+        offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
+        return offset if 0 <= offset <= self._size - view.nbytes else None
+
+    def offset_of_address(self, address: int) -> int:
+        """Where in the arena an address of a piece of it lies."""
+        return address - self._address
+
+    def _take_back(self) -> None:
+        while self._dropped:
+            start, size = self._dropped.popleft()
+            at = bisect_left(self._starts, start)
+            self._starts.insert(at, start)
+            self._sizes.insert(at, size)
+            for left in (at, at - 1):
+                if (
+                    0 <= left < len(self._starts) - 1
+                    and self._starts[left] + self._sizes[left] == self._starts[left + 1]
+                ):
+                    self._sizes[left] += self._sizes.pop(left + 1)
+                    del self._starts[left + 1]
+
+
+def empty(arena: Arena | None, shape: int | Sequence[int], dtype: Any) -> "NDArray[Any]":
+    """An array in the arena; an ordinary one if there is none, or no room in it, or the bytes can't be shared."""
+    import numpy as np
+
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise InvalidRequest(f"empty: {quoted(dtype)} is no type of numpy's: {quoted(str(error))}") from None
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
+    nbytes = math.prod(sizes) * kind.itemsize
+    is_plain = arena is not None and not kind.hasobject and nbytes > 0 and min(sizes, default=1) > 0
+    block = arena.allocate(nbytes) if arena is not None and is_plain else None
+    return np.empty(sizes, kind) if block is None else np.frombuffer(block, kind).reshape(sizes)

@@ -1,0 +1,136 @@
+"""Hearing where a lease stands, on a connection of its own: nobody else's replies wait for it."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.engine.exchange import CONNECT_LIMIT_S, CONTROL_REPLY_LIMIT_S, TimeLimit, ask, dial, disconnected
+from gpulease.client.engine.link import LinkEnded
+from gpulease.client.engine.steps import Procedure, Wait
+from gpulease.client.transport.channel import Channel
+from gpulease.protocol import Opcode, Phase, Told
+from gpulease.protocol.address import Address
+from gpulease.protocol.lease_ids import LeaseId
+from gpulease.protocol.messages import CapabilityPresent, LeaseSubscribe
+
+EVERY_LEASE: Final = 0
+"""Instead of a lease's id: all that the daemon lets this user see."""
+
+WAIT_S: Final = 3600.0
+"""One wait for an event; there is no bound on how many."""
+
+_DOING: Final = "events"
+_KNOWN_PHASES: Final = {int(phase): phase for phase in Phase}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEvent:
+    """Where a lease stands.
+
+    Attributes:
+        lease_id: Which one.
+        phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; of a newer daemon perhaps another number.
+        left_s: Seconds to the next phase, at most; 0 if there is no telling.
+        generation: The lease's.
+        cause: Why it ends or ended, a word; "" while nothing ends it.
+        reason: The same for people, or why it is warned.
+        lost: Events that were dropped before this one, because they were not read.
+    """
+
+    lease_id: LeaseId
+    phase: Phase | int
+    left_s: float
+    generation: int
+    cause: str
+    reason: str
+    lost: int
+
+    @property
+    def phase_text(self) -> str:
+        """The phase as a word."""
+        return self.phase.name.lower() if isinstance(self.phase, Phase) else f"phase {self.phase}"
+
+
+def event_of(told: Told) -> LeaseEvent:
+    """What the daemon said."""
+    event = told.event
+    phase = _KNOWN_PHASES.get(event.phase, event.phase)
+    return LeaseEvent(
+        LeaseId(event.lease_id), phase, event.left_ms / 1000, event.generation, event.cause, event.reason, event.lost
+    )
+
+
+class EventStream:
+    """One subscription.
+
+    Args:
+        token: By what another tenant's lease may be asked about; empty for one's own.
+    """
+
+    def __init__(self, address: Address, lease_id: int, token: bytes = b"") -> None:
+        self._address = address
+        self._lease_id = lease_id
+        self._token = token
+        self._channel: Channel | None = None
+        self._is_over = False
+
+    def open(self) -> Procedure[None]:
+        """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
+        channel, _ = yield from dial(self._address, TimeLimit(CONNECT_LIMIT_S, "connect", self._address))
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, _DOING, self._address)
+        try:
+            if self._token:
+                yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(self._token), limit)
+            yield from ask(channel, Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(self._lease_id), limit)
+        except LinkEnded as ended:
+            channel.close()
+            raise disconnected(ended, channel, _DOING) from None
+        except BaseException:
+            channel.close()
+            raise
+        self._channel = channel
+
+    def next(self) -> Procedure[LeaseEvent | None]:
+        """The next event, None once there can be none. Raises Disconnected if the daemon goes away."""
+        channel = self._channel
+        if channel is None:
+            return None
+        while not channel.link.told and channel.link.end is None and not self._is_over:
+            yield Wait(channel, False, WAIT_S)
+            channel.pump()
+        if channel.link.told and not self._is_over:
+            event = event_of(channel.link.told.popleft())
+            if event.phase == Phase.ENDED and self._lease_id != EVERY_LEASE:
+                self.close()
+            return event
+        is_closed_here = self._is_over
+        self.close()
+        if is_closed_here or channel.link.end is None:
+            return None
+        raise disconnected(LinkEnded(channel.link.end), channel, _DOING)
+
+    def wake(self) -> None:
+        """Begin to close: whoever waits for an event stops."""
+        self._is_over = True
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hear no more."""
+        channel, self._channel, self._is_over = self._channel, None, True
+        if channel is not None:
+            channel.close()
+
+
+def warnings(stream: EventStream, tell: Callable[[LeaseEvent], Any]) -> Procedure[None]:
+    """Tell of every warning until the lease has ended. Raises what `open` and `next` raise."""
+    yield from stream.open()
+    try:
+        while (event := (yield from stream.next())) is not None:
+            if event.phase == Phase.WARNING:
+                tell(event)
+    finally:
+        stream.close()

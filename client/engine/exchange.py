@@ -1,0 +1,226 @@
+"""Sending, receiving, asking, connecting: the procedures every other one is made of."""
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from gpulease.client.engine.link import LinkEnded
+from gpulease.client.engine.steps import Limit, Procedure, Sleep, Wait
+from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
+from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
+from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.protocol import Failure, Opcode, Status
+from gpulease.protocol.address import Address, UnixAddress
+from gpulease.protocol.messages import Body, Hello, HelloReply
+
+CONNECT_LIMIT_S: Final = 10.0
+"""Longest a connect and its HELLO may take. A daemon answers in milliseconds; ten seconds is a host that swaps."""
+
+CONTROL_REPLY_LIMIT_S: Final = 30.0
+"""Longest a control request may take, besides the wait it asks for. Freeing a lease waits for a process to be reaped
+and its memory to be seen free, which is well under a second; past this the daemon hangs."""
+
+CONNECT_RETRY_S: Final = 0.01
+"""Pause before trying again a Unix socket whose queue of pending connections is full."""
+
+AGENT: Final = "gpulease-python/0.1"
+"""How this client names itself in HELLO."""
+
+TLS_ALERT: Final = b"\x15\x03"
+"""What a port that speaks TLS says to plain frames begins with (RFC 8446, 5.1)."""
+
+_INTERRUPTED: Final = Failure(
+    Status.DISCONNECTED, "an earlier operation was interrupted in the middle of a request", "Open another connection"
+)
+
+Clock = Callable[[], float]
+
+
+class TimeLimit:
+    """A fixed number of seconds from now on, then Disconnected."""
+
+    def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+        self._why = f"{doing}: the daemon at {address} did not answer within {seconds:g} s"
+
+    def remaining_s(self) -> float:
+        """Seconds left."""
+        return self._end - self._clock()
+
+    def over(self) -> Procedure[None]:
+        """Raises Disconnected."""
+        raise Disconnected(self._why, "The daemon hangs or its host is overloaded: see its log")
+        yield  # makes this a procedure, as `Limit` says
+
+
+def send(
+    channel: Channel, parts: Iterable[bytes | memoryview], limit: Limit, *, has_begun: bool = False
+) -> Procedure[None]:
+    """Write buffers, one after the other and without joining them. Raises LinkEnded, or what the limit raises.
+
+    It returns when the kernel, or the ring, has all of it. Interrupted after some of it went (`has_begun`: before this
+    call), the stream is of no more use and is broken off.
+    """
+    rest = deque(memoryview(part) for part in parts if len(part))
+    try:
+        while rest or channel.has_unsent:
+            if channel.link.end is not None:
+                raise LinkEnded(channel.link.end)
+            if channel.push(rest):
+                has_begun = True
+            elif channel.link.end is None:
+                yield from _wait(channel, limit, for_room=True)
+                channel.pump()
+    except BaseException:
+        if channel.is_torn or (has_begun and rest):
+            channel.link.break_off(_INTERRUPTED, is_explained=True)
+        raise
+
+
+def receive(channel: Channel, request_id: int, limit: Limit) -> Procedure[Body | Failure]:
+    """The result of a request. Raises LinkEnded, or what the limit raises."""
+    take = channel.link.take
+    while (result := take(request_id)) is None:
+        if not channel.spin():
+            yield from _wait(channel, limit, for_room=False)
+            channel.pump()
+    return result
+
+
+def _wait(channel: Channel, limit: Limit, *, for_room: bool) -> Procedure[None]:
+    remaining_s = limit.remaining_s()
+    if remaining_s > 0:
+        yield Wait(channel, for_room, remaining_s)
+    else:
+        yield from limit.over()
+
+
+def answer_to(channel: Channel, op: Opcode, body: Body, limit: Limit, session_id: int = 0) -> Procedure[Any]:
+    """What the daemon replies to a request: a body, or the Failure it refuses with. Raises what `receive` raises."""
+    request_id, frame = channel.link.request(op, body, session_id)
+    yield from send(channel, (frame,), limit)
+    return (yield from receive(channel, request_id, limit))
+
+
+def ask(channel: Channel, op: Opcode, body: Body, limit: Limit) -> Procedure[Any]:
+    """The body of the reply to a request. Raises the error of a refusal, LinkEnded, or what the limit raises."""
+    result = yield from answer_to(channel, op, body, limit)
+    if isinstance(result, Failure):
+        raise error_of(result, doing_of(op))
+    return result
+
+
+def doing_of(op: Opcode) -> str:
+    """An operation's name in messages."""
+    return op.name.lower()
+
+
+def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
+    """The error of a control connection that ended: what its goodbye says, or Disconnected."""
+    if channel.link.is_end_explained:
+        return error_of(ended.failure, doing)
+    own = ended.failure.hint
+    hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
+    return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
+
+
+def dial(address: Address, limit: Limit) -> Procedure[tuple[Channel, HelloReply]]:
+    """A connection that has said HELLO. Raises Disconnected, Untrusted, Busy, Unsupported, Denied or InvalidRequest."""
+    channel = yield from _connect(address, limit)
+    if isinstance(address, SecuredAddress):
+        channel = yield from _secure(channel, address, limit)
+    try:
+        hello = yield from ask(channel, Opcode.HELLO, Hello(0, AGENT, ()), limit)
+    except LinkEnded as ended:
+        channel.close()
+        if channel.link.begins_with(TLS_ALERT):
+            raise Disconnected(f"{address}: it speaks TLS", "Write the address as tls:HOST:PORT") from None
+        raise disconnected(ended, channel, "hello") from None
+    except BaseException:
+        channel.close()
+        raise
+    return channel, hello
+
+
+def _connect(address: Address, limit: Limit) -> Procedure[Channel]:
+    try:
+        ways = resolve(address)
+    except OSError as error:
+        raise _unreachable(address, error.strerror or str(error)) from None
+    code = 0
+    for family, where in ways:
+        channel, code = start_connecting(family, where, address)
+        try:
+            while code == errno.EAGAIN and limit.remaining_s() > 0:
+                channel.sock.close()
+                yield Sleep(CONNECT_RETRY_S)
+                channel, code = start_connecting(family, where, address)
+            if code == errno.EINPROGRESS:
+                yield from _wait(channel, limit, for_room=True)
+                code = connect_error(channel)
+                if not code and limit.remaining_s() <= 0:
+                    code = errno.ETIMEDOUT
+        except BaseException:
+            channel.close()
+            raise
+        if not code:
+            return channel
+        channel.close()
+    if code == errno.EACCES:
+        hint = "Ask the operator to let this user in: the socket's folder, group and mode say who may write to it"
+        raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
+    raise _unreachable(address, _why(address, code))
+
+
+def _why(address: Address, code: int) -> str:
+    """What the system says, or more: it refuses a socket that nobody listens at and a folder in the same words."""
+    if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
+        with contextlib.suppress(OSError):
+            mode = os.stat(address.path).st_mode
+            if not stat.S_ISSOCK(mode):
+                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is no socket"
+    return os.strerror(code)
+
+
+def _secure(channel: Channel, address: SecuredAddress, limit: Limit) -> Procedure[Channel]:
+    # Only here: ssl takes a third of all the time it takes to import this package.
+    from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
+
+    try:
+        stream = TlsStream(channel.sock, context_of(address.files), address)
+        through = TlsChannel(stream, address)
+        while not stream.shake_hands():
+            yield from _wait(through, limit, for_room=stream.has_unsent)
+    except TlsEnded as ended:
+        channel.close()
+        raise ended.error from None
+    except BaseException:
+        channel.close()
+        raise
+    return through
+
+
+def _unreachable(address: Address, why: str) -> Disconnected:
+    return Disconnected(f"can't connect to {address}: {why}", _is_it_running(address))
+
+
+def _is_it_running(address: Address) -> str:
+    return f"Is gpuleased running? It should listen on {address}; GPULEASE_ADDRESS or the builder names another address"
+
+
+def ask_once(address: Address, op: Opcode, body: Body, reply_limit_s: float) -> Procedure[Any]:
+    """One control request over a connection of its own."""
+    doing = doing_of(op)
+    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        return (yield from ask(channel, op, body, TimeLimit(reply_limit_s, doing, address)))
+    except LinkEnded as ended:
+        raise disconnected(ended, channel, doing) from None
+    finally:
+        channel.close()

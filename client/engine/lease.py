@@ -1,0 +1,714 @@
+"""What a daemon says of one lease: LEASE_QUERY's map, typed.
+
+A lease as the client knows it, and the control requests about it.
+
+Keeping a lease alive: when to renew, numbers in and numbers out, and the procedure that does it.
+
+What became of a lease whose session's connection ended: the broker knows, so it is asked.
+"""
+
+import os
+import random
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, Literal, NotRequired, TypedDict, cast
+
+from gpulease.client.engine.events import EventStream
+from gpulease.client.engine.exchange import (
+    CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
+    Clock,
+    TimeLimit,
+    answer_to,
+    ask,
+    dial,
+    disconnected,
+    doing_of,
+)
+from gpulease.client.engine.forking import OF_PARENT, register
+from gpulease.client.engine.link import LinkEnded
+from gpulease.client.engine.request import LEASE_ID_VARIABLE, milliseconds
+from gpulease.client.engine.steps import Locked, Procedure, Sleep
+from gpulease.client.engine.tokens import Grant
+from gpulease.client.errors import (
+    PERMANENT_ERRORS,
+    Busy,
+    Disconnected,
+    Drained,
+    GpuLeaseError,
+    InvalidRequest,
+    error_of,
+)
+from gpulease.client.transport.channel import Channel
+from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
+from gpulease.protocol.address import Address
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.lease_ids import LeaseId, lease_id_of
+from gpulease.protocol.messages import (
+    Body,
+    CapabilityGrant,
+    CapabilityHeld,
+    CapabilityIssue,
+    CapabilityPresent,
+    CapabilityRevoke,
+    HelloReply,
+    LeaseAlloc,
+    LeaseGrant,
+    LeaseRef,
+    LeaseRenew,
+    LeaseRenewed,
+)
+from gpulease.protocol.opcodes import WAITING_TAG, HelloOption
+
+
+class SubmitReport(TypedDict):
+    """One submit of a lease.
+
+    Attributes:
+        number: The submit's number on the daemon.
+        reason: Why it ended or ends, "" while nothing ends it.
+        timed_out: Whether it, its kernel or its image took too long.
+        state: starting, running, ending or fenced; of the last one that is gone, absent.
+        launches: Kernels started; likewise.
+    """
+
+    number: int
+    reason: str
+    timed_out: bool
+    state: NotRequired[Literal["starting", "running", "ending", "fenced"]]
+    launches: NotRequired[int]
+
+
+class LeaseReport(TypedDict):
+    """One lease. A daemon of another version may say more, and lack what is marked so.
+
+    Attributes:
+        lease_id: The id's text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
+        state: pending, active, draining (it ends), torndown (its memory is free) or fenced (that could not be proved).
+        generation: Goes up with every renewal.
+        size_bytes: Device memory granted.
+        card_uuid: The card.
+        exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
+        remaining_ms: Milliseconds to its end, 0 once it has ended.
+        ttl_ms: Milliseconds last asked for.
+        cause: Why it ended or ends, a word as `expired`; None while nothing ends it.
+        reason: The same for people, "" while there is none.
+        fault: What its worker said when the context was lost, "" if it was not.
+        tenant: Whose it is.
+        age_ms: Milliseconds since it was asked for.
+        phase: active, warning, grace, teardown or ended; absent before it was granted.
+        ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; below 0 if it
+            ended earlier, absent while it has not.
+        orphan_ms: Milliseconds it may be without a connection, 0 for as long as it lasts.
+        orphaned_in_ms: Milliseconds until it ends for want of a connection; None while it has one.
+        allocated_bytes: Device memory its session holds. This and the counters below are its worker's word; they are
+            absent once there is no worker.
+        launches: Kernels its session queued.
+        syncs: Waits for the card that went well.
+        operations: Requests its session took.
+        failed_operations: Requests that failed.
+        sync_errors: Waits for the card that ended with a failure.
+        copies: Copies to and from the card.
+        copied_bytes: Bytes of these.
+        submit: The submit that is not proved gone; absent if there is none.
+        last_submit: The last submit that is gone; absent if there was none.
+    """
+
+    lease_id: str
+    state: Literal["pending", "active", "draining", "torndown", "fenced"]
+    generation: int
+    size_bytes: int
+    card_uuid: str
+    exclusivity: str
+    remaining_ms: int
+    ttl_ms: int
+    cause: NotRequired[str | None]
+    reason: NotRequired[str]
+    fault: NotRequired[str]
+    tenant: NotRequired[str]
+    age_ms: NotRequired[int]
+    phase: NotRequired[Literal["active", "warning", "grace", "teardown", "ended"]]
+    ended_after_deadline_us: NotRequired[int]
+    orphan_ms: NotRequired[int]
+    orphaned_in_ms: NotRequired[int | None]
+    allocated_bytes: NotRequired[int]
+    launches: NotRequired[int]
+    syncs: NotRequired[int]
+    operations: NotRequired[int]
+    failed_operations: NotRequired[int]
+    sync_errors: NotRequired[int]
+    copies: NotRequired[int]
+    copied_bytes: NotRequired[int]
+    submit: NotRequired[SubmitReport]
+    last_submit: NotRequired[SubmitReport]
+
+
+_TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
+_NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
+
+
+def lease_report_of(found: Any, doing: str) -> LeaseReport:
+    """A map as the daemon sent it. Raises Disconnected for what is none, or has other types than the protocol says."""
+    is_typed = (
+        isinstance(found, dict)
+        and all(isinstance(found.get(name, ""), str) for name in _TEXTS)
+        and all(type(found.get(name, 0)) is int for name in _NUMBERS)
+    )
+    if not is_typed:
+        raise error_of(Failure(Status.DISCONNECTED, "the report is no lease's map"), doing)
+    return cast(LeaseReport, found)
+
+
+LEASE_OVER: Final = frozenset(
+    {
+        Status.LEASE_EXPIRED,
+        Status.REVOKED,
+        Status.FENCED,
+        Status.LEASE_FREED,
+        Status.NOT_FOUND,
+        Status.DISCONNECTED,
+        Status.DRAINED,
+    }
+)
+"""Statuses by which the daemon says for good that a lease is no more; DISCONNECTED is the word of one that stops. Not
+to be used on what was found out here, where DISCONNECTED means that nothing is known of the lease."""
+
+LEASE_OVER_FOR_BROKER: Final = LEASE_OVER | {Status.SESSION_FAILED}
+"""The same as the answer to a request about the lease. A session says SESSION_FAILED of a single operation too."""
+
+REPEATABLE: Final = frozenset({Opcode.LEASE_RENEW, Opcode.LEASE_QUERY, Opcode.LEASE_FREE, Opcode.CAPABILITY_REVOKE})
+"""What may be asked again without knowing whether it was done: it then was done once, as far as anybody can see."""
+
+ACQUIRE_REPLY_LIMIT_S: Final = 90.0
+"""How long a grant may take, beside the wait for room. Where hundreds ask at once, each waits for the workers of those
+before it. The daemon gives a worker 60 s to start, and then says itself that it did not."""
+
+RECONNECT_LIMIT_S: Final = 30.0
+"""Longest one of these waits for a daemon that keeps leases over its restart, and not for longer than the lease lasts.
+A restart takes seconds; a daemon that is not back by then is more than restarted."""
+
+FATE_MARGIN_S: Final = 5.0
+"""How much longer LEASE_QUERY and LEASE_FREE wait, which mean something when the lease has just ended, too."""
+
+FIRST_RECONNECT_PAUSE_S: Final = 0.05
+"""Pause before the first new connection after one that broke; it doubles with each that fails."""
+
+MAX_RECONNECT_PAUSE_S: Final = 1.0
+"""Longest pause between two of them."""
+
+DAEMON_STOPS_HINT: Final = "Acquire a new lease once the daemon is back, or on another node"
+
+
+_GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
+"""What a LEASE_FREE that is asked again finds if the first one was done, or if time did it meanwhile."""
+
+
+class LeaseState:
+    """A granted lease: what it is, until when, and the connection to ask about it.
+
+    Attributes:
+        grant: What the daemon granted.
+        generation: Goes up with every renewal.
+        ttl_s: What the lease was last granted or renewed for.
+        deadline: When it ends, on `clock`.
+        expires_at_unix_s: The same for people.
+        over: How the lease ended, once that is known.
+        waiting: How its sessions wait, None for as the hosts allow.
+        token: By what another tenant uses it; empty for its own.
+        outlives_daemon: Whether the daemon said that its leases outlive its process.
+    """
+
+    token = b""
+
+    def __init__(self, channel: Channel, lock: Any, grant: LeaseGrant, clock: Clock = time.monotonic) -> None:
+        self.grant = grant
+        self.waiting: Waiting | None = None
+        self.address: Address = channel.address
+        self.clock = clock
+        self.lock = lock
+        self.channel = channel
+        self.over: Failure | None = None
+        self.outlives_daemon = False
+        self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
+        register(self)
+
+    def disown(self) -> None:
+        """See Inherited."""
+        self.over = self.over or OF_PARENT
+
+    def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
+        """The lease lasts `ttl_ms` from now."""
+        self.generation = generation
+        self.ttl_s = ttl_ms / 1000
+        self.deadline = self.clock() + self.ttl_s
+        self.expires_at_unix_s = expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the lease ends; 0 when it has."""
+        return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
+
+    def heed(self, said: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
+        """Take in what the daemon said, which may be that the lease is over; the result also says what to do then.
+
+        How it ended stays if that is known already.
+        """
+        if said.status is Status.DISCONNECTED and not said.hint:
+            said = replace(said, hint=DAEMON_STOPS_HINT)
+        if said.status in over and self.over is None:
+            self.over = said
+        return said
+
+    # --- procedures ---
+
+    def renew(self, seconds: float, *, is_patient: bool = True) -> Procedure[None]:
+        """Make it last at least `seconds` from now. Without patience a daemon that is away is not waited for."""
+        ttl_ms = milliseconds(seconds, "renew", least_ms=1)
+        body = LeaseRenew(self.grant.lease_id, ttl_ms)
+        renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, is_patient=is_patient)
+        self.extend(renewed.generation, renewed.ttl_ms, renewed.expires_at_unix_s)
+
+    def free(self) -> Procedure[None]:
+        """Give it back. Raises what it ended of, if it had ended."""
+        yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
+        self.over = Failure(Status.LEASE_FREED, "the lease was freed")
+        self.channel.close()
+
+    def leave(self) -> Procedure[None]:
+        """Give it back on the way out; that it is over already is no error."""
+        try:
+            if self.over is None:
+                yield from self.free()
+        except GpuLeaseError as error:
+            if self.over is None or error.status is Status.FENCED:
+                raise
+        finally:
+            self.channel.close()
+
+    def issue(self, wanted: CapabilityIssue) -> Procedure[Grant]:
+        """A token for others."""
+        granted: CapabilityGrant = yield from self._control(Opcode.CAPABILITY_ISSUE, wanted)
+        return Grant(
+            granted.token,
+            granted.public_key,
+            LeaseId(self.grant.lease_id),
+            Permission(wanted.permissions),
+            granted.ttl_ms / 1000,
+            granted.expires_at_unix_s,
+        )
+
+    def revoke_token(self, token: bytes) -> Procedure[None]:
+        """End one token of it."""
+        yield from self._control(Opcode.CAPABILITY_REVOKE, CapabilityRevoke(self.grant.lease_id, 0, token))
+
+    def query(self) -> Procedure[LeaseReport]:
+        """What the daemon knows of it, whether it lives or not."""
+        reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
+        return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
+
+    def event_stream(self) -> EventStream:
+        """A subscription to it, not opened yet."""
+        if self.over is OF_PARENT:
+            raise error_of(OF_PARENT, "events")
+        return EventStream(self.address, self.grant.lease_id, self.token)
+
+    def _control(self, op: Opcode, body: Body, *, is_patient: bool = True) -> Procedure[Any]:
+        doing = doing_of(op)
+        if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
+            raise error_of(self.over, doing)
+        is_patient = is_patient and self.outlives_daemon and op in REPEATABLE
+        wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else FATE_MARGIN_S)
+        wait_s = min(wait_s, RECONNECT_LIMIT_S) if is_patient else 0.0
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s))
+        if isinstance(answer, Failure):
+            raise error_of(self.heed(answer, LEASE_OVER_FOR_BROKER), doing)
+        return answer
+
+    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float) -> Procedure[Any]:
+        """Ask again for `wait_s` where that is safe and the daemon may come back, with growing pauses."""
+        last, pause_s, is_again = self.clock() + wait_s, FIRST_RECONNECT_PAUSE_S, False
+        while True:
+            try:
+                return (yield from self._ask_again_if_stale(op, body, doing, is_again=is_again))
+            except (Disconnected, Busy):
+                left_s = last - self.clock()
+                if left_s <= 0:
+                    raise
+            yield Sleep(min(pause_s, left_s))
+            pause_s, is_again = min(2 * pause_s, MAX_RECONNECT_PAUSE_S), True
+
+    def _ask_again_if_stale(self, op: Opcode, body: Body, doing: str, *, is_again: bool) -> Procedure[Any]:
+        """What is answered on the connection the lease came on; if that is dead, on a new one, asking once more.
+
+        All of these requests may be asked twice: a second LEASE_FREE finds the lease over, which is what was wanted.
+        """
+        while True:
+            fresh = self.channel.link.end is not None
+            if fresh:
+                # It may have ended right behind an answer, which nobody has seen yet.
+                self.channel.close()
+                self.channel, _ = yield from dial(self.address, TimeLimit(CONNECT_LIMIT_S, doing, self.address))
+            self.channel.link.forget()
+            try:
+                limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+                answer = yield from answer_to(self.channel, op, body, limit)
+            except LinkEnded as ended:
+                self.channel.close()
+                if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
+                    return ended.failure
+                if fresh:
+                    raise disconnected(ended, self.channel, doing) from None
+                is_again = True
+                continue
+            is_refused = isinstance(answer, Failure)
+            if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
+                return None
+            return answer
+
+
+class LeaseView:
+    """What a lease's face shows without asking."""
+
+    _state: LeaseState
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The lease's number, 128 bits, printed as 32 hex digits; also its session's."""
+        return LeaseId(self._state.grant.lease_id)
+
+    @property
+    def lease_id_text(self) -> str:
+        """The lease's number as 32 hex digits, for what needs a str."""
+        return str(self.lease_id)
+
+    @property
+    def expires_at_unix_secs(self) -> int:
+        """When it ends, by the daemon's wall clock; for people."""
+        return self._state.expires_at_unix_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until it ends, by this machine's monotonic clock; 0 when it has."""
+        return self._state.remaining_s
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory granted."""
+        return self._state.grant.size_bytes
+
+    @property
+    def card_uuid(self) -> str:
+        """Which card it is on."""
+        return self._state.grant.card_uuid
+
+    @property
+    def generation(self) -> int:
+        """Goes up with every renewal."""
+        return self._state.generation
+
+    @property
+    def exclusivity(self) -> Exclusivity:
+        """Who else may use the card."""
+        return Exclusivity(self._state.grant.exclusivity)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has time left and nothing is known of its end."""
+        return self._state.remaining_s > 0
+
+    @property
+    def address(self) -> str:
+        """Where its daemon listens."""
+        return str(self._state.address)
+
+    def __repr__(self) -> str:
+        left = f"{self.remaining_s:.1f} s left" if self.is_alive else "over"
+        return f"<{type(self).__name__} {self.lease_id_text} {self.size_bytes} bytes on {self.card_uuid}, {left}>"
+
+    def _free_when_dropped(self) -> None:
+        """Give the lease back when its last reference goes or the program ends, as well as that can be done."""
+        weakref.finalize(self, _free_silently, self._state)
+
+
+def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseState]:
+    """Another tenant's lease, as far as a token shows it. Raises Denied with the check that the token failed."""
+    doing = doing_of(Opcode.CAPABILITY_PRESENT)
+    channel, _ = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
+        held: CapabilityHeld = yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), limit)
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+    grant = LeaseGrant(held.lease_id, held.generation, 0, held.ttl_ms, held.expires_at_unix_s, 0, "")
+    state = LeaseState(channel, lock, grant)
+    state.token = token
+    return state
+
+
+def by_environment(address: Address, lock: Any) -> Procedure[LeaseState]:
+    """The tenant's own lease that GPULEASE_LEASE_ID names. Raises InvalidRequest, NotFound if there is none."""
+    text = os.environ.get(LEASE_ID_VARIABLE, "")
+    if not text:
+        raise InvalidRequest(
+            f"attach: no token was given, and {LEASE_ID_VARIABLE} is not set",
+            "Give a token, or start the program as `gpulease run --vram 4GiB -- CMD`",
+        )
+    try:
+        lease_id = lease_id_of(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{LEASE_ID_VARIABLE}: {error}") from None
+    doing = doing_of(Opcode.LEASE_QUERY)
+    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(CONTROL_REPLY_LIMIT_S, doing, address)
+        reply = yield from ask(channel, Opcode.LEASE_QUERY, LeaseRef(lease_id), limit)
+        lease = LeaseState(channel, lock, _granted(lease_id, reply.report))
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        channel.close()
+        raise
+    lease.outlives_daemon = _keeps_leases(hello)
+    return lease
+
+
+def _granted(lease_id: int, report: Any) -> LeaseGrant:
+    """What the daemon granted, as far as a lease's report tells. Raises Disconnected for what is no report."""
+    try:
+        exclusivity = Exclusivity[report["exclusivity"].upper()]
+        times = report["generation"], report["size_bytes"], report["remaining_ms"]
+        expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
+        return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
+    except (AttributeError, KeyError, TypeError):
+        failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
+        raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
+
+
+def _keeps_leases(hello: HelloReply) -> bool:
+    return any(option.type == HelloOption.KEEPS_LEASES for option in hello.options)
+
+
+def acquire(address: Address, wanted: LeaseAlloc, lock: Any) -> Procedure[LeaseState]:
+    """Ask for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected and their like."""
+    doing = doing_of(Opcode.LEASE_ALLOC)
+    channel, hello = yield from dial(address, TimeLimit(CONNECT_LIMIT_S, "connect", address))
+    try:
+        limit = TimeLimit(ACQUIRE_REPLY_LIMIT_S + wanted.wait_ms / 1000, doing, address)
+        grant = yield from ask(channel, Opcode.LEASE_ALLOC, wanted, limit)
+        lease = LeaseState(channel, lock, grant)
+        lease.waiting = _waiting_of(wanted)
+        lease.outlives_daemon = _keeps_leases(hello)
+        return lease
+    except LinkEnded as ended:
+        channel.close()
+        raise disconnected(ended, channel, doing) from None
+    except BaseException:
+        # A grant that comes now finds no one: the daemon sees the connection closed and takes it back.
+        channel.close()
+        raise
+
+
+def _waiting_of(wanted: LeaseAlloc) -> Waiting | None:
+    chosen = [parameter.value for parameter in wanted.parameters if parameter.tag == WAITING_TAG]
+    return Waiting(chosen[0][0]) if chosen else None
+
+
+def _free_silently(state: LeaseState) -> None:
+    """Send LEASE_FREE if that takes no waiting. Runs in finalizers, so it never raises."""
+    channel = state.channel
+    if state.over is None and channel.link.end is None and not _is_held(state.lock):
+        with suppress(OSError, ProtocolError):
+            _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
+            channel.push(deque((memoryview(frame),)))
+    channel.close()
+
+
+def _is_held(lock: Any) -> bool:
+    """Whether someone is in the middle of a request. A threading.RLock can tell only by being acquired."""
+    locked = getattr(lock, "locked", None)
+    if locked is not None:
+        return bool(locked())
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
+RENEW_AT: Final = 0.75
+"""Which part of its time a lease has used when it is renewed: early enough for several tries."""
+
+JITTER: Final = 0.10
+"""How far each renewal is moved at random, so that leases granted together are not renewed together."""
+
+FIRST_BACKOFF_S: Final = 0.1
+"""Pause after the first failure; it doubles with each one that follows."""
+
+MAX_BACKOFF_S: Final = 5.0
+"""Longest pause between two tries."""
+
+CUT_SHORT_PART: Final = 0.9
+"""A renewal that gives less than this part of what was asked for was cut short: only a drain does that."""
+
+CUT_SHORT_SLACK_S: Final = 0.1
+"""What of it the daemon may have taken to answer; leases that short find out by the next renewal."""
+
+LEAST_DELAY_S: Final = 0.01
+"""Shortest pause at all, so that a lease of a millisecond does not spin."""
+
+
+class RenewalSchedule:
+    """How long to wait before the next try.
+
+    Args:
+        uniform: Random numbers from 0 to 1.
+    """
+
+    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
+        self._uniform = uniform
+        self._failures = 0
+
+    def after_grant(self, remaining_s: float) -> float:
+        """Seconds until the renewal of a lease that has `remaining_s` left, just granted or renewed."""
+        self._failures = 0
+        return max(LEAST_DELAY_S, remaining_s * RENEW_AT * (1 + JITTER * (2 * self._uniform() - 1)))
+
+    def after_failure(self, error: GpuLeaseError, remaining_s: float) -> float | None:
+        """Seconds until the next try; None if there is no use: the lease is lost."""
+        if isinstance(error, PERMANENT_ERRORS) or remaining_s <= 0:
+            return None
+        pause_s = min(FIRST_BACKOFF_S * 2.0 ** min(self._failures, 16), MAX_BACKOFF_S)
+        self._failures += 1
+        # Half of what is left, so that the last tries come closer together instead of too late.
+        return max(LEAST_DELAY_S, min(pause_s, remaining_s / 2))
+
+
+def keep(
+    lease: Callable[[], LeaseView | None], schedule: RenewalSchedule, stopped: Any = None
+) -> Procedure[GpuLeaseError | None]:
+    """Renew a lease for as long as it was granted, again and again; the result is why it was lost.
+
+    Args:
+        lease: A weak reference to it: that it is dropped or given back ends this without a loss.
+        schedule: When to renew.
+        stopped: An event of the face's kind that ends this; None if the face ends it in another way.
+    """
+    view = lease()
+    if view is None:
+        return None
+    state = view._state
+    ttl_s = state.ttl_s
+    delay_s = schedule.after_grant(state.remaining_s)
+    while True:
+        del view
+        yield Sleep(delay_s, stopped)
+        view = lease()
+        if view is None or (stopped is not None and stopped.is_set()):
+            return None
+        try:
+            yield from state.renew(ttl_s, is_patient=False)
+            if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
+                del view
+                return Drained(
+                    f"keep_alive: the lease's node is being drained: it lasts {state.ttl_s:.1f} s more, and no longer",
+                    "Finish what you do, and acquire a lease on another node",
+                )
+            delay_s = schedule.after_grant(state.remaining_s)
+        except GpuLeaseError as error:
+            pause_s = schedule.after_failure(error, state.remaining_s)
+            if pause_s is None:
+                del view  # the error's traceback has this frame, and must not keep the lease
+                return None if error.status is Status.LEASE_FREED else error
+            delay_s = pause_s
+
+
+FATE_WAIT_S: Final = 2.0
+"""How long the broker may take to notice that a worker is gone. It is told by the kernel, in milliseconds; two seconds
+is a host under heavy load."""
+
+FATE_POLL_S: Final = 0.05
+"""Pause between two questions."""
+
+_STATUS_BY_CAUSE: Final = {
+    "freed": Status.LEASE_FREED,
+    "abandoned": Status.LEASE_FREED,
+    "expired": Status.LEASE_EXPIRED,
+    "revoked": Status.REVOKED,
+    "faulted": Status.SESSION_FAILED,
+    "worker_died": Status.SESSION_FAILED,
+    "spawn_failed": Status.SESSION_FAILED,
+    "shutdown": Status.DISCONNECTED,
+    "over_slice": Status.SESSION_FAILED,
+    "kernel_timeout": Status.SESSION_FAILED,
+    "unresponsive": Status.SESSION_FAILED,
+    "drained": Status.DRAINED,
+    "load_timeout": Status.SESSION_FAILED,
+    "orphaned": Status.LEASE_EXPIRED,
+}
+_WORDS: Final = {
+    "freed": "the lease was freed",
+    "abandoned": "the lease was given up",
+    "expired": "the lease expired",
+    "revoked": "the lease was revoked",
+    "faulted": "the session's GPU context failed",
+    "worker_died": "the session's process died",
+    "spawn_failed": "the session's process could not be started",
+    "shutdown": "the daemon shut down",
+    "over_slice": "the session held more of the card than was leased",
+    "kernel_timeout": "a kernel ran for longer than the lease allows",
+    "unresponsive": "the session's process did not answer any more",
+    "drained": "the lease ended because its node was drained",
+    "load_timeout": "an image compiled for longer than the node allows",
+    "orphaned": "the lease was orphaned",
+}
+_FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
+"""How a lease ended matters more to its tenant than whether its memory came back, except for these."""
+
+
+def fate_of(report: Mapping[str, object]) -> Failure | None:
+    """How the lease in a LEASE_QUERY report ended; None if it has not."""
+    cause, state = report.get("cause"), report.get("state")
+    if cause is None and state != "fenced":
+        return None
+    reason = str(report.get("reason") or "")
+    status = _STATUS_BY_CAUSE.get(str(cause), Status.SESSION_FAILED)
+    words = _WORDS.get(str(cause), f"the lease ended ({cause})")
+    if state == "fenced" and status in _FENCE_MATTERS:
+        status, words = Status.FENCED, f"{words} and its memory is fenced"
+    hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
+    return Failure(status, f"{words}: {reason}" if reason else words, hint)
+
+
+def find_fate(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
+    """How a lease ended whose session's connection did, as `ended` says; never raises for what the broker answers."""
+    last = lease.clock() + FATE_WAIT_S
+    try:
+        while lease.over is None:
+            lease.over = fate_of((yield from lease.query()))
+            if lease.over is not None or lease.clock() >= last:
+                break
+            yield Sleep(FATE_POLL_S)
+    except Disconnected as error:
+        return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
+    except GpuLeaseError as error:
+        return _unknown_lease(lease, error.failure)
+    return lease.over or Failure(
+        Status.DISCONNECTED,
+        f"{ended.message}, and the daemon says the lease is still active",
+        "Open the session anew, or acquire a new lease",
+    )
+
+
+def _unknown_lease(lease: LeaseState, failure: Failure) -> Failure:
+    """A daemon forgets leases some time after their end: what is past its deadline expired."""
+    if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
+        return Failure(Status.LEASE_EXPIRED, "the lease expired")
+    return failure

@@ -1,0 +1,182 @@
+"""What a tenant asks for: the builder both faces inherit from."""
+
+import math
+import os
+from enum import IntEnum
+from typing import Any, Final, Self
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import bounded, quoted, utf8
+from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
+from gpulease.protocol import Exclusivity, Waiting
+from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, Address, TlsAddress, parse_address
+from gpulease.protocol.limits import MAX_TEXT_BYTES
+from gpulease.protocol.messages import LeaseAlloc
+from gpulease.protocol.opcodes import (
+    EXCLUSIVITY_TAG,
+    GPU_RESOURCE_TYPE,
+    MAX_KERNEL_TAG,
+    ORPHAN_TAG,
+    SUBMIT_TAG,
+    WAITING_TAG,
+)
+from gpulease.protocol.primitives import LeaseParameter
+from gpulease.protocol.sizes import parse_size
+
+LEASE_ID_VARIABLE: Final = "GPULEASE_LEASE_ID"
+"""The lease that a program runs on, as `gpulease run` tells it: 32 hex digits."""
+
+DEFAULT_LEASE_S: Final = 60.0
+"""How long a lease lasts if the tenant does not say: long enough to try things by hand, short enough to forget."""
+
+MAX_WIRE_MS: Final = 2**32 - 1
+"""Longest time that fits the wire's u32 of milliseconds, 49.7 days."""
+
+MAX_CARD_INDEX: Final = 2**32 - 1
+"""More than any host has, and short to write."""
+
+MAX_WIRE_BYTES: Final = 2**64 - 1
+"""Largest size that fits the wire's u64."""
+
+
+def address_of(text: str | None, files: TlsFiles = TlsFiles()) -> Address:  # noqa: B008  # it can't be changed
+    """The address given, else GPULEASE_ADDRESS, else the default socket. Raises InvalidRequest.
+
+    A tls: address comes with the files that it takes, from `files` or the environment.
+    """
+    try:
+        if text is not None:
+            utf8(text, "the daemon's address")
+        address = parse_address(text or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
+    except ValueError as error:
+        raise InvalidRequest(f"the daemon's address: {error}") from None
+    return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address
+
+
+def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
+    """A time as the wire has it. Raises InvalidRequest if it is no time, or does not fit."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise InvalidRequest(f"{what}: {quoted(seconds)} is not a number of seconds")
+    value = math.ceil(seconds * 1000)
+    if not least_ms <= value <= MAX_WIRE_MS:
+        raise InvalidRequest(f"{what}: {seconds!r} s is not between {least_ms / 1000:g} s and {MAX_WIRE_MS // 1000} s")
+    return value
+
+
+class Wish:
+    """Says what a lease should be like; every method but the last returns the builder itself."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Args: address: Where the daemon listens; None for GPULEASE_ADDRESS, else the default socket."""
+        self._address = address
+        self._min_vram_bytes = 0
+        self._submit_bytes = 0
+        self._ttl_ms = milliseconds(DEFAULT_LEASE_S, "lease_secs", least_ms=1)
+        self._wait_ms = 0
+        self._device: str | None = None
+        self._parameters: dict[int, bytes] = {}
+        self._tls_files = TlsFiles()
+
+    def tls(self, certificate: str | None = None, key: str | None = None, ca: str | None = None) -> Self:
+        """What shows a remote daemon who this is, and whom to take for it: files, as PEM.
+
+        What is not given is taken from GPULEASE_TLS_CERTIFICATE, GPULEASE_TLS_KEY and GPULEASE_TLS_CA.
+        """
+        self._tls_files = TlsFiles(certificate, key, ca)
+        return self
+
+    def min_vram(self, size_bytes: int | str) -> Self:
+        """Device memory, all of it for the tenant: bytes, or a text such as "4GiB"."""
+        self._min_vram_bytes = _size_of(size_bytes, "min_vram")
+        return self
+
+    def submits(self, size_bytes: int | str) -> Self:
+        """Device memory besides, for `lease.submit`, as `min_vram`: what its image and arguments take on the card."""
+        self._submit_bytes = _size_of(size_bytes, "submits")
+        self._parameters[SUBMIT_TAG] = self._submit_bytes.to_bytes(8, "big")
+        return self
+
+    def lease_secs(self, seconds: float) -> Self:
+        """How long the lease lasts unless it is renewed; the daemon has a maximum."""
+        self._ttl_ms = milliseconds(seconds, "lease_secs", least_ms=1)
+        return self
+
+    def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
+        """Who else may use the card meanwhile."""
+        self._parameters[EXCLUSIVITY_TAG] = bytes([_member(Exclusivity, exclusivity, "exclusivity")])
+        return self
+
+    def waiting(self, waiting: Waiting | int) -> Self:
+        """How session and worker wait: SPIN for the soonest answer, YIELD on a busy host, BLOCK to sleep at once.
+
+        If this is not called, they spin for a bounded time where the host has cores for both of them.
+        """
+        self._parameters[WAITING_TAG] = bytes([_member(Waiting, waiting, "waiting")])
+        return self
+
+    def max_kernel_secs(self, seconds: float) -> Self:
+        """How long one kernel may run: one that runs for longer ends the lease. No bound if this is not called."""
+        value = milliseconds(seconds, "max_kernel_secs", least_ms=1)
+        self._parameters[MAX_KERNEL_TAG] = value.to_bytes(4, "big")
+        return self
+
+    def orphan_secs(self, seconds: float) -> Self:
+        """How long the lease may be without a connection before it ends, orphaned; 0: for as long as it lasts.
+
+        Its connections are the lease object's own, those of its session, also by a token, and its submits'. A renewal
+        begins the wait anew. The daemon's operator has a default if this is not called.
+        """
+        self._parameters[ORPHAN_TAG] = milliseconds(seconds, "orphan_secs", least_ms=0).to_bytes(4, "big")
+        return self
+
+    def device(self, uuid_or_index: str | int) -> Self:
+        """Which card: its UUID or its index. Any card that fits if this is not called."""
+        if isinstance(uuid_or_index, str):
+            self._device = bounded(uuid_or_index, "device: a card's name", MAX_TEXT_BYTES)
+        else:
+            self._device = str(whole(uuid_or_index, "device", least=0, most=MAX_CARD_INDEX))
+        return self
+
+    def timeout(self, seconds: float) -> Self:
+        """How long to wait for room; 0, the default, is not at all."""
+        self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
+        return self
+
+    def _where(self) -> Address:
+        return address_of(self._address, self._tls_files)
+
+    def _request(self) -> LeaseAlloc:
+        if not self._min_vram_bytes:
+            raise InvalidRequest("acquire: the lease's size is missing", 'Say it with GpuBuilder().min_vram("4GiB")')
+        parameters = tuple(LeaseParameter(tag, value) for tag, value in self._parameters.items())
+        size_bytes = self._min_vram_bytes + self._submit_bytes
+        return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, self._ttl_ms, self._wait_ms, self._device, parameters)
+
+
+def _member(kind: type[IntEnum], given: int, what: str) -> int:
+    try:
+        return kind(given)
+    except ValueError:
+        names = ", ".join(f"{item.name} ({item.value})" for item in kind)
+        raise InvalidRequest(f"{what}: {quoted(given)} is none of {names}") from None
+
+
+def _size_of(size: Any, what: str) -> int:
+    """A size as people write it, "4GiB" or 4 << 30. Raises InvalidRequest."""
+    if isinstance(size, str):
+        try:
+            size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
+        except ValueError as error:
+            raise InvalidRequest(f"{what}: {error}") from None
+    return whole(size, what, least=1, most=MAX_WIRE_BYTES)
+
+
+def whole(value: Any, what: str, *, least: int, most: int) -> int:
+    """An integer in a range; numpy's integers are integers too. Raises InvalidRequest."""
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        raise InvalidRequest(f"{what}: {quoted(value)} is not an integer") from None
+    if not least <= number <= most:
+        raise InvalidRequest(f"{what}: {number} is not between {least} and {most}")
+    return int(number)

@@ -1,0 +1,1 @@
+"""Programs that serve others on leases: the gateway, the model server, and calls through shared memory."""

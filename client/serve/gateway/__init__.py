@@ -1,0 +1,58 @@
+"""One lease per request: a request is done once, on a lease of its own, however often it is asked.
+
+    from gpulease.client.serve.gateway import DaemonEffects, InferenceKernel, InferenceRequest
+    from gpulease.client.serve.gateway import NodeAuthority, SqliteStore
+    from gpulease.client.serve.gateway import serve_inference_request
+
+    effects = DaemonEffects(SqliteStore("requests.sqlite"))
+    request = InferenceRequest("order-17", "affine", data, len(data), 64 << 20, 10, None, 0, time.time())
+    response = serve_inference_request(effects, NodeAuthority(), request, ptx, InferenceKernel("affine"))
+
+`gpulease serve gateway` does the same over HTTP (`asgi`). `postgres_store` keeps the requests of several hosts.
+"""
+
+from gpulease.client.serve.gateway.errors import (
+    CapabilityRefused,
+    GatewayError,
+    OperationConflict,
+    OperationFailed,
+    OperationInProgress,
+    OutcomeUnknown,
+    Overloaded,
+    StaleEpoch,
+    StoreUnavailable,
+)
+from gpulease.client.serve.gateway.serving import (
+    SUBMISSION,
+    Authority,
+    DaemonEffects,
+    Effects,
+    NodeAuthority,
+    serve_inference_request,
+)
+from gpulease.client.serve.gateway.settings import InferenceKernel, InferenceRequest, InferenceResponse
+from gpulease.client.serve.gateway.sqlite_store import SqliteStore
+from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
+
+__all__ = [
+    "SUBMISSION",
+    "Authority",
+    "CapabilityRefused",
+    "DaemonEffects",
+    "Effects",
+    "GatewayError",
+    "InferenceKernel",
+    "InferenceRequest",
+    "InferenceResponse",
+    "NodeAuthority",
+    "OperationConflict",
+    "OperationFailed",
+    "OperationInProgress",
+    "OutcomeUnknown",
+    "Overloaded",
+    "ReplicatedIdempotencyStore",
+    "SqliteStore",
+    "StaleEpoch",
+    "StoreUnavailable",
+    "serve_inference_request",
+]

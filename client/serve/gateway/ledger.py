@@ -1,0 +1,227 @@
+"""Which operation a request is: the key it is reserved by, and the hash that tells it from any other.
+
+The key is `inference:` and the request's id. The hash is SHA-256 (FIPS 180-4) over five fields in this order, each
+behind its length in bytes as a big-endian u32:
+
+    logical resource name   "gpu"
+    kind                    "inference"
+    verb                    "serve"
+    schema id               "gpulease.inference.v1"
+    payload
+
+and the payload is
+
+    request id (UTF-8) 0x00 model id (UTF-8) 0x00 output length in bytes (u64, big-endian) input (all that is left)
+
+Neither id holds a zero byte, so no two requests have the same payload; and no two lists of fields the same bytes,
+because each field says how long it is. `vectors/gateway/operations.json` has examples for other languages.
+
+The rules of the idempotency store, without I/O and without a clock: one entry and a wish in, one entry out.
+
+    (no entry) --reserve--> RESERVED --start--> STARTED --complete--> COMPLETED
+                               |  ^                |
+                        release|  |reserve         |claim over, reserve
+                               v  |                v
+                             RELEASED            UNKNOWN
+
+An entry is RESERVED while an attempt prepares: whatever happens to that attempt, it has had no effect. It is STARTED
+from just before the effect may begin. An attempt that dies leaves its claim to run out. If it was RESERVED then,
+the next to reserve takes it over with a higher epoch, which the store demands for every later step, so that the
+earlier attempt, should it only have been slow, can begin nothing any more. If it was STARTED, nobody can know whether
+the effect was had: the entry is UNKNOWN for ever, and it is not had again.
+
+Every rule can be applied twice with the same claim id: a store may repeat a transaction whose end it did not learn.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Final, TypeAlias
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.serve.gateway.errors import OperationConflict, StaleEpoch
+
+RESOURCE: Final = "gpu"
+KIND: Final = "inference"
+VERB: Final = "serve"
+SCHEMA_ID: Final = "gpulease.inference.v1"
+
+MAX_ID_BYTES: Final = 200
+"""Longest request or model id in UTF-8. Stops keys that no store's index takes, and logs that nobody reads."""
+
+MAX_OUTPUT_WIRE: Final = 2**64 - 1
+
+_LENGTH: Final = struct.Struct(">I")
+_OUTPUT_LEN: Final = struct.Struct(">Q")
+
+
+def operation_key(request_id: str) -> str:
+    """What a request is reserved by. Raises InvalidRequest for an id that is none."""
+    return f"{KIND}:{checked_id(request_id, 'request id')}"
+
+
+def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
+    """The 32 bytes that tell this operation from any other. Raises InvalidRequest."""
+    payload = operation_payload(request_id, model_id, output_len, input_bytes)
+    digest = hashlib.sha256()
+    for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):
+        digest.update(_LENGTH.pack(len(field)))
+        digest.update(field)
+    return digest.digest()
+
+
+def operation_payload(request_id: str, model_id: str, output_len: int, input_bytes: bytes) -> bytes:
+    """The last of the hashed fields. Raises InvalidRequest."""
+    if not 0 < output_len <= MAX_OUTPUT_WIRE:
+        raise InvalidRequest(f"an output of {output_len} bytes; at least one is asked for, and a u64 holds the number")
+    ids = (checked_id(request_id, "request id").encode(), checked_id(model_id, "model id").encode())
+    return b"".join((ids[0], b"\0", ids[1], b"\0", _OUTPUT_LEN.pack(output_len), input_bytes))
+
+
+def checked_id(text: str, what: str) -> str:
+    """An id: 1 to MAX_ID_BYTES bytes of UTF-8 that can all be printed. Raises InvalidRequest."""
+    try:
+        size = len(text.encode())
+    except (UnicodeEncodeError, AttributeError):
+        size = 0
+    if not 0 < size <= MAX_ID_BYTES or not text.isprintable():
+        raise InvalidRequest(f"a {what} has 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")
+    return text
+
+
+class Phase(IntEnum):
+    """How far an operation has come. The numbers are what the stores keep."""
+
+    RESERVED = 1
+    STARTED = 2
+    RELEASED = 3
+    COMPLETED = 4
+    UNKNOWN = 5
+
+
+ENDED: Final = frozenset({Phase.RELEASED, Phase.COMPLETED, Phase.UNKNOWN})
+"""Phases in which nobody is at work on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time of the clock by which claims run out.
+
+    Attributes:
+        clock_id: Which clock: times of different ones say nothing of each other. A host's boot, for one.
+        now_s: Its seconds.
+    """
+
+    clock_id: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is kept of one operation.
+
+    Attributes:
+        request_hash: Which operation the key stands for.
+        epoch: The fence: goes up each time somebody reserves it, and when it becomes UNKNOWN.
+        claim_id: 16 random bytes of the attempt that reserved it.
+        phase: How far it has come.
+        clock_id: The clock of `claim_until_s`.
+        claim_until_s: Until when its attempt is thought to live.
+        outcome: What came of it, once COMPLETED.
+    """
+
+    request_hash: bytes
+    epoch: int
+    claim_id: bytes
+    phase: Phase
+    clock_id: str
+    claim_until_s: float
+    outcome: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The right to make one attempt at an operation, until somebody else has reserved it."""
+
+    key: str
+    request_hash: bytes
+    epoch: int
+    claim_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Somebody else is at it, for `remaining_s` more at most."""
+
+    epoch: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """It was done; what came of it."""
+
+    epoch: int
+    outcome: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """It was begun by an attempt that is gone: it may have been done or not, and is not done again."""
+
+    epoch: int
+
+
+Answer: TypeAlias = Reservation | InFlight | Completed | Unknown
+
+
+def reserve(
+    entry: Entry | None, key: str, request_hash: bytes, claim_id: bytes, at: Moment, claim_ttl_s: float
+) -> tuple[Entry | None, Answer]:
+    """What is to be kept, and the answer. Raises OperationConflict if the key stands for another operation."""
+    if entry is not None and entry.request_hash != request_hash:
+        raise OperationConflict(f"{key} was used for another operation: its model, input or output length was another")
+    if entry is not None and entry.claim_id == claim_id and entry.phase is Phase.RESERVED:
+        return entry, Reservation(key, request_hash, entry.epoch, claim_id)
+    if entry is not None and entry.phase is Phase.COMPLETED:
+        return entry, Completed(entry.epoch, entry.outcome)
+    if entry is not None and entry.phase is Phase.UNKNOWN:
+        return entry, Unknown(entry.epoch)
+    if entry is not None and entry.phase is not Phase.RELEASED:
+        remaining_s = entry.claim_until_s - at.now_s if entry.clock_id == at.clock_id else 0.0
+        if remaining_s > 0:
+            return entry, InFlight(entry.epoch, remaining_s)
+        if entry.phase is Phase.STARTED:
+            return replace(entry, epoch=entry.epoch + 1, phase=Phase.UNKNOWN), Unknown(entry.epoch + 1)
+    epoch = 1 if entry is None else entry.epoch + 1
+    made = Entry(request_hash, epoch, claim_id, Phase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
+    return made, Reservation(key, request_hash, epoch, claim_id)
+
+
+def start(entry: Entry | None, held: Reservation) -> Entry:
+    """The effect is about to begin. Raises StaleEpoch."""
+    return _moved(entry, held, Phase.STARTED, (Phase.RESERVED,))
+
+
+def complete(entry: Entry | None, held: Reservation, outcome: bytes) -> Entry:
+    """The effect was had, and this came of it. Raises StaleEpoch."""
+    return replace(_moved(entry, held, Phase.COMPLETED, (Phase.STARTED,), outcome), outcome=outcome)
+
+
+def release(entry: Entry | None, held: Reservation) -> Entry:
+    """Nothing was begun, and nothing will be: who asks next may try. Raises StaleEpoch."""
+    return _moved(entry, held, Phase.RELEASED, (Phase.RESERVED,))
+
+
+def _moved(
+    entry: Entry | None, held: Reservation, to: Phase, from_phases: tuple[Phase, ...], outcome: bytes = b""
+) -> Entry:
+    is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)
+    if is_held and entry is not None:
+        if entry.phase in from_phases:
+            return replace(entry, phase=to)
+        if entry.phase is to and entry.outcome == outcome:
+            return entry
+    why = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"
+    raise StaleEpoch(f"{held.key}: epoch {held.epoch} of this attempt can't become {to.name.lower()}: the entry {why}")

@@ -1,0 +1,404 @@
+"""Gives up commits that take too long: a server that waits for a standby sets that wait no bound.
+
+The idempotency store in PostgreSQL: for gateways of many hosts. Needs `pip install '.[postgres]'`.
+
+Every method is one transaction, at READ COMMITTED, that makes its key's row if there is none and locks it before it
+looks: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and 13.3.2).
+So of two gateways that reserve the same operation, the second sees what the first did.
+
+If the server goes away in the middle, whether the transaction was committed is not known. It is then done again, from
+the start, on a new connection, for up to `patience_s`: the claim id, drawn once for each call, lets the rules tell
+that the row is this call's own. A standby is not written to; `target_session_attrs` finds the primary among the hosts
+of the connection string (libpq, 34.1.2), and a host that is gone without a word is noticed by TCP within seconds.
+
+A commit must be on the disk before a caller is told: `synchronous_commit` is turned on where the server has less.
+Operations survive the loss of the primary only if `synchronous_standby_names` is set there: then each commit waits
+until a standby has it on its disk, too, and the promoted standby knows every claim that anybody was told of. A server
+that gives up that wait commits all the same, and says so by a warning alone (documentation, 27.2.8.2; syncrep.c), to be
+lost with the primary: so a transaction with a warning is not believed, and done again. It is given up here, too, after
+`commit_s`: while no standby is there nobody begins anything. A primary that lives on beside the promoted one can end
+no commit, since no standby follows it.
+
+Claims run out by the primary's clock, which all gateways share. If somebody sets it, attempts are taken for dead
+sooner or later than they should; that never makes an effect happen twice.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Generic, TypeVar
+
+import psycopg
+from psycopg import errors as sql_errors
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from gpulease.client.serve.gateway import ledger
+from gpulease.client.serve.gateway.errors import StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
+from gpulease.client.serve.gateway.store import checked_outcome
+
+WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
+
+
+class CommitWatch(Generic[WatchedConnection]):
+    """One thread for all commits of a store; it sleeps while there are none.
+
+    It is woken by the first commit after that alone. Then it sleeps until the one that began first must have ended,
+    and by that time knows of those that began since: each of them ends later.
+    """
+
+    def __init__(self, limit_s: float, give_up: Callable[[WatchedConnection], object]) -> None:
+        """Args: limit_s: How long one may take. give_up: Has the server end it; raises nothing."""
+        self._limit_s, self._give_up = limit_s, give_up
+        self._ends: dict[WatchedConnection, float] = {}
+        self._given_up: WatchedConnection | None = None
+        self._changed = threading.Condition()
+        self._sleeps = self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def begins(self, connection: WatchedConnection) -> None:
+        """A commit on that connection."""
+        with self._changed:
+            self._ends[connection] = time.monotonic() + self._limit_s
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gpulease-commits", daemon=True)
+                self._thread.start()
+            elif self._sleeps:
+                self._changed.notify_all()
+
+    def ended(self, connection: WatchedConnection) -> None:
+        """It has ended, or never begun; no word to give up comes behind this, which would end what is done next."""
+        with self._changed:
+            self._ends.pop(connection, None)
+            self._changed.wait_for(lambda: self._given_up is not connection)
+
+    def close(self) -> None:
+        """End the thread, once no commit is under way; again is harmless."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (connection := self._next()) is not None:
+            self._give_up(connection)
+            with self._changed:
+                self._given_up = None
+                self._changed.notify_all()
+
+    def _next(self) -> WatchedConnection | None:
+        """The next that took too long, once there is one; None at the end."""
+        with self._changed:
+            while self._ends or not self._is_closed:
+                # In the order they began in, which is that of their ends.
+                first = next(iter(self._ends), None)
+                left_s = None if first is None else self._ends[first] - time.monotonic()
+                if first is not None and left_s is not None and left_s <= 0:
+                    del self._ends[first]
+                    self._given_up = first
+                    return first
+                self._sleeps = first is None
+                self._changed.wait(left_s)
+        return None
+
+
+_log: Final = logging.getLogger("gpulease.gateway")
+
+T = TypeVar("T")
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+MAX_CONNECTIONS: Final = 8
+"""Most connections of one store. Stops a gateway from taking all that the server has for others."""
+
+CONNECT_S: Final = 5
+"""For one try to connect, whole seconds as libpq wants them."""
+
+STATEMENT_MS: Final = 10_000
+"""For one statement, waiting for the row's lock included. Stops a hung gateway's lock from hanging the others."""
+
+COMMIT_S: Final = 4.0
+"""For one commit, waiting for a standby's disk included. Stops a standby that is gone from holding every request for
+good: the server itself sets that wait no bound."""
+
+CANCEL_S: Final = 2.0
+"""For telling the server to give it up."""
+
+PATIENCE_S: Final = 10.0
+"""How long a transaction is tried again while the server is away. A primary that restarts takes seconds."""
+
+_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 0.5
+
+_NAME: Final = "gpulease-gateway"
+_HAS_GONE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
+"""When a host is given up that does not answer at all (libpq, 34.1.2), in seconds, the last in milliseconds. Without it
+a request that was asked of a host that lost its power waits for hours."""
+_OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
+
+_TABLES: Final = (
+    """
+    CREATE TABLE IF NOT EXISTS gpulease_operation (
+        key text PRIMARY KEY,
+        request_hash bytea NOT NULL,
+        epoch bigint NOT NULL,
+        claim_id bytea NOT NULL,
+        phase smallint NOT NULL,
+        claim_until_s double precision NOT NULL,
+        outcome bytea NOT NULL,
+        changed_s double precision NOT NULL
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS gpulease_operation_changed ON gpulease_operation (changed_s)",
+)
+_TABLE_LOCK: Final = 0x6770756C65617365
+"""Of pg_advisory_xact_lock: two that make the table at once would both fail, whatever IF NOT EXISTS says."""
+
+_DURABILITY: Final = """
+SELECT current_setting('synchronous_commit'), current_setting('synchronous_standby_names'),
+    coalesce(host(inet_server_addr()), 'the primary')
+"""
+_NOW: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
+_INSERT: Final = """
+INSERT INTO gpulease_operation VALUES (%s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (key) DO NOTHING
+"""
+_SELECT: Final = """
+SELECT request_hash, epoch, claim_id, phase, claim_until_s, outcome FROM gpulease_operation WHERE key = %s FOR UPDATE
+"""
+_UPDATE: Final = """
+UPDATE gpulease_operation
+SET request_hash = %s, epoch = %s, claim_id = %s, phase = %s, claim_until_s = %s, outcome = %s, changed_s = %s
+WHERE key = %s
+"""
+_FORGET: Final = "DELETE FROM gpulease_operation WHERE changed_s < %s"
+
+
+class _NotBelieved(Exception):
+    """The server committed, and said that something about that is not as it should be."""
+
+
+_AGAIN: Final = (
+    psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
+    psycopg.InterfaceError,  # the connection had ended before
+    sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
+    _NotBelieved,
+)
+
+
+class PostgresStore:
+    """A ReplicatedIdempotencyStore in one table, `gpulease_operation`, which is made if it is not there."""
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        commit_s: float = COMMIT_S,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
+        """Args: conninfo: The primary, or several hosts of which one is. now_s: In place of the primary's clock.
+
+        Raises StoreUnavailable if the server can't be reached or does not let the table be made.
+        """
+        self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
+        self._watch = CommitWatch(commit_s, _cancel)
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        try:
+            self._transact(_make_tables)
+        except BaseException:
+            self._watch.close()
+            raise
+
+    # --- what a store does ---
+
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+        """See ReplicatedIdempotencyStore."""
+        claim_id = secrets.token_bytes(16)
+
+        def job(connection: Connection) -> Answer:
+            now_s = self._now(connection)
+            fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
+            assert fresh is not None
+            while connection.execute(_INSERT, (key, *_columns(fresh), now_s)).rowcount == 0:
+                before = _load(connection, key)
+                if before is None:
+                    continue  # it was forgotten in between
+                # What waited for the row's lock looks at the time again: its claim may have run out meanwhile.
+                at = Moment("", self._now(connection))
+                after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
+                _save(connection, key, before, after, at.now_s)
+                break
+            return answer
+
+        return self._transact(job)
+
+    def start(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.start(entry, held))
+
+    def complete(self, held: Reservation, outcome: bytes) -> None:
+        """See ReplicatedIdempotencyStore."""
+        kept = checked_outcome(outcome)
+        self._move(held, lambda entry: ledger.complete(entry, held, kept))
+
+    def release(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.release(entry, held))
+
+    def forget(self, older_than_s: float) -> int:
+        """See ReplicatedIdempotencyStore."""
+        return self._transact(
+            lambda connection: connection.execute(_FORGET, (self._now(connection) - older_than_s,)).rowcount
+        )
+
+    def close(self) -> None:
+        """Close the connections, those in use when they come back; again is harmless."""
+        with self._lock:
+            self._is_closed = True
+        self._drop_idle()
+        self._watch.close()
+
+    # --- how ---
+
+    def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
+        def job(connection: Connection) -> None:
+            before = _load(connection, held.key)
+            _save(connection, held.key, before, rule(before), self._now(connection))
+
+        self._transact(job)
+
+    def _now(self, connection: Connection) -> float:
+        if self._now_s is not None:
+            return self._now_s()
+        row = connection.execute(_NOW).fetchone()
+        assert row is not None
+        return float(row[0])
+
+    def _transact(self, job: Callable[[Connection], T]) -> T:
+        """One transaction, done again for as long as nobody knows whether it was done."""
+        until = time.monotonic() + self._patience_s
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                with self._places:
+                    return self._try(job)
+            except _AGAIN as error:
+                self._drop_idle()
+                if time.monotonic() + pause_s > until:
+                    raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
+            except psycopg.Error as error:
+                raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _try(self, job: Callable[[Connection], T]) -> T:
+        with self._lock:
+            if self._is_closed:
+                raise StoreUnavailable("the store is closed")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect()
+        try:
+            with _believed(connection):
+                try:
+                    with connection.transaction():
+                        result = job(connection)
+                        self._watch.begins(connection)
+                finally:
+                    self._watch.ended(connection)
+        except BaseException:
+            self._give_back(connection)
+            raise
+        self._give_back(connection)
+        return result
+
+    def _connect(self) -> Connection:
+        ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
+        given = conninfo_to_dict(self._conninfo)
+        # What the operator says comes first: of a setting that is made twice, the last counts.
+        options = f"{given.get('options') or ''} {_OPTIONS}"
+        everything = ours | {"application_name": _NAME} | given | {"options": options}
+        connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
+        row = connection.execute(_DURABILITY).fetchone()
+        assert row is not None
+        if row[0] in ("off", "local", "remote_write"):
+            connection.execute("SET synchronous_commit TO on")
+        if not row[1] and len(str(given.get("host", "")).split(",")) > 1 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s has no synchronous_standby_names: should it be lost, a standby may do again what was done", row[2]
+            )
+        return connection
+
+    _has_warned = False
+
+    def _drop_idle(self) -> None:
+        """What ended one connection has likely ended those that nobody looked at since."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            with suppress(psycopg.Error):
+                connection.close()
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            is_usable = not self._is_closed and not connection.closed
+            if is_usable and connection.info.transaction_status is psycopg.pq.TransactionStatus.IDLE:
+                self._idle.append(connection)
+                return
+        with suppress(psycopg.Error):
+            connection.close()
+
+
+def _cancel(connection: Connection) -> None:
+    with suppress(psycopg.Error):
+        connection.cancel_safe(timeout=CANCEL_S)
+
+
+@contextmanager
+def _believed(connection: Connection) -> Iterator[None]:
+    """What is done on a connection ends without a warning. Raises _NotBelieved."""
+    warnings: list[str] = []
+
+    def hear(told: psycopg.errors.Diagnostic) -> None:
+        if told.severity_nonlocalized == "WARNING":
+            warnings.append(told.message_primary or "a warning")
+
+    connection.add_notice_handler(hear)
+    try:
+        yield
+    finally:
+        connection.remove_notice_handler(hear)
+    if warnings:
+        raise _NotBelieved(warnings[0])
+
+
+def _make_tables(connection: Connection) -> None:
+    connection.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLE_LOCK,))
+    for statement in _TABLES:
+        connection.execute(statement)
+
+
+def _columns(entry: Entry) -> tuple[Any, ...]:
+    phase = int(entry.phase)
+    return entry.request_hash, entry.epoch, entry.claim_id, phase, entry.claim_until_s, entry.outcome
+
+
+def _load(connection: Connection, key: str) -> Entry | None:
+    row = connection.execute(_SELECT, (key,)).fetchone()
+    return None if row is None else Entry(row[0], row[1], row[2], Phase(row[3]), "", row[4], row[5])
+
+
+def _save(connection: Connection, key: str, before: Entry | None, after: Entry | None, now_s: float) -> None:
+    if after is not None and after != before:
+        connection.execute(_UPDATE, (*_columns(after), now_s, key))
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

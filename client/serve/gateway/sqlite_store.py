@@ -1,0 +1,238 @@
+"""The idempotency store in one SQLite file: for gateways of one host.
+
+One thread has the one connection. What waits when it comes round goes into one transaction, so that many callers share
+one sync of the disk ("group commit"). The write-ahead log with `synchronous=FULL` (sqlite.org/pragma.html) keeps what
+was committed through a crash of the host. Other processes may use the same file: `BEGIN IMMEDIATE` makes each
+transaction the only writer before it reads. Not for a file on a network: SQLite's locks do not hold there.
+
+Claims run out by CLOCK_BOOTTIME (clock_gettime(2)), which all processes of a host share, nobody sets, and which goes on
+while the host sleeps; a claim from before the host was started anew is over.
+"""
+
+import os
+import queue
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from gpulease.client.serve.gateway import ledger
+from gpulease.client.serve.gateway.errors import GatewayError, StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Answer, Entry, Moment, Phase, Reservation
+from gpulease.client.serve.gateway.store import checked_outcome
+
+T = TypeVar("T")
+_Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
+
+GROUP_MAX: Final = 64
+"""Most callers whose changes share a transaction. Bounds how long the first of them waits for the others."""
+
+BUSY_S: Final = 5.0
+"""How long another process may keep the file locked before a caller is told StoreUnavailable."""
+
+FORMAT: Final = 1
+"""Of the tables, kept as the file's `user_version`."""
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+_TABLES: Final = """
+CREATE TABLE IF NOT EXISTS operation (
+    key TEXT PRIMARY KEY,
+    request_hash BLOB NOT NULL,
+    epoch INTEGER NOT NULL,
+    claim_id BLOB NOT NULL,
+    phase INTEGER NOT NULL,
+    clock_id TEXT NOT NULL,
+    claim_until_s REAL NOT NULL,
+    outcome BLOB NOT NULL,
+    changed_unix_s REAL NOT NULL
+) WITHOUT ROWID, STRICT
+"""
+_INDEX: Final = "CREATE INDEX IF NOT EXISTS operation_changed ON operation (changed_unix_s)"
+_SELECT: Final = """
+SELECT request_hash, epoch, claim_id, phase, clock_id, claim_until_s, outcome FROM operation WHERE key = ?
+"""
+_UPSERT: Final = "INSERT OR REPLACE INTO operation VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_FORGET: Final = "DELETE FROM operation WHERE changed_unix_s < ?"
+
+
+def host_clock() -> Moment:
+    """Now, by the clock that all processes of this host share until it is started anew."""
+    return Moment(_BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+class SqliteStore:
+    """A ReplicatedIdempotencyStore in a file, which is made for its owner alone if it is not there."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        clock: Callable[[], Moment] = host_clock,
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Args: clock: By what claims run out. unix_s: The date, by which operations are forgotten.
+
+        Raises StoreUnavailable if the file can't be opened or is none of this format.
+        """
+        self._path, self._clock, self._unix_s = Path(path), clock, unix_s
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="gpulease-store", daemon=True)
+        self._thread.start()
+        opened.result()
+
+    # --- what a store does ---
+
+    def reserve(self, key: str, request_hash: bytes, claim_ttl_s: float) -> Answer:
+        """See ReplicatedIdempotencyStore."""
+        claim_id = secrets.token_bytes(16)
+
+        def job(connection: sqlite3.Connection) -> Answer:
+            before = _load(connection, key)
+            after, answer = ledger.reserve(before, key, request_hash, claim_id, self._clock(), claim_ttl_s)
+            self._save(connection, key, before, after)
+            return answer
+
+        return self._do(job)
+
+    def start(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.start(entry, held))
+
+    def complete(self, held: Reservation, outcome: bytes) -> None:
+        """See ReplicatedIdempotencyStore."""
+        kept = checked_outcome(outcome)
+        self._move(held, lambda entry: ledger.complete(entry, held, kept))
+
+    def release(self, held: Reservation) -> None:
+        """See ReplicatedIdempotencyStore."""
+        self._move(held, lambda entry: ledger.release(entry, held))
+
+    def forget(self, older_than_s: float) -> int:
+        """See ReplicatedIdempotencyStore."""
+        before_unix_s = self._unix_s() - older_than_s
+        return self._do(lambda connection: connection.execute(_FORGET, (before_unix_s,)).rowcount)
+
+    def close(self) -> None:
+        """Do what waits, then close the file; again is harmless."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    # --- in the callers' threads ---
+
+    def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            before = _load(connection, held.key)
+            self._save(connection, held.key, before, rule(before))
+
+        self._do(job)
+
+    def _do(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        done: Future[T] = Future()
+        with self._closing:
+            if self._is_closed:
+                raise StoreUnavailable(f"the store {self._path} is closed")
+            self._jobs.put((job, done))
+        return done.result()
+
+    # --- in the thread that has the connection ---
+
+    def _save(self, connection: sqlite3.Connection, key: str, before: Entry | None, after: Entry | None) -> None:
+        if after is not None and after != before:
+            row = (after.request_hash, after.epoch, after.claim_id, int(after.phase), after.clock_id)
+            connection.execute(_UPSERT, (key, *row, after.claim_until_s, after.outcome, self._unix_s()))
+
+    def _run(self, opened: "Future[None]") -> None:
+        try:
+            connection = _open(self._path)
+        except (OSError, sqlite3.Error) as error:
+            self._is_closed = True
+            opened.set_exception(_unavailable(self._path, error))
+            return
+        except StoreUnavailable as error:
+            self._is_closed = True
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        try:
+            while (group := self._next_group()) is not None:
+                self._commit(connection, group)
+        finally:
+            connection.close()
+
+    def _next_group(self) -> list[_Job] | None:
+        """What waits, at least one; None once it is closed and nothing waits."""
+        first = self._jobs.get()
+        if first is None:
+            return None
+        group = [first]
+        with suppress(queue.Empty):
+            while len(group) < GROUP_MAX:
+                job = self._jobs.get_nowait()
+                if job is None:
+                    self._jobs.put(None)
+                    break
+                group.append(job)
+        return group
+
+    def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
+        """Do them in one transaction, and tell each caller only once it is on the disk."""
+        answers: list[tuple[Future[Any], Any]] = []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for job, done in group:
+                try:
+                    answers.append((done, job(connection)))
+                except GatewayError as refused:  # before anything was changed
+                    answers.append((done, refused))
+            connection.execute("COMMIT")
+        except (OSError, sqlite3.Error) as error:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            answers = [(done, _unavailable(self._path, error)) for _, done in group]
+        for done, answer in answers:
+            if isinstance(answer, BaseException):
+                done.set_exception(answer)
+            else:
+                done.set_result(answer)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    # Outputs of requests are in it. SQLite gives its other files the same mode.
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise StoreUnavailable(f"{path} is a store of format {found}; this program knows {FORMAT}")
+        connection.execute(_TABLES)
+        connection.execute(_INDEX)
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _load(connection: sqlite3.Connection, key: str) -> Entry | None:
+    row = connection.execute(_SELECT, (key,)).fetchone()
+    return None if row is None else Entry(row[0], row[1], row[2], Phase(row[3]), row[4], row[5], row[6])
+
+
+def _unavailable(path: Path, error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"the store {path}: {error}")

@@ -1,0 +1,138 @@
+"""The example's weights and its reference: a classifier of handwritten digits, 8 x 8 pixels of 0 to 1.
+
+    python -m gpulease.client.serve.models.example.digits [FOLDER]
+
+makes `digits.weights`, `digits-small.weights` and `digits-test.npz`, beside this file if no folder is named, from the
+data set that scikit-learn ships (the UCI repository's optical recognition of handwritten digits). The file of tests
+holds the images that nothing was trained with, so that the example and its tests need no scikit-learn.
+
+Nothing is random but by fixed seeds; another processor's libraries of linear algebra may round otherwise and give
+others that are as good.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+HERE: Final = Path(__file__).parent
+
+Floats = NDArray[np.float32]
+
+PIXELS: Final = 64
+DIGITS: Final = 10
+FULL_SCALE: Final = 16.0
+"""A pixel's largest value in the data set."""
+
+HIDDEN: Final = {"digits": 64, "digits-small": 16}
+"""Units of the hidden layer, by model."""
+
+TESTS: Final = "digits-test.npz"
+
+TEST_EVERY: Final = 5
+"""Each fifth image is for tests."""
+
+_SEED: Final = 7
+_EPOCHS: Final = 120
+_BATCH: Final = 32
+_RATE: Final = 0.05
+_MOMENTUM: Final = 0.9
+_DECAY: Final = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One network's, as the kernel has them."""
+
+    first: Floats
+    first_bias: Floats
+    last: Floats
+    last_bias: Floats
+
+    def to_bytes(self) -> bytes:
+        """In the kernel's order."""
+        return b"".join(part.astype("<f4").tobytes() for part in self._parts())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, hidden: int) -> Self:
+        """The same back."""
+        sizes = np.cumsum([PIXELS * hidden, hidden, hidden * DIGITS])
+        first, bias, last, last_bias = np.split(np.frombuffer(data, "<f4"), sizes)
+        return cls(first.reshape(PIXELS, hidden), bias, last.reshape(hidden, DIGITS), last_bias)
+
+    def scores(self, images: Floats) -> Floats:
+        """The reference: ten scores for each image, the largest of which is the digit."""
+        units = np.maximum(images @ self.first + self.first_bias, 0)
+        scores: Floats = units @ self.last + self.last_bias
+        return scores
+
+    def _parts(self) -> tuple[Floats, ...]:
+        return self.first, self.first_bias, self.last, self.last_bias
+
+
+def load_weights(model: str, folder: Path = HERE) -> Weights:
+    """A model's, as they are kept."""
+    return Weights.from_bytes((folder / f"{model}.weights").read_bytes(), HIDDEN[model])
+
+
+def load_tests(folder: Path = HERE) -> tuple[Floats, NDArray[np.uint8]]:
+    """(images, the digits they are) of those that nothing was trained with."""
+    with np.load(folder / TESTS, allow_pickle=False) as kept:
+        return kept["pixels"].astype(np.float32) / np.float32(FULL_SCALE), kept["digits"]
+
+
+def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = _EPOCHS) -> Weights:
+    """Stochastic gradient descent with momentum on the cross entropy."""
+    draw = np.random.default_rng(_SEED)
+    sizes = ((PIXELS, hidden), (hidden,), (hidden, DIGITS), (DIGITS,))
+    parts = [(draw.normal(0, (2 / size[0]) ** 0.5, size) if len(size) == 2 else np.zeros(size)) for size in sizes]
+    steps = [np.zeros_like(part) for part in parts]
+    wanted = np.eye(DIGITS)[digits]
+    for epoch in range(epochs):
+        order = draw.permutation(len(images))
+        rate = _RATE * (1 - epoch / epochs)
+        for start in range(0, len(order), _BATCH):
+            chosen = order[start : start + _BATCH]
+            for part, step, slope in zip(parts, steps, _slopes(parts, images[chosen], wanted[chosen]), strict=True):
+                step *= _MOMENTUM
+                step -= rate * (slope + _DECAY * part)
+                part += step
+    return Weights(*(part.astype(np.float32) for part in parts))
+
+
+def _slopes(parts: list[Any], images: Floats, wanted: Any) -> tuple[Any, ...]:
+    first, first_bias, last, last_bias = parts
+    units = np.maximum(images @ first + first_bias, 0)
+    scores = units @ last + last_bias
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    off = (chances / chances.sum(1, keepdims=True) - wanted) / len(images)
+    below = (off @ last.T) * (units > 0)
+    return images.T @ below, below.sum(0), units.T @ off, off.sum(0)
+
+
+def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """(pixels of 0 to 16, digits) as scikit-learn ships them."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return found.data.astype(np.uint8), found.target.astype(np.uint8)
+
+
+def main(folder: Path = HERE) -> None:
+    """Make all three files."""
+    pixels, digits = data_set()
+    is_test = np.arange(len(pixels)) % TEST_EVERY == 0
+    np.savez_compressed(folder / TESTS, pixels=pixels[is_test], digits=digits[is_test])
+    images = pixels.astype(np.float32) / np.float32(FULL_SCALE)
+    for model, hidden in HIDDEN.items():
+        weights = train(images[~is_test], digits[~is_test], hidden)
+        (folder / f"{model}.weights").write_bytes(weights.to_bytes())
+        right = (weights.scores(images[is_test]).argmax(1) == digits[is_test]).mean()
+        print(f"{model}: {right:.4f} of {is_test.sum()} test images right")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

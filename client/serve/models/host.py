@@ -1,0 +1,124 @@
+"""Many models in one process: which of them gets a request, and how they all end."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+from gpulease.client.serve.models.instance import Instance
+from gpulease.client.serve.models.model_metrics import ModelMetrics, ServerMetrics
+from gpulease.client.serve.models.queue import WaitingRequest
+from gpulease.client.serve.models.settings import ModelSettings
+from gpulease.client.serve.rpc import Outcome
+from gpulease.protocol.rpc import CallError, CallErrorCode
+
+STOP_LIMIT_S: Final = 20.0
+"""For all models to do what waits and to give their leases back, before they are cut off."""
+
+_log: Final = logging.getLogger("gpulease.models")
+
+
+class ModelHost:
+    """Serves models while its `async with` block lasts; leaving it does what waits first.
+
+    Args:
+        models: By name.
+        address: Of the daemon; None for the usual one.
+        metrics: Where they count.
+    """
+
+    def __init__(self, models: Mapping[str, ModelSettings], address: str | None, metrics: ServerMetrics) -> None:
+        self.models, self._address, self._metrics = models, address, metrics
+        self._names = {model.method_id: name for name, model in models.items()}
+        self._instances: dict[str, Instance] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        for name, model in self.models.items():
+            pass_on = partial(self._pass_on, model.smaller) if model.smaller else None
+            self._instances[name] = Instance(model, self._address, ModelMetrics(self._metrics, name), pass_on)
+        self._tasks = [asyncio.create_task(self._run(instance)) for instance in self._instances.values()]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for instance in self._instances.values():
+            instance.stop()
+        await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    def submit(self, name: str, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
+        """Have a model compute some items, or a smaller one while there is no room for it; see Instance.submit."""
+        return self._instances[self._stand_in(name)].submit(payload, deadline_s)
+
+    def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
+        """The same by the model's number: the handler of an RpcServer."""
+        name = self._names.get(method_id)
+        if name is not None:
+            return self.submit(name, payload, deadline_s)
+        refused: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        refused.set_result(CallError(CallErrorCode.NO_SUCH_METHOD, f"no model has number {method_id}"))
+        return refused
+
+    def name_of(self, method_id: int) -> str:
+        """A model's name by its number."""
+        return self._names[method_id]
+
+    def description(self) -> dict[str, Any]:
+        """What is served, by name."""
+        return {name: _described(model) for name, model in self.models.items()}
+
+    def describe(self) -> bytes:
+        """The same as JSON: what DESCRIBE answers."""
+        return json.dumps(self.description()).encode()
+
+    def state(self) -> dict[str, Any]:
+        """How the models are: which have a lease, and why others have none."""
+        return {
+            name: {
+                "lease_id": found.lease_id_text,
+                "waiting_items": found.waiting_items,
+                "trouble": str(found.trouble or ""),
+            }
+            for name, found in self._instances.items()
+        }
+
+    def count_lease_time(self) -> None:
+        """Count what leases were held for up to now."""
+        for instance in self._instances.values():
+            instance.count_lease_time()
+
+    def _stand_in(self, name: str) -> str:
+        while self._instances[name].lacks_room and (smaller := self.models[name].smaller):
+            name = smaller
+        return name
+
+    def _pass_on(self, smaller: str, requests: list[WaitingRequest]) -> None:
+        self._instances[self._stand_in(smaller)].adopt(requests)
+
+    async def _run(self, instance: Instance) -> None:
+        while True:
+            try:
+                return await instance.run()
+            except Exception:
+                # A mistake here must cost a model a moment, not the server its model.
+                _log.exception("%s: failed, and is begun anew", instance.settings.name)
+                await asyncio.sleep(1.0)
+
+
+def _described(model: ModelSettings) -> dict[str, Any]:
+    return {
+        "method_id": model.method_id,
+        "input_bytes": model.input_bytes,
+        "output_bytes": model.output_bytes,
+        "input_type": model.input_type,
+        "output_type": model.output_type,
+        "max_items": model.max_batch,
+        "smaller": model.smaller,
+    }

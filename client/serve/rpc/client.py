@@ -1,0 +1,355 @@
+"""What can go wrong with a call, beside `Disconnected`.
+
+The caller's side, blocking. Threads may share a client; they take turns: for calls side by side, make more.
+"""
+
+import json
+import math
+import os
+import random
+import select
+import socket
+import threading
+import time
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
+from gpulease.client.serve.rpc.server import Answer
+from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, SharedCall
+from gpulease.client.texts import utf8
+from gpulease.client.transport.spin_policy import patience_of
+from gpulease.protocol.address import UnixAddress, parse_address
+from gpulease.protocol.rpc import (
+    DESCRIBE,
+    GREETING_BYTES,
+    MAX_LEFT_MS,
+    MAX_PAYLOAD_BYTES,
+    CallError,
+    CallErrorCode,
+    CallStatus,
+    is_greeting,
+)
+
+
+class CallFailed(GpuLeaseError):
+    """The server answered with an error; or, TOO_LATE, the call's time was over before it was asked.
+
+    Attributes:
+        code: Why.
+        retry_after_s: When it may be worth asking again; 0: nothing is known of that.
+    """
+
+    def __init__(self, error: CallError) -> None:
+        super().__init__(f"{error.code.name.lower()}: {error.text}")
+        self.error = error
+        self.code: CallErrorCode = error.code
+        self.retry_after_s = error.retry_after_ms / 1000
+
+
+class CallTimedOut(Disconnected):
+    """No answer in time. The call may have been done, or may still be."""
+
+    default_hint = "Give it more time, or see why the server is slow"
+
+
+SPIN_NS: Final = 200_000
+"""How long a reply is looked for before its caller sleeps, where the host has cores to spare."""
+
+LOOKS_PER_CLOCK: Final = 16
+"""Looks between two at the clock, which on some hosts takes as long."""
+
+FIRST_BACKOFF_S: Final = 0.02
+"""Pause before the second try to connect; it doubles with each that follows, and half of it is random."""
+
+MAX_BACKOFF_S: Final = 1.0
+
+ANSWER_ROOM_S: Final = 0.5
+"""How much longer than its deadline a call is waited for that says no more: the server's answer that it was too late is
+on its way then."""
+
+MAX_DESCRIPTORS: Final = 4
+"""Taken with the greeting. One is right; room for more shows that more came, and they are closed."""
+
+_MAX_ID: Final = 2**64 - 1
+_BELLS_BYTES: Final = 4096
+
+
+class RpcClient:
+    """Calls a model server on this host.
+
+    Args:
+        address: Its socket, `unix:/path`.
+        timeout_s: How long a call may take that does not say.
+        spin_ns: How long to look for a reply before sleeping; None: 200 us where the host has at least four cores. It
+            is not done where looking is not ordered; see `protocol.rpc`.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
+        try:
+            utf8(address, "rpc: the server's address")
+            where = parse_address(address)
+        except ValueError as error:
+            raise InvalidRequest(f"rpc: {error}") from None
+        if not isinstance(where, UnixAddress):
+            raise InvalidRequest(f"rpc: {address} is no unix:PATH: memory is shared on one host alone", "Use HTTP")
+        self._path, self._timeout_s = where.path, timeout_s
+        wanted_ns = patience_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
+        self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
+        self._line: _Line | None = None
+        self._lock = threading.Lock()
+        self._last_id = random.getrandbits(32)
+
+    def call(
+        self,
+        method_id: int,
+        payload: Any,
+        timeout_s: float | None = None,
+        *,
+        deadline_s: float | None = None,
+        is_idempotent: bool = False,
+    ) -> Answer:
+        """One call: the answer, with the method that gave it.
+
+        A server that is not there yet is waited for, with pauses that grow. A call that it may have heard is asked
+        again only if the caller says that this does no harm.
+
+        A call with a deadline is not begun after it: the server is told, and answers TOO_LATE as soon as it can be
+        foretold. What was begun before is waited for as ever.
+
+        Args:
+            method_id: Which.
+            payload: Any buffer's bytes, at most MAX_PAYLOAD_BYTES.
+            timeout_s: For all of it. None: `deadline_s` and a moment, or the client's.
+            deadline_s: How long it is worth doing; None: the model's own, at the server.
+            is_idempotent: Whether it may be done twice.
+
+        Raises:
+            CallFailed: The server answered that nothing came of it; or, TOO_LATE, it was never asked in its time.
+            CallTimedOut: No answer in time.
+            Disconnected: The server went away, or does not keep to the rules.
+        """
+        data = bytes(memoryview(payload))
+        if len(data) > MAX_PAYLOAD_BYTES:
+            raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise InvalidRequest(f"rpc: a deadline of {deadline_s} s", "It is a number of seconds above 0")
+        span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
+        if not self._lock.acquire(timeout=min(span.to_ask_s(), threading.TIMEOUT_MAX)):
+            raise _too_late("other threads' calls took all of its time")
+        try:
+            return self._call(method_id, data, span, is_idempotent=is_idempotent)
+        finally:
+            self._lock.release()
+
+    def describe(self) -> dict[str, Any]:
+        """What is served: models by name, with their methods' numbers and sizes in bytes."""
+        try:
+            found = json.loads(self.call(DESCRIBE, b"", is_idempotent=True).payload)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise Disconnected("rpc: the server does not say what it serves")
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            self._hang_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, method_id: int, data: bytes, span: "_Span", *, is_idempotent: bool) -> Answer:
+        pause_s = FIRST_BACKOFF_S
+        heard: GpuLeaseError | None = None
+        while True:
+            try:
+                return self._try(method_id, data, span)
+            except _NotHeard as error:
+                # Of a call that may have been done before, that is what there is to know.
+                cause = heard or error.cause
+            except CallTimedOut:
+                self._hang_up()
+                raise
+            except Disconnected as error:
+                self._hang_up()
+                if not is_idempotent:
+                    raise
+                cause = heard = error
+            left_s = span.to_ask_s()
+            if left_s <= 0:
+                raise cause
+            time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+
+    def _try(self, method_id: int, data: bytes, span: "_Span") -> Answer:
+        if self._line is None:
+            self._line = _connected(self._path, span.until)
+        self._last_id = self._last_id + 1 & _MAX_ID
+        line = self._line
+        left_ms = span.left_ms()
+        try:
+            line.ask(self._last_id, method_id, data, left_ms)
+        except OSError as error:
+            # It closed the connection before the bell, and looks at nothing that it has no bell for.
+            self._hang_up()
+            raise _NotHeard(_gone(self._path, error)) from None
+        try:
+            return line.answer(self._last_id, span.until, self._spin_ns)
+        except OSError as error:
+            raise _gone(self._path, error) from None
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Until when a call is waited for, and until when it is to be begun, if that is said; monotonic, in seconds."""
+
+    until: float
+    deadline: float | None
+
+    @classmethod
+    def of(cls, timeout_s: float | None, deadline_s: float | None) -> Self:
+        """From now on; one of them is said."""
+        now = time.monotonic()
+        deadline = None if deadline_s is None else now + deadline_s
+        if timeout_s is not None:
+            return cls(now + timeout_s, deadline)
+        return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
+
+    def to_ask_s(self) -> float:
+        """What is left for asking, 0 if nothing."""
+        ends = self.until if self.deadline is None else min(self.until, self.deadline)
+        return max(0.0, ends - time.monotonic())
+
+    def left_ms(self) -> int:
+        """What to tell the server; 0 for nothing. Raises _NotHeard if it is too late for that."""
+        if self.deadline is None:
+            return 0
+        left_ms = int((self.deadline - time.monotonic()) * 1000)
+        if left_ms <= 0:
+            raise _NotHeard(_too_late("it took all of its time to reach the server"))
+        return min(left_ms, MAX_LEFT_MS)
+
+
+def _too_late(why: str) -> CallFailed:
+    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{why}; it was not asked"))
+
+
+class _NotHeard(Exception):
+    """A call that the server can't have heard of."""
+
+    def __init__(self, cause: GpuLeaseError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Line:
+    """One connection."""
+
+    def __init__(self, sock: socket.socket, shared: SharedCall) -> None:
+        self._sock, self._shared = sock, shared
+        self._bell = select.poll()
+        self._bell.register(sock, select.POLLIN)
+
+    def ask(self, request_id: int, method_id: int, data: bytes, left_ms: int) -> None:
+        """Put the request in, and ring. Raises OSError if nobody can hear it."""
+        self._shared.reply.status = CallStatus.EMPTY
+        self._shared.say_time_left(request_id, left_ms)
+        self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
+        with suppress(BlockingIOError):
+            self._sock.send(b"\0", socket.MSG_NOSIGNAL)
+
+    def answer(self, request_id: int, until: float, spin_ns: int) -> Answer:
+        """Take the reply out. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
+        if not self._spin(spin_ns):
+            self._sleep(until)
+        reply = self._shared.reply
+        header = reply.header()
+        if header.request_id != request_id or not header.fits or header.status not in _ENDS:
+            raise Disconnected("rpc: the server's reply can't be followed")
+        payload = reply.payload(header.payload_len)
+        reply.status = CallStatus.EMPTY
+        if header.status == CallStatus.RESPONSE_READY:
+            return Answer(header.method_id, payload)
+        if (error := CallError.from_bytes(payload)) is None:
+            raise Disconnected("rpc: the server's error can't be followed")
+        raise CallFailed(error)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._sock.close()
+        self._shared.close()
+
+    def _spin(self, spin_ns: int) -> bool:
+        if not spin_ns:
+            return False
+        reply, ends = self._shared.reply, time.monotonic_ns() + spin_ns
+        while time.monotonic_ns() < ends:
+            for _ in range(LOOKS_PER_CLOCK):
+                if reply.status:
+                    return True
+        return False
+
+    def _sleep(self, until: float) -> None:
+        """Until the bell was heard and there is a reply."""
+        while True:
+            left_ms = (until - time.monotonic()) * 1000
+            if left_ms <= 0 or not self._bell.poll(left_ms):
+                raise CallTimedOut("rpc: no answer in time; the call may have been done")
+            has_ended = not self._sock.recv(_BELLS_BYTES)
+            if self._shared.reply.status:
+                return
+            if has_ended:
+                raise Disconnected("rpc: the server closed the connection; the call may have been done")
+
+
+_ENDS: Final = (CallStatus.RESPONSE_READY, CallStatus.ERROR)
+
+
+def _gone(path: str, error: OSError) -> Disconnected:
+    return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Does `gpulease serve models` run?")
+
+
+def _connected(path: str, until: float) -> _Line:
+    """A connection, with its memory. Raises _NotHeard."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        sock.connect(path)
+        shared = _greeted(sock)
+        sock.setblocking(False)
+        return _Line(sock, shared)
+    except (OSError, ValueError) as error:
+        sock.close()
+        cause = error if isinstance(error, OSError) else OSError(str(error))
+        raise _NotHeard(_gone(path, cause)) from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _greeted(sock: socket.socket) -> SharedCall:
+    """The memory that comes with the greeting. Raises OSError or ValueError."""
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
+    data, rights, _, _ = sock.recvmsg(GREETING_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array("i")
+    for level, kind, raw in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
+    if len(descriptors) == 1 and is_greeting(data):
+        return SharedCall(descriptors[0])
+    for fd in descriptors:
+        os.close(fd)
+    raise ConnectionResetError("it takes no more callers" if not data else "it is no model server of this version")

@@ -1,0 +1,241 @@
+"""The server's side: callers on a Unix socket, each with memory of its own; see `protocol.rpc`.
+
+It lives in an event loop and never spins: it sleeps until a caller rings, and looks at that caller's memory alone. A
+spinning thread would take the interpreter from those that do the work.
+
+Nothing a caller does reaches another one: one that dies in any state is a closed socket, one that writes nonsense gets
+an error or is dropped, one that rings for nothing is dropped.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from gpulease.client.serve.rpc.shared import SharedCall
+from gpulease.protocol.rpc import (
+    DESCRIBE,
+    MAX_PAYLOAD_BYTES,
+    CallError,
+    CallErrorCode,
+    CallHeader,
+    CallStatus,
+    greeting,
+)
+
+MAX_CALLERS: Final = 256
+"""Connections at a time; one more is closed at once. Stops callers from taking all descriptors and memory: each has two
+descriptors and 64 KiB."""
+
+MAX_FALSE_BELLS: Final = 64
+"""Bells in a row without a request behind them. Stops a caller that takes the server's time by ringing alone."""
+
+ACCEPT_PAUSE_S: Final = 0.5
+"""How long nobody is let in when there is no descriptor for it, instead of trying again at once and for ever."""
+
+BELLS_BYTES: Final = 4096
+"""Bells taken at a time."""
+
+_log: Final = logging.getLogger("gpulease.rpc")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call came to: the payload, and which method answered."""
+
+    method_id: int
+    payload: bytes
+
+
+Outcome = Answer | CallError
+Handler = Callable[[int, bytes, float | None], "asyncio.Future[Outcome]"]
+"""Begins a call of (method, payload, seconds that it is worth doing; None if its caller has not said). What can't be
+begun in that time is to be answered TOO_LATE. The future is cancelled if the caller goes away; an exception of it is a
+mistake of the server's."""
+
+
+class RpcServer:
+    """Serves whoever connects to a listening Unix socket, while its `async with` block lasts.
+
+    Args:
+        sock: The socket. It is not closed here.
+        handler: Does the calls.
+        describe: What DESCRIBE answers.
+    """
+
+    def __init__(self, sock: socket.socket, handler: Handler, describe: Callable[[], bytes]) -> None:
+        self._sock, self._handler, self._describe = sock, handler, describe
+        self._callers: set[_Caller] = set()
+
+    @property
+    def callers(self) -> int:
+        """How many are connected."""
+        return len(self._callers)
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._sock.setblocking(False)
+        self._loop.add_reader(self._sock, self._accept)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.stop_accepting()
+        for caller in list(self._callers):
+            caller.close()
+
+    def stop_accepting(self) -> None:
+        """Let nobody in from now on; those who are in go on."""
+        self._loop.remove_reader(self._sock)
+        self._is_stopping = True
+
+    _is_stopping = False
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            _log.warning("nobody is let in for %g s: %s", ACCEPT_PAUSE_S, error)
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+            return
+        if len(self._callers) >= MAX_CALLERS:
+            peer.close()
+            return
+        try:
+            caller = _Caller(peer, self._loop, self._begin, self._callers.discard)
+        except OSError as error:
+            _log.warning("a caller was not let in: %s", error)
+            peer.close()
+            return
+        self._callers.add(caller)
+
+    def _accept_again(self) -> None:
+        if not self._is_stopping:
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _begin(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
+        if method_id == DESCRIBE:
+            found: asyncio.Future[Outcome] = self._loop.create_future()
+            found.set_result(Answer(DESCRIBE, self._describe()))
+            return found
+        return self._handler(method_id, payload, left_s)
+
+
+class _Caller:
+    """One connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        begin: Handler,
+        gone: Callable[["_Caller"], object],
+    ) -> None:
+        """Raises OSError if there is no memory or descriptor for it; `sock` is still the caller's own then."""
+        self._sock, self._loop, self._begin, self._gone = sock, loop, begin, gone
+        self._call: asyncio.Future[Outcome] | None = None
+        self._false_bells = 0
+        self._is_closed = False
+        self._shared, fd = SharedCall.make()
+        try:
+            sock.setblocking(False)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+            sock.sendmsg([greeting()], rights)
+        except BaseException:
+            self._shared.close()
+            raise
+        finally:
+            os.close(fd)
+        loop.add_reader(sock, self._hear)
+
+    def close(self) -> None:
+        """Have nothing more to do with it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self._shared.close()
+        if self._call is not None:
+            self._call.cancel()
+        self._gone(self)
+
+    def _hear(self) -> None:
+        try:
+            bells = self._sock.recv(BELLS_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            bells = b""
+        if not bells:
+            self.close()
+        elif self._call is not None or self._shared.request.status != CallStatus.REQUEST_READY:
+            self._false_bells += 1
+            if self._false_bells > MAX_FALSE_BELLS:
+                _log.warning("a caller rings for nothing: it is dropped")
+                self.close()
+        else:
+            self._false_bells = 0
+            self._take()
+
+    def _take(self) -> None:
+        request = self._shared.request
+        header = request.header()
+        request.status = CallStatus.PROCESSING
+        if not header.fits:
+            text = f"a payload of {header.payload_len} bytes; a region takes {MAX_PAYLOAD_BYTES}"
+            self._answer(header, CallError(CallErrorCode.INVALID_REQUEST, text))
+            return
+        left_ms = self._shared.time_left_ms(header.request_id)
+        left_s = None if left_ms is None else left_ms / 1000
+        try:
+            self._call = self._begin(header.method_id, request.payload(header.payload_len), left_s)
+        except Exception:
+            _log.exception("a call of method %d failed", header.method_id)
+            self._answer(header, _FAILED)
+            return
+        self._call.add_done_callback(lambda call: self._end(header, call))
+
+    def _end(self, header: CallHeader, call: "asyncio.Future[Outcome]") -> None:
+        self._call = None
+        if self._is_closed:
+            if not call.cancelled():
+                call.exception()  # or it would be told that nobody looked
+            return
+        if call.cancelled():
+            outcome: Outcome = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
+        elif error := call.exception():
+            _log.error("a call of method %d failed", header.method_id, exc_info=error)
+            outcome = _FAILED
+        else:
+            outcome = call.result()
+        self._answer(header, outcome)
+
+    def _answer(self, header: CallHeader, outcome: Outcome) -> None:
+        if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
+            outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
+        # First: who sees the reply may put the next request in at once.
+        self._shared.request.status = CallStatus.EMPTY
+        reply = self._shared.reply
+        if isinstance(outcome, Answer):
+            reply.put(header.request_id, outcome.method_id, outcome.payload, CallStatus.RESPONSE_READY)
+        else:
+            reply.put(header.request_id, header.method_id, outcome.to_bytes(), CallStatus.ERROR)
+        try:
+            self._sock.send(b"\0", socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            pass  # there are bells it has not heard yet
+        except OSError:
+            self.close()
+
+
+_FAILED: Final = CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")

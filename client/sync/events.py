@@ -1,0 +1,131 @@
+"""A lease's events for programs that block: an iterator, and a thread that calls back on a warning.
+
+Keeping a lease alive from a thread.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from gpulease.client.engine.events import EventStream, LeaseEvent, warnings
+from gpulease.client.engine.lease import RenewalSchedule, keep
+from gpulease.client.errors import GpuLeaseError
+from gpulease.client.sync.driver import drive
+
+if TYPE_CHECKING:
+    from gpulease.client.sync.session import GpuLease
+
+OnWarning = Callable[[LeaseEvent], None]
+
+
+class LeaseEvents(Iterator[LeaseEvent]):
+    """What a lease goes through, from where it stands now: `for event in lease.events():`.
+
+    It ends behind the event of the lease's end, or when it is closed. Next may raise Disconnected.
+    """
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        drive(stream.open())
+        weakref.finalize(self, stream.close)
+
+    def __next__(self) -> LeaseEvent:
+        event = drive(self._stream.next())
+        if event is None:
+            raise StopIteration
+        return event
+
+    def close(self) -> None:
+        """Hear no more; a thread that waits for an event stops."""
+        self._stream.wake()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._stream.wake()
+        self._stream.close()
+
+
+class WarningWatch:
+    """Calls back whenever a lease is warned of its end, from a daemon thread, until it is stopped or the lease ends.
+
+    Attributes:
+        error: Why there will be no more warnings although the lease lives; None while there may be.
+    """
+
+    def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
+        self.error: GpuLeaseError | None = None
+        self._stream = stream
+        self._on_warning = on_warning
+        self._thread = threading.Thread(target=self._run, name="gpulease-warnings", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Call back no more."""
+        self._stream.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            drive(warnings(self._stream, self._on_warning))
+        except GpuLeaseError as error:
+            self.error = error
+
+
+OnLoss = Callable[[GpuLeaseError], None]
+
+
+class KeepAlive:
+    """Renews a lease until it is stopped, its `with` block is left, the lease is dropped or freed, or it is lost.
+
+    The thread is a daemon thread: it never keeps a program from ending.
+
+    Attributes:
+        loss: Why the lease was lost; None while it is not.
+    """
+
+    def __init__(self, lease: "GpuLease", on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
+        self.loss: GpuLeaseError | None = None
+        self._on_loss = on_loss
+        self._stopped = threading.Event()
+        args = (weakref.ref(lease), schedule)
+        self._thread = threading.Thread(target=self._run, args=args, name="gpulease-keep-alive", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no more; the lease then ends at its deadline unless it is freed or renewed by hand."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self, lease: "weakref.ref[GpuLease]", schedule: RenewalSchedule) -> None:
+        self.loss = drive(keep(lease, schedule, self._stopped))
+        if self.loss is not None and self._on_loss is not None:
+            self._on_loss(self.loss)
+
+
+def keep_alive(lease: "GpuLease", on_loss: OnLoss | None = None, schedule: RenewalSchedule | None = None) -> KeepAlive:
+    """Start renewing a lease for as long as it was granted, each time three quarters of that have passed.
+
+    Args:
+        lease: Which one. It is not kept from being dropped.
+        on_loss: Called from the thread, once, with the error that says why the lease can't be kept.
+        schedule: When to renew.
+    """
+    return KeepAlive(lease, on_loss, schedule or RenewalSchedule())

@@ -1,0 +1,368 @@
+"""A session's socket where there is no ring: small frames gather here and go to the kernel together.
+
+A system call costs more than the rest of a launch. So the first frame that nobody waits for goes at once, and those
+right behind it are kept until there are some kilobytes of them, until any frame that is waited for, which takes them
+along, or until the flusher comes by: one thread for all sessions of the process, which looks every quarter of a
+millisecond while there is anything to look at, sleeps while there is not, and ends if it sleeps for long. So a launch
+is under way within half a millisecond, whatever its caller does next; a caller that computes in Python alone keeps the
+flusher out for up to Python's switch interval, 5 ms.
+
+Interrupted anywhere, by Ctrl-C say, nothing is lost or sent twice: a frame is in the outbox whole or not at all, and
+how much the kernel took is noted by the very call that gave it (`_Outbox`).
+"""
+
+import contextlib
+import os
+import select
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any, Final
+
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.spin_policy import Patience
+from gpulease.protocol.ring import NO_DATA
+
+FLUSH_BYTES: Final = 8 << 10
+"""So much is sent at once: between 4 and 16 KiB a launch costs the least, client and worker together."""
+
+MAX_OUTBOX_BYTES: Final = 64 << 10
+"""What may wait here for a peer that does not read; beyond it the caller waits, as it does for a full socket."""
+
+FLUSH_PAUSE_S: Final = 250e-6
+"""Between two rounds of the flusher."""
+
+EMPTY_ROUNDS: Final = 8
+"""Rounds without anything to send after which the flusher sleeps. Waking it costs the next launch a system call."""
+
+IDLE_LIMIT_S: Final = 0.5
+"""How long the flusher sleeps before it ends. A session that nobody closed must not keep a thread."""
+
+BLOCKED_PAUSE_S: Final = 2e-3
+"""Pause of a flusher that has nothing but sockets which take nothing now."""
+
+CLOSE_LIMIT_S: Final = 0.2
+"""How long closing a session waits for its socket to take what is left. Stops a peer that never reads from holding up
+a program's end."""
+
+
+class _Outbox:
+    """Bytes that are to be sent, and how many of them were.
+
+    `counts` is filled by the same call that sends, in C, so that no interrupt comes between; and it is replaced
+    together with the bytes it counts, by one assignment.
+    """
+
+    __slots__ = ("counts", "data")
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+        self.counts: list[int] = []
+
+
+class GatheringChannel(Channel):
+    """See Channel. Takes the place of the one that ATTACH was answered on, with its socket and its link.
+
+    Threads: the flusher sends what is in the outbox, under the outbox's own lock; all else is the session's, under its.
+    """
+
+    def __init__(self, channel: Channel, patience: Patience) -> None:
+        super().__init__(channel.sock, channel.address, channel.link)
+        self._patience = patience
+        self._outbox = _Outbox(bytearray())
+        self._is_first = True
+        self._unfed = 0
+        # Re-entrant, because the garbage collector may come to close a session whose outbox is being flushed.
+        self._lock = threading.RLock()
+        _channels.add(self)
+
+    def put(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
+        """See Channel."""
+        frame = b"".join((first, second)) if second else first
+        if len(frame) >= FLUSH_BYTES:
+            return False
+        with self._lock:
+            if self._is_first:
+                self._is_first = False
+                if not self._outbox.data:
+                    self._put_first(frame)
+                    return True
+            before = len(self._settled())
+            if before > MAX_OUTBOX_BYTES:
+                return False
+            is_due = before + len(frame) >= FLUSH_BYTES
+            if not (before or is_due):
+                _flusher.notice(self)
+            self._outbox.data.extend(frame)
+            if is_due:
+                try:
+                    self._flush()
+                except OSError:
+                    pass  # no peer: the next that waits for an answer finds out
+                finally:
+                    self._have_rest_sent()
+        return True
+
+    def _put_first(self, frame: bytes | memoryview) -> None:
+        """The same as gathering and flushing it, in one piece: a launch that is waited for next takes this way."""
+        outbox = self._outbox
+        try:
+            outbox.data.extend(frame)
+            outbox.counts.extend(map(self.sock.send, (frame,)))
+            if outbox.counts[0] == len(frame):
+                self._outbox = _Outbox(bytearray())
+        except OSError:
+            pass  # no room, or no peer: the next that waits for an answer finds out
+        finally:
+            if self._outbox is outbox:
+                _flusher.notice(self)
+
+    def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+        """See Channel."""
+        return self.put(layout.pack(a, b, c, d, e))
+
+    def spin(self) -> bool:
+        """See Channel. Each look is a system call."""
+        clock, patience = time.monotonic_ns, self._patience
+        until = clock() + patience.spin_ns
+        while clock() < until:
+            if self.pump():
+                return True
+            if patience.yields:
+                os.sched_yield()
+        return False
+
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
+        """See Channel; takes along what gathered."""
+        if not self._patience.spin_ns:
+            return None
+        with self._lock:
+            self._is_first = True
+            if len(self._settled()) > MAX_OUTBOX_BYTES:
+                return None
+            self._outbox.data.extend(request)
+            try:
+                if not self._flush():
+                    return False
+            except OSError:
+                return False  # no peer: whoever waits for the reply finds out
+            finally:
+                self._have_rest_sent()
+        room = self.link.get_buffer()
+        count = self._look_into(room, more_ns)
+        if count == len(reply) + len(into) and room[: len(reply)] == reply:
+            into[:] = room[len(reply) : count]
+            return True
+        self._unfed = count
+        return False
+
+    def _look_into(self, room: memoryview, more_ns: int) -> int:
+        """How many bytes came within a bounded time."""
+        clock, patience = time.monotonic_ns, self._patience
+        receive, until = self.sock.recv_into, clock() + patience.spin_ns + more_ns
+        while clock() < until:
+            try:
+                return receive(room)
+            except BlockingIOError:
+                if patience.yields:
+                    os.sched_yield()
+            except OSError:
+                break  # the next look finds it again
+        return 0
+
+    def feed(self) -> None:
+        """See Channel."""
+        count, self._unfed = self._unfed, 0
+        if count:
+            self.link.buffer_updated(count)
+
+    @property
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
+        """See Channel. True, too, until what was sent is written off, which the next `push` does."""
+        return bool(self._outbox.data)
+
+    def push(self, parts: deque[memoryview]) -> bool:
+        """See Channel. What is small goes together with what gathered, and then no interrupt can cut it in two."""
+        with self._lock:
+            self._is_first = True
+            if not self._outbox.data:
+                return super().push(parts) if parts else True
+            try:
+                before = len(self._settled())
+                if sum(map(len, parts)) < FLUSH_BYTES and before <= MAX_OUTBOX_BYTES:
+                    return self._push_small(parts, before)
+                if not self._flush():
+                    return len(self._outbox.data) < before
+            except OSError as error:
+                self.drain(error)
+                return False
+            return super().push(parts) if parts else True
+
+    def _push_small(self, parts: deque[memoryview], before: int) -> bool:
+        has_parts = bool(parts)
+        try:
+            self._outbox.data.extend(b"".join(parts))
+            parts.clear()
+            self._flush()
+        finally:
+            self._have_rest_sent()
+        return has_parts or len(self._outbox.data) < before
+
+    def _have_rest_sent(self) -> None:
+        if self._outbox.data:
+            self._notice()
+
+    def _notice(self) -> None:
+        """Have the flusher come by."""
+        _flusher.notice(self)
+
+    def close(self) -> None:
+        """See Channel; what gathered goes first, if the socket takes it in time."""
+        self.send_rest()
+        super().close()
+        _channels.discard(self)
+        _flusher.ring()
+
+    def send_rest(self) -> None:
+        """See Channel."""
+        until = time.monotonic() + CLOSE_LIMIT_S
+        with contextlib.suppress(OSError, ValueError):
+            while not self._flush_locked() and (left_s := until - time.monotonic()) > 0:
+                room = select.poll()
+                room.register(self.sock, select.POLLOUT)
+                room.poll(left_s * 1000)
+
+    # --- the flusher's and a fork's ---
+
+    def flush_idle(self, pending: "set[GatheringChannel]") -> bool:
+        """Send what there is, and leave `pending` unless some is left; whether anything went."""
+        if not self._lock.acquire(blocking=False):
+            return False  # someone is at it
+        try:
+            before = len(self._settled())
+            if self._flush():
+                pending.discard(self)
+                self._is_first = True
+            return len(self._outbox.data) < before
+        except (OSError, ValueError):
+            pending.discard(self)  # whose session it is finds out
+            return False
+        finally:
+            self._lock.release()
+
+    def before_fork(self) -> None:
+        """Have as little as possible in two processes."""
+        with contextlib.suppress(OSError, ValueError):
+            self._flush_locked()
+
+    def after_fork(self) -> None:
+        """In the child: what is in the outbox is the parent's to send, and so is the lock someone may have held."""
+        self._lock = threading.RLock()
+        self._outbox = _Outbox(bytearray())
+
+    # --- under the lock ---
+
+    def _flush_locked(self) -> bool:
+        with self._lock:
+            return self._flush()
+
+    def _settled(self) -> bytearray:
+        """The bytes that are to be sent, without those that were."""
+        outbox = self._outbox
+        if outbox.counts:
+            self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
+        return outbox.data
+
+    def _flush(self) -> bool:
+        """Send what the socket takes; True if nothing is left. Raises OSError if there is no peer."""
+        data = self._settled()
+        if not data:
+            return True
+        counts = self._outbox.counts
+        try:
+            counts.extend(map(self.sock.send, (data,)))
+        except BlockingIOError:
+            return False
+        if counts[0] == len(data):
+            self._outbox = _Outbox(bytearray())
+            return True
+        return not self._settled()
+
+
+class _Flusher:
+    """Sends for all channels what nobody else does in time."""
+
+    def __init__(self) -> None:
+        self._pending: set[GatheringChannel] = set()
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._is_awake = False
+        self._begins_or_ends = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def notice(self, channel: GatheringChannel) -> None:
+        """Something is about to be put into its empty outbox, under its lock."""
+        self._pending.add(channel)
+        if not self._is_awake:
+            self.ring()
+            with self._begins_or_ends:
+                if self._thread is None:
+                    self._begin()
+
+    def ring(self) -> None:
+        """Have it look whether there is anything to do, if it sleeps."""
+        with contextlib.suppress(RuntimeError):  # rung already
+            self._bell.release()
+
+    def _begin(self) -> None:
+        thread = threading.Thread(target=self._run, name="gpulease-flusher", daemon=True)
+        # Where the interpreter ends already, no thread starts: closing the session sends what is left.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
+
+    def _run(self) -> None:
+        pause_s, is_idle = 0.0, False
+        while self._goes_on(is_idle):
+            is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
+            self._is_awake = True
+            empty_rounds = 0
+            while empty_rounds < EMPTY_ROUNDS:
+                time.sleep(FLUSH_PAUSE_S)
+                empty_rounds = 0 if self._round() else empty_rounds + 1
+            self._is_awake = False
+            # Who put something in just now saw it awake.
+            pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
+
+    def _goes_on(self, is_idle: bool) -> bool:
+        with self._begins_or_ends:
+            # Another thread is the flusher if the one who started this was interrupted before it could say so.
+            if self._thread is not threading.current_thread():
+                return False
+            if not self._pending and (is_idle or not _channels):
+                self._thread = None
+            return self._thread is not None
+
+    def _round(self) -> bool:
+        return sum(channel.flush_idle(self._pending) for channel in tuple(self._pending)) > 0
+
+
+_flusher = _Flusher()
+_channels: "weakref.WeakSet[GatheringChannel]" = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for channel in list(_channels):
+        channel.before_fork()
+
+
+def _after_fork() -> None:
+    global _flusher
+    _flusher = _Flusher()
+    for channel in list(_channels):
+        channel.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -1,0 +1,70 @@
+"""What a tenant shows a remote daemon, and whom it takes for one: files, named by the program or the environment."""
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Self
+
+from gpulease.client.errors import InvalidRequest
+from gpulease.client.texts import quoted
+from gpulease.protocol.address import TlsAddress
+
+VARIABLES: Final = {
+    "certificate": "GPULEASE_TLS_CERTIFICATE",
+    "key": "GPULEASE_TLS_KEY",
+    "ca": "GPULEASE_TLS_CA",
+}
+
+
+MAX_PATH_BYTES: Final = 4095
+"""PATH_MAX of Linux, less its NUL (path_resolution(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files; None: not said yet.
+
+    Attributes:
+        certificate: The tenant's, and behind it those between it and its CA.
+        key: Its private key.
+        ca: The CAs that nodes' certificates come from.
+    """
+
+    certificate: str | None = None
+    key: str | None = None
+    ca: str | None = None
+
+    def completed(self) -> Self:
+        """With the environment for what was not said. Raises InvalidRequest if anything is missing then."""
+        paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
+        if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
+            raise InvalidRequest(
+                f"a tls: address takes a certificate, its key and the node's CA; missing: {', '.join(missing)}",
+                "Set these variables, or call GpuBuilder.tls(certificate, key, ca)",
+            )
+        return type(self)(**{name: _path(path, VARIABLES[name]) for name, path in paths.items()})
+
+
+def _path(given: Any, what: str) -> str:
+    """A path as the kernel takes it. Raises InvalidRequest."""
+    try:
+        path = os.fsdecode(given)
+        if len(os.fsencode(path)) <= MAX_PATH_BYTES and "\0" not in path:
+            return path
+    except (TypeError, UnicodeError):
+        pass
+    raise InvalidRequest(f"{what}: {quoted(given)} is no path of a file")
+
+
+@dataclass(frozen=True, slots=True)
+class SecuredAddress(TlsAddress):
+    """A tls: address with all it takes to connect to it."""
+
+    files: TlsFiles = field(default_factory=TlsFiles)
+
+    @classmethod
+    def of(cls, address: TlsAddress, files: TlsFiles) -> Self:
+        """Raises InvalidRequest if something is missing."""
+        return cls(address.host, address.port, files.completed())
+
+    def __str__(self) -> str:
+        return str(TlsAddress(self.host, self.port))

@@ -1,0 +1,204 @@
+"""A session's channel through a ring: the same frames, in memory shared with the worker; see `protocol.ring`.
+
+The socket stays: a byte on it says that something is to be done here, its end that the worker is gone.
+"""
+
+import contextlib
+import mmap
+import os
+import platform
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Final
+
+from gpulease.client.engine.arena import Arena
+from gpulease.client.errors import Disconnected
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.coalescing_socket import GatheringChannel
+from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.client.transport.spin_policy import Patience
+from gpulease.protocol import Failure, Status
+from gpulease.protocol.address import Address, UnixAddress
+from gpulease.protocol.errors import FramingError
+from gpulease.protocol.primitives import Tlv
+from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, Wanted, client_ends
+
+BELLS_BYTES: Final = 4096
+"""Bells taken at a time."""
+
+_NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
+
+ARENA_BYTES: Final = 1 << 30
+"""The arena a session asks for. Only what is used of it is real memory."""
+
+
+def wanted_of(address: Address) -> Wanted:
+    """What can be shared with the worker behind an address, by this machine's rules; see `protocol.ring`."""
+    if not isinstance(address, UnixAddress):
+        return Wanted()
+    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
+
+
+def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple[Channel, Arena | None]:
+    """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
+    given = Given.from_options(options)
+    descriptors = iter(channel.descriptors)
+    try:
+        through: Channel
+        if given.ring is None:
+            through = _gathering(channel, patience)
+        else:
+            through = RingChannel(channel, next(descriptors), given.ring, patience)
+        return through, Arena(next(descriptors), given.arena_bytes) if given.arena_bytes else None
+    except (StopIteration, OSError, ValueError) as error:
+        channel.close()
+        raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
+    finally:
+        channel.drop_descriptors()
+
+
+def _gathering(channel: Channel, patience: Patience) -> GatheringChannel:
+    if not isinstance(channel.address, SecuredAddress):
+        return GatheringChannel(channel, patience)
+    # Only here, as in `exchange`.
+    from gpulease.client.transport.tls import TlsGatheringChannel
+
+    return TlsGatheringChannel(channel, patience)
+
+
+class RingChannel(Channel):
+    """See Channel. Takes the place of the one that ATTACH was answered on, with its socket and its link."""
+
+    waits_for_room = False
+
+    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: Patience) -> None:
+        """Raises OSError or ValueError if the memory can't be mapped; `channel` is as it was then."""
+        super().__init__(channel.sock, channel.address, channel.link)
+        self._map = mmap.mmap(fd, layout.total_bytes)
+        with memoryview(self._map) as memory:
+            barriers = (threading.Lock(), threading.Lock())
+            self._replies, self._requests = client_ends(memory, layout, barriers, partial(_ring, self.sock))
+        self._spin_ns, self._yields = patience.spin_ns, patience.yields
+        self._is_dozing = False
+        self._is_closed = False
+        self._end_of_socket = ""
+        # As they are: a method around them would cost a tenth of a launch.
+        self.put = self._requests.put_whole  # type: ignore[method-assign]
+        self.put_packed = self._requests.put_packed  # type: ignore[method-assign]
+
+    def spin(self) -> bool:
+        """See Channel."""
+        return self._spin(1) and self.pump()
+
+    def _spin(self, least: int, more_ns: int = 0) -> bool:
+        """Whether so many bytes came; `more_ns`: how much longer to look, where the work itself takes so long."""
+        clock, yields, look = time.monotonic_ns, self._yields, self._replies.look
+        until = clock() + (self._spin_ns and self._spin_ns + more_ns)
+        while not look(1 if yields else LOOKS_PER_CLOCK, least):
+            if clock() >= until:
+                return False
+            if yields:
+                os.sched_yield()
+        return True
+
+    def ask(self, request: bytes, reply: bytes, into: memoryview = NO_DATA, more_ns: int = 0) -> bool | None:
+        """See Channel."""
+        requests, replies = self._requests, self._replies
+        try:
+            if replies.has_bytes or not requests.put_whole(request):
+                return None
+            return self._spin(len(reply) + len(into), more_ns) and replies.take_if(reply, into)
+        except (OSError, FramingError):
+            return False  # no peer: whoever waits for the reply finds out
+
+    def doze(self, *, for_room: bool) -> bool:
+        """See Channel."""
+        try:
+            sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
+        except FramingError as error:
+            self._distrust(error)
+            return False
+        self._is_dozing = True
+        return sleeps
+
+    def pump(self) -> bool:
+        """Take what has arrived; False if nothing has."""
+        if self._is_dozing:
+            self._is_dozing = False
+            self._replies.rise()
+            self._requests.rise()
+            self._take_bells()
+        if self._take():
+            return True
+        if not self._end_of_socket:
+            return False
+        self.link.end_of_stream(self._end_of_socket)
+        return True
+
+    def push(self, parts: deque[memoryview]) -> bool:
+        """See Channel."""
+        has_sent = False
+        self.is_torn = True
+        try:
+            while parts and (sent := self._requests.put(parts[0])):
+                has_sent = True
+                if sent == len(parts[0]):
+                    parts.popleft()
+                else:
+                    parts[0] = parts[0][sent:]
+        except FramingError as error:
+            self._distrust(error)
+        except OSError as error:
+            self._take_bells()
+            self.drain(error)
+        self.is_torn = False
+        return has_sent
+
+    def disown(self) -> None:
+        """See Inherited. The mapping goes with its last reference: a thread of the parent's may have been using it."""
+        super().disown()
+        self._is_closed = True
+
+    def close(self) -> None:
+        """See Channel."""
+        super().close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._replies.release()
+            self._requests.release()
+            self._map.close()
+
+    def _take(self) -> bool:
+        try:
+            count = self._replies.take(self.link.get_buffer())
+        except FramingError as error:
+            self._distrust(error)
+            return True
+        if count:
+            self.link.buffer_updated(count)
+        return count > 0
+
+    def _take_bells(self) -> None:
+        try:
+            if not self.sock.recv(BELLS_BYTES):
+                self._end_of_socket = f"the daemon at {self.address} closed the connection"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end_of_socket = self._broke(error)
+
+    def _broke(self, error: OSError) -> str:
+        return f"the connection to {self.address} broke: {error.strerror or error}"
+
+    def _distrust(self, error: FramingError) -> None:
+        self.link.break_off(Failure(Status.DISCONNECTED, f"what the daemon sends can't be followed: {error}"))
+
+
+def _ring(sock: socket.socket) -> None:
+    # No room for one more: the worker has bells it has not heard yet.
+    with contextlib.suppress(BlockingIOError):
+        sock.send(b"\0", socket.MSG_NOSIGNAL)

@@ -1,0 +1,445 @@
+"""What went wrong with TLS, whose fault it is, and what to do.
+
+TLS on a client's nonblocking socket (TLS 1.3, RFC 8446), in the shape of a socket.
+
+A channel goes on as it is, with a stream instead of its socket. What differs from a socket, and what the channels here
+take care of: bytes can be here that the kernel tells nothing of, and bytes that were taken over can wait here for room.
+The end of a connection is believed without TLS's own word for it (close_notify): frames say how long they are, so what
+was cut off is noticed.
+
+A session's channel where there is TLS under it; see `gathering` and `tls`.
+"""
+
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, cast
+
+from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, Untrusted
+from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.coalescing_socket import GatheringChannel
+from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
+from gpulease.client.transport.spin_policy import Patience
+from gpulease.protocol.address import Address
+
+_NEW_ONE: Final = "Ask the operator of the node for a new certificate"
+
+_REFUSED: Final = {
+    "CERTIFICATE_EXPIRED": ("has expired, or the node's list of revoked ones has", _NEW_ONE),
+    "CERTIFICATE_REVOKED": ("was revoked", _NEW_ONE),
+    "UNKNOWN_CA": ("comes from a CA that the node does not know", "Ask the operator which CA the node believes"),
+    "CERTIFICATE_REQUIRED": ("is missing", "Set GPULEASE_TLS_CERTIFICATE and GPULEASE_TLS_KEY"),
+    "BAD_CERTIFICATE": ("is not accepted by the node", _NEW_ONE),
+    "UNSUPPORTED_CERTIFICATE": ("is not one for tenants", _NEW_ONE),
+    "CERTIFICATE_UNKNOWN": ("is not accepted by the node", _NEW_ONE),
+}
+"""Alerts about this end's certificate (RFC 8446, 6.2), as OpenSSL names them behind `ALERT_`."""
+
+_HOST_MISMATCH: Final = (62, 64)
+"""X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (x509_vfy.h)."""
+
+_EXPIRED: Final = (9, 10)
+"""X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+
+_NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
+
+
+def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
+    """The error to raise for one of TLS's, or of the socket under it."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _untrusted(error, address)
+    if isinstance(error, ssl.SSLEOFError):
+        why = f"{address} closed the connection in the handshake"
+        return Disconnected(why, "The node has no room for more connections, or is overloaded: see its log")
+    if not isinstance(error, ssl.SSLError):
+        return Disconnected(f"the connection to {address} broke: {getattr(error, 'strerror', None) or error}")
+    reason = error.reason or ""
+    alert = reason.partition("ALERT_")[2]
+    if alert in _REFUSED:
+        why, hint = _REFUSED[alert]
+        return Denied(f"{address} turned this tenant away: the certificate {address.files.certificate} {why}", hint)
+    if alert == "PROTOCOL_VERSION":
+        return Disconnected(f"{address} does not speak TLS 1.3", "Is it gpuleased?")
+    if reason in _NOT_TLS:
+        hint = "A daemon's plain port, on its own host alone, is written tcp:HOST:PORT"
+        return Disconnected(f"{address} does not speak TLS", hint)
+    return Disconnected(f"TLS with {address} failed: {reason.lower().replace('_', ' ') or error}")
+
+
+def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> Untrusted:
+    if error.verify_code in _HOST_MISMATCH:
+        why = f"its certificate is not for the name {address.host!r}"
+        hint = "Use the name that the node's certificate has"
+    elif error.verify_code in _EXPIRED:
+        why = f"its certificate does not hold now ({error.verify_message})"
+        hint = "Check this host's clock; the operator of the node has to renew it otherwise"
+    else:
+        why = f"its certificate can't be verified by {address.files.ca} ({error.verify_message})"
+        hint = "GPULEASE_TLS_CA must have the certificate of the node's CA"
+    return Untrusted(f"{address} could not prove that it is the daemon: {why}", hint)
+
+
+RECORD_BYTES: Final = 16 << 10
+"""Most that a record holds (RFC 8446, 5.1)."""
+
+BATCH_BYTES: Final = 256 << 10
+"""Taken from the socket, or made records of, at a time: a system call for each record would cost more than it does."""
+
+MAX_CONTEXTS: Final = 8
+"""Of a program's identities kept: reading one again costs more than the rest of a handshake."""
+
+_NOTHING: Final = memoryview(b"")
+
+
+class TlsEnded(OSError):
+    """TLS failed.
+
+    Attributes:
+        error: What to tell the caller.
+    """
+
+    def __init__(self, error: GpuLeaseError) -> None:
+        super().__init__(errno.EPROTO, error.message)
+        self.error = error
+
+
+def context_of(files: TlsFiles) -> ssl.SSLContext:
+    """Whom to believe and who this is, by what the files hold now. Raises InvalidRequest if they can't be used."""
+    try:
+        stamps = tuple((found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, _paths(files)))
+    except OSError as error:
+        raise _unusable(f"the file {error.filename}", error) from None
+    return _context_of(files, stamps)
+
+
+def _paths(files: TlsFiles) -> tuple[str, ...]:
+    return (str(files.certificate), str(files.key), str(files.ca))
+
+
+@lru_cache(maxsize=MAX_CONTEXTS)
+def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(files.ca)
+    except OSError as error:
+        raise _unusable(f"the CA's certificate {files.ca}", error) from None
+    try:
+        # Without a password: a prompt would hang a program that nobody looks at.
+        context.load_cert_chain(str(files.certificate), files.key, "")
+    except OSError as error:
+        raise _unusable(f"the certificate {files.certificate} with the key {files.key}", error) from None
+    return context
+
+
+def _unusable(what: str, error: OSError) -> InvalidRequest:
+    why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    # A path may be any bytes, which no message could be written down with (os.fsencode).
+    what = what.encode(errors="backslashreplace").decode()
+    return InvalidRequest(f"{what} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA")
+
+
+class TlsStream:
+    """A connected socket and the TLS on it.
+
+    Threads: one may send while another receives; OpenSSL's state is used by one at a time.
+
+    Attributes:
+        has_buffered: Whether something may be received without the kernel having anything.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, address: SecuredAddress) -> None:
+        self._sock = sock
+        self._address = address
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=address.host)
+        self._lock = threading.RLock()
+        self._raw = memoryview(bytearray(BATCH_BYTES))
+        self._unsent = _NOTHING
+        self._is_torn = False
+        self._ended: TlsEnded | None = None
+        self.has_buffered = False
+
+    # --- what a socket has ---
+
+    def fileno(self) -> int:
+        """See socket.socket."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """See socket.socket."""
+        self._sock.close()
+
+    def shutdown(self, how: int) -> None:
+        """See socket.socket."""
+        self._sock.shutdown(how)
+
+    def send(self, data: Any) -> int:
+        """See socket.socket: how many bytes were taken over. Some of these may be `has_unsent` still.
+
+        Raises BlockingIOError, or OSError. Interrupted, the connection is of no more use: records are numbered, so
+        none can be sent twice or left out.
+        """
+        self._begin_sending()
+        taken = 0
+        self._lock.acquire()
+        try:
+            if not self._flush():
+                raise BlockingIOError(errno.EAGAIN, "no room")
+            view = memoryview(data)
+            while taken < len(view) and not self._unsent:
+                taken = self._encrypt(view, taken)
+                self._flush()
+        except ssl.SSLError as error:
+            raise self._end(error) from None
+        except OSError:
+            # Nothing was taken over; or no peer is left to miss it.
+            self._is_torn = False
+            raise
+        finally:
+            self._lock.release()
+        # Last: until here an interrupt would lose count of what was taken.
+        self._is_torn = False
+        return taken
+
+    def sendmsg(self, parts: Sequence[memoryview]) -> int:
+        """See socket.socket, and `send`."""
+        if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
+            return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
+        taken = 0
+        for part in parts:
+            try:
+                count = self.send(part)
+            except BlockingIOError:
+                if not taken:
+                    raise
+                break
+            taken += count
+            if count < len(part):
+                break
+        return taken
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """See socket.socket. Raises BlockingIOError, TlsEnded or OSError."""
+        with self._lock:
+            count = self._decrypt_into(buffer)
+            while not count:
+                if self._ended is not None:
+                    raise self._ended
+                arrived = self._sock.recv_into(self._raw)
+                if not arrived:
+                    return 0
+                self._incoming.write(self._raw[:arrived])
+                count = self._decrypt_into(buffer)
+            if self._outgoing.pending and not self._is_torn:
+                self._flush()
+            return max(0, count)
+
+    # --- what it has besides ---
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes that were taken over wait for room."""
+        return bool(self._unsent) or self._outgoing.pending > 0
+
+    def flush(self) -> bool:
+        """Send what waits; True if nothing does any more. Raises OSError."""
+        self._begin_sending()
+        with self._lock:
+            is_done = self._flush()
+        self._is_torn = False
+        return is_done
+
+    def shake_hands(self) -> bool:
+        """Go on with the handshake; False if it has to wait. Raises TlsEnded."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                is_done = True
+            except ssl.SSLWantReadError:
+                is_done = False
+            except (ssl.SSLError, ssl.CertificateError) as error:
+                self._flush_last_word()
+                raise self._end(error) from None
+            try:
+                if self._flush() and is_done:
+                    return True
+                arrived = 0 if is_done else self._sock.recv_into(self._raw)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._end(error) from None
+            if is_done:
+                return False
+            if not arrived:
+                raise self._end(ssl.SSLEOFError("closed"))
+            self._incoming.write(self._raw[:arrived])
+
+    def disown(self) -> None:
+        """Another process sends what is still here."""
+        self._lock = threading.RLock()
+        self._unsent, self._is_torn = _NOTHING, True
+
+    # --- under the lock ---
+
+    def _begin_sending(self) -> None:
+        if self._is_torn:
+            raise OSError(errno.ECONNABORTED, "a send was interrupted in the middle of a record")
+        self._is_torn = True
+
+    def _encrypt(self, view: memoryview, at: int) -> int:
+        end = min(len(view), at + BATCH_BYTES)
+        while at < end:
+            at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
+        self._unsent = memoryview(self._outgoing.read())
+        return at
+
+    def _flush(self) -> bool:
+        while self._unsent or self._outgoing.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            try:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+            except BlockingIOError:
+                return False
+        return True
+
+    def _flush_last_word(self) -> None:
+        """The alert that says what is wrong, if there is room for it."""
+        try:
+            self._flush()
+        except OSError:
+            self._unsent = _NOTHING
+
+    def _decrypt_into(self, buffer: memoryview) -> int:
+        """How many bytes were; -1 at the end of all."""
+        count, room = 0, len(buffer)
+        self.has_buffered = False
+        try:
+            while count < room and (self._incoming.pending or self._tls.pending()):
+                # With a buffer it gives the count, whatever its stub says.
+                got = cast(int, self._tls.read(room - count, buffer[count:]))
+                if not got:
+                    return count or -1  # close_notify
+                count += got
+        except ssl.SSLWantReadError:
+            return count
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return count or -1
+        except ssl.SSLError as error:
+            self._ended = self._end(error)
+            self.has_buffered = True  # the error
+            return count
+        self.has_buffered = self._incoming.pending > 0 or self._tls.pending() > 0
+        return count
+
+    def _end(self, error: Exception) -> TlsEnded:
+        return TlsEnded(error_for(error, self._address))
+
+
+class TlsChannel(Channel):
+    """See Channel. A control connection's; a session goes on with a `TlsGatheringChannel`."""
+
+    def __init__(self, stream: TlsStream, address: Address) -> None:
+        super().__init__(cast(socket.socket, stream), address)
+        self.stream = stream
+
+    @property
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in GatheringChannel
+        """See Channel."""
+        return self.stream.has_unsent
+
+    def push(self, parts: deque[memoryview]) -> bool:
+        """See Channel."""
+        return super().push(parts) if parts else flush_for(self, self.stream)
+
+    def doze(self, *, for_room: bool) -> bool:
+        """See Channel."""
+        return can_doze(self.stream, for_room=for_room)
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        return receive_explained(self, self.stream, buffer)
+
+
+def flush_for(channel: Channel, stream: TlsStream) -> bool:
+    """`push` where nothing is to be pushed but what waits already."""
+    try:
+        return stream.flush()
+    except OSError as error:
+        channel.drain(error)
+        return False
+
+
+def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
+    """Whether poll(2) will tell of what is waited for."""
+    if not stream.has_buffered:
+        return True
+    if not for_room:
+        return False
+    # Both are waited for, and only one of them is the kernel's to tell.
+    room = select.poll()
+    room.register(stream, select.POLLOUT)
+    return not room.poll(0)
+
+
+def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -> int:
+    """Receive; if TLS failed, the channel's link knows why."""
+    try:
+        return stream.recv_into(buffer)
+    except TlsEnded as ended:
+        channel.link.break_off(ended.error.failure, is_explained=True)
+        raise
+
+
+class TlsGatheringChannel(GatheringChannel):
+    """See GatheringChannel. What left the outbox may wait in the stream: then there is something unsent still."""
+
+    def __init__(self, channel: Channel, patience: Patience) -> None:
+        """Args: channel: A TlsChannel."""
+        if not isinstance(channel, TlsChannel):
+            raise TypeError(f"{channel!r} is no TLS connection's")
+        self.stream = channel.stream
+        super().__init__(channel, patience)
+
+    @property
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
+        """See Channel."""
+        return bool(self._outbox.data) or self.stream.has_unsent
+
+    def push(self, parts: deque[memoryview]) -> bool:
+        """See Channel."""
+        with self._lock:
+            if parts or self._outbox.data:
+                return super().push(parts)
+            return flush_for(self, self.stream)
+
+    def doze(self, *, for_room: bool) -> bool:
+        """See Channel."""
+        return can_doze(self.stream, for_room=for_room)
+
+    def after_fork(self) -> None:
+        """See GatheringChannel."""
+        super().after_fork()
+        self.stream.disown()
+
+    def _receive_into(self, buffer: memoryview) -> int:
+        return receive_explained(self, self.stream, buffer)
+
+    def _put_first(self, frame: bytes | memoryview) -> None:
+        super()._put_first(frame)
+        self._have_rest_sent()
+
+    def _have_rest_sent(self) -> None:
+        if self.stream.has_unsent:
+            self._notice()
+        else:
+            super()._have_rest_sent()
+
+    def _flush(self) -> bool:
+        return super()._flush() and (not self.stream.has_unsent or self.stream.flush())

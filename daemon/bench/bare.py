@@ -1,0 +1,85 @@
+"""`python -m gpulease.daemon.bench.bare DRIVER CARD COUNT`, PTX on its input: times processes without a lease, as JSON.
+
+What `gpulease bench` holds the begin and the end of leases against: fork, a context, a kernel `spin` that never ends;
+then SIGKILL, and the wait for the process, which ends when the driver has let its memory go.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Final, NoReturn
+
+from gpulease.daemon.drivers.interface import Dim3, Driver
+from gpulease.daemon.drivers.registry import driver_named
+from gpulease.daemon.host.processes import die_with_parent
+
+SLICE_BYTES: Final = 1 << 20
+ONE: Final[Dim3] = (1, 1, 1)
+
+SPINNING_S: Final = 0.05
+"""The kernel runs for so long before its process is killed."""
+
+
+def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:
+    """Milliseconds. Raises RuntimeError if a process can't begin."""
+    driver = driver_named(driver_name)
+    driver.preload()
+    rounds = [_round(driver, card, ptx) for _ in range(count)]
+    figures: dict[str, float] = {}
+    for name, samples in zip(("open", "reap"), zip(*rounds, strict=True), strict=True):
+        ordered = sorted(samples)
+        figures |= {f"{name}_p{part}_ms": ordered[min(count - 1, count * part // 100)] for part in (50, 99)}
+    return figures
+
+
+def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
+    """From fork to a context that answers; from SIGKILL to the process reaped."""
+    ours, theirs = os.pipe()
+    parent_pid = os.getpid()
+    started = time.perf_counter()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(parent_pid)
+        _spin(driver, card, ptx, theirs)
+    os.close(theirs)
+    try:
+        _await_word(ours)
+        open_ms = (time.perf_counter() - started) * 1e3
+        _await_word(ours)
+        time.sleep(SPINNING_S)
+        started = time.perf_counter()
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return open_ms, (time.perf_counter() - started) * 1e3
+
+
+def _await_word(pipe: int) -> None:
+    if not os.read(pipe, 1):
+        raise RuntimeError("a process could not open its context and launch a kernel in it")
+
+
+def _spin(driver: Driver, card: str, ptx: bytes, pipe: int) -> NoReturn:
+    """In the forked process; ends with SIGKILL."""
+    try:
+        context = driver.open_context(card, SLICE_BYTES)
+        context.sync()
+        os.write(pipe, b"o")
+        flag = context.mem_alloc(4)
+        module = context.module_load(ptx)
+        context.launch(module.kernels["spin"], ONE, ONE, 0, flag.to_bytes(8, "little"), 1)
+        os.write(pipe, b"s")
+        while True:
+            signal.pause()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], sys.stdin.buffer.read(), int(sys.argv[3]))))

@@ -1,0 +1,295 @@
+"""`python -m gpulease.daemon.bench.lease_table LEASES [KEPT...]`: the broker's core under load, as one JSON object.
+
+What runs is the broker's own: the lease table, its runtime with its timers on the broker's event loop, and, as far as
+they are named, `journal`, `audit` and `log`, in a folder of their own. What is simulated are processes, so that there
+can be ten thousand leases: a worker is ready, and dead, as soon as the loop turns.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.broker.audit_recording import boot_id, recording
+from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.memory_reserve import collect_rarely
+from gpulease.daemon.broker.runtime import Runtime
+from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.config import Config
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.embedded import EmbeddedCards
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    Card,
+    CoreLimits,
+    Event,
+    FreeRequested,
+    Granted,
+    LeaseTable,
+    Outcome,
+    RenewRequested,
+    ShutdownRequested,
+    WorkerExited,
+    WorkerReady,
+)
+from gpulease.daemon.log.writer import JsonShape, QueueingHandler
+from gpulease.daemon.record.journal import Journal, open_journal
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.worker import ENDED_BY_DAEMON
+from gpulease.protocol.opcodes import Status
+
+KEPT: Final = ("journal", "audit", "log")
+"""What can be kept besides."""
+
+SIZE_BYTES: Final = 1 << 20
+CARDS: Final = 8
+TENANTS: Final = 100
+
+PER_TURN: Final = 64
+"""Requests in one turn of the loop: what so many connections bring at once."""
+
+AT_A_TIME: Final = 512
+"""Requests that wait for their answer, at most; of few leases, as many as a quarter of them."""
+
+LONG_MS: Final = 3_600_000
+ROUNDS_S: Final = 3.0
+"""How long each kind of load is kept up."""
+
+EXPIRY_S: Final = 10.0
+"""Within which half of the leases expire, evenly."""
+
+SETTLE_MS: Final = 2000
+"""Until the first of them: by then all are granted."""
+
+RENEWALS_PER_S: Final = 1000
+"""Of the other half meanwhile."""
+
+BURST: Final = 1000
+"""Leases that expire at one moment."""
+
+NS_PER_MS: Final = 1_000_000
+NS_PER_S: Final = 1_000_000_000
+
+
+class SimulatedWorkers(Workers):
+    """Workers without processes.
+
+    Attributes:
+        late_ms: By how much each refusal of an expired lease came after its deadline.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.late_ms: list[float] = []
+        self._deadlines: dict[int, int] = {}
+        self._changed = asyncio.Event()
+
+    async def refused(self, count: int) -> None:
+        """Return once so many leases have expired."""
+        while len(self.late_ms) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def spawn(self, spec: WorkerSpec) -> None:
+        """It is ready at once."""
+        asyncio.get_running_loop().call_soon(self._post, WorkerReady(spec.lease_id))
+
+    def kill(self, lease_id: int) -> None:
+        """It is reaped at once."""
+        asyncio.get_running_loop().call_soon(self._post, WorkerExited(lease_id, ENDED_BY_DAEMON, True))
+
+    def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
+        """Where the real one writes its page."""
+        self._deadlines[lease_id] = deadline_ns
+
+    def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
+        """Where the real one flips the word."""
+        deadline_ns = self._deadlines.pop(lease_id, 0)
+        if status is Status.LEASE_EXPIRED:
+            self.late_ms.append((time.monotonic_ns() - deadline_ns) / NS_PER_MS)
+            self._changed.set()
+
+
+class Load:
+    """Requests of many tenants to one runtime."""
+
+    def __init__(self, runtime: Runtime, leases: int) -> None:
+        self._runtime = runtime
+        self._at_a_time = max(1, min(AT_A_TIME, leases // 4))
+        self._last_id = 0
+        self._open = 0
+        self._changed = asyncio.Event()
+        self.live: list[tuple[int, str]] = []
+
+    async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
+        """Ask for all of it, or until then; how many requests were answered."""
+        asked = 0
+        for make in events:
+            while self._open >= self._at_a_time:
+                self._changed.clear()
+                await self._changed.wait()
+            self._open += 1
+            asked += 1
+            self._runtime.post(make(self._runtime.expect(self._answered)))
+            if asked % PER_TURN == 0:
+                await asyncio.sleep(0)
+                if until_ns and time.monotonic_ns() > until_ns:
+                    break
+        while self._open:
+            self._changed.clear()
+            await self._changed.wait()
+        return asked
+
+    def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
+        """A new lease."""
+        self._last_id += 1
+        lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
+        return lambda request: AcquireRequested(request, tenant, lease_id, SIZE_BYTES, ttl_ms)
+
+    def _answered(self, outcome: Outcome) -> None:
+        self._open -= 1
+        self._changed.set()
+        if isinstance(outcome, Granted):
+            self.live.append((outcome.lease.lease_id, outcome.lease.tenant))
+
+
+def renewal(lease: tuple[int, str]) -> Callable[[int], Event]:
+    """A renewal of a lease by its tenant."""
+    return lambda request: RenewRequested(request, *lease, LONG_MS)
+
+
+def release(lease: tuple[int, str]) -> Callable[[int], Event]:
+    """The same of its end."""
+    return lambda request: FreeRequested(request, *lease)
+
+
+async def measure(leases: int, kept: frozenset[str]) -> dict[str, float]:
+    """The figures. Raises OSError if the journal or the audit log can't be made, ValueError for what can't be kept."""
+    if unknown := kept - set(KEPT):
+        raise ValueError(f"there is no {', '.join(sorted(unknown))} to keep; there are {', '.join(KEPT)}")
+    figures: dict[str, float] = {}
+    async with _runtime(leases, kept) as (runtime, workers):
+        load = Load(runtime, leases)
+        grants = (load.acquire(LONG_MS) for _ in range(leases))
+        figures |= await _rate("grants", load, grants, None)
+        figures |= await _rate("renewals", load, _over_and_over(load), ROUNDS_S)
+        # Of four requests one is a free, which is not counted.
+        figures |= await _rate("mixed", load, _churn(load), ROUNDS_S, counted=0.75)
+        figures |= _lateness("expiry", await _expire_evenly(load, workers, leases))
+        figures |= _lateness("burst", await _expire_at_once(load, workers))
+    return figures
+
+
+async def _rate(
+    name: str, load: Load, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
+) -> dict[str, float]:
+    """Requests a second, and what each costs the broker's thread."""
+    cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
+    until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
+    asked = counted * await load.ask(events, until_ns)
+    cpu_s = time.thread_time() - cpu_s
+    taken_s = (time.monotonic_ns() - began_ns) / NS_PER_S
+    return {f"{name}_per_s": asked / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / asked}
+
+
+def _over_and_over(load: Load) -> Iterator[Callable[[int], Event]]:
+    while True:
+        for lease in list(load.live):
+            yield renewal(lease)
+
+
+def _churn(load: Load) -> Iterator[Callable[[int], Event]]:
+    """Grants and renewals, and as many frees as grants, with as many leases there as before."""
+    while True:
+        yield release(load.live.pop(len(load.live) // 2))
+        yield load.acquire(LONG_MS)
+        for other in load.live[-2:]:
+            yield renewal(other)
+
+
+async def _expire_evenly(load: Load, workers: SimulatedWorkers, leases: int) -> list[float]:
+    """Half of the leases end one after the other while the others are renewed."""
+    half = leases // 2
+    gone, load.live = load.live[half:], load.live[:half]
+    await load.ask(map(release, gone))
+    workers.late_ms.clear()
+    others = list(load.live)
+    await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
+    began = time.monotonic()
+    renewed = 0
+    while len(workers.late_ms) < half:
+        await asyncio.sleep(0.005)
+        due = int((time.monotonic() - began) * RENEWALS_PER_S) - renewed
+        renewed += await load.ask(renewal(others[(renewed + one) % len(others)]) for one in range(due))
+    return list(workers.late_ms)
+
+
+async def _expire_at_once(load: Load, workers: SimulatedWorkers) -> list[float]:
+    workers.late_ms.clear()
+    until_ns = time.monotonic_ns() + NS_PER_S
+    await load.ask(load.acquire(max(1, (until_ns - time.monotonic_ns()) // NS_PER_MS)) for _ in range(BURST))
+    await workers.refused(BURST)
+    return list(workers.late_ms)
+
+
+@contextlib.asynccontextmanager
+async def _runtime(leases: int, kept: frozenset[str]) -> AsyncIterator[tuple[Runtime, SimulatedWorkers]]:
+    with tempfile.TemporaryDirectory(prefix="gpulease-") as folder, _logging("log" in kept):
+        config = Config(audit=Path(folder) / "audit" if "audit" in kept else None)
+        journal = Journal()
+        if "journal" in kept:
+            journal = await asyncio.to_thread(open_journal, Path(folder) / "state", boot_id())
+        most = leases + AT_A_TIME + BURST
+        source = EmbeddedCards([most * SIZE_BYTES // CARDS + SIZE_BYTES] * CARDS)
+        cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0) for one in source.discover({})]
+        table = LeaseTable(cards, CoreLimits(max_leases=most, max_leases_per_tenant=most), 0, journal.past)
+        workers = SimulatedWorkers()
+        async with recording(config, "cpu", cards) as recorder:
+            tokens = TokenOffice(table, frozenset(), None, None, journal.spent)
+            runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
+            yield runtime, workers
+            runtime.post(ShutdownRequested())
+            await runtime.drained()
+            await runtime.stop()
+        await journal.stop()
+
+
+@contextlib.contextmanager
+def _logging(is_on: bool) -> Iterator[None]:
+    """With a log that is read by somebody fast."""
+    if not is_on:
+        yield
+        return
+    sink = os.open(os.devnull, os.O_WRONLY)
+    root = logging.getLogger()
+    before = root.level
+    handler = QueueingHandler(JsonShape("broker"), sink)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+        handler.close()
+        os.close(sink)
+
+
+def _lateness(name: str, late_ms: list[float]) -> dict[str, float]:
+    ordered = sorted(late_ms)
+    parts = {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in (50, 99)}
+    return {f"{name}_late_{part}_ms": late for part, late in (parts | {"max": ordered[-1]}).items()}
+
+
+if __name__ == "__main__":
+    collect_rarely()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        found = runner.run(measure(int(sys.argv[1]), frozenset(sys.argv[2:])))
+    print(json.dumps(found))

@@ -1,0 +1,117 @@
+"""The audit log of a running daemon: opened as it starts, told of its stop, or none if the operator wants none."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.config import Config, ConfigError
+from gpulease.daemon.leases import Card
+from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
+from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder, Writer
+from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
+from gpulease.daemon.version import VERSION
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class CannotRecord(Exception):
+    """The operator demands an audit log and it can't be written; the message is a sentence for the operator."""
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot (random(4)), 32 hex digits."""
+    return _BOOT_ID.read_text().strip().replace("-", "")
+
+
+def config_digest(config: Config) -> str:
+    """The SHA-256 of all settings in canonical form: the same settings, the same digest, whatever their order."""
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf[:-1])
+    return hashlib.sha256(canonical_bytes(leaves)).hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def recording(config: Config, driver: str, cards: Sequence[Card]) -> AsyncIterator[Recorder]:
+    """What the broker tells everything, until the block is left.
+
+    Raises CannotRecord, or ConfigError for a place where no log can be.
+    """
+    if config.audit is None:
+        yield Recorder()
+        return
+    settings = LogSettings(
+        config.audit, config.audit_head or config.audit / HEAD_NAME, config.audit_file_bytes, config.audit_keep_files
+    )
+    _check_place("audit", settings.folder, is_folder=True)
+    if config.audit_head is not None:
+        _check_place("audit_head", config.audit_head, is_folder=False)
+    boot = boot_id()
+    about = {
+        "version": VERSION,
+        "config": config_digest(config),
+        "driver": driver,
+        "pid": os.getpid(),
+        "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
+    }
+    recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
+    writer = Writer(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
+    try:
+        await asyncio.to_thread(writer.start, must_work=config.audit_required)
+    except (OSError, FolderInUse) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise CannotRecord(f"the audit log can't be written: {said}") from None
+    recorder.write_with(writer)
+    try:
+        yield recorder
+    finally:
+        await recorder.stop()
+
+
+def _told_lately(folder: Path, boot: str) -> ToldLately:
+    """See `told_lately`. What can't be read is for whoever opens the log to say."""
+    try:
+        return told_lately(folder, boot)
+    except OSError:
+        return ToldLately()
+
+
+def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
+    """Refuse a place that is mistyped, or not the daemon's to write in: trying again would not help, as with a disk."""
+    if path.exists() and path.is_dir() != is_folder:
+        raise ConfigError(f"setting {setting}: {path} is {'no' if is_folder else 'a'} folder")
+    if not path.parent.is_dir():
+        raise ConfigError(f"setting {setting}: there is no folder {path.parent}")
+    place = path if is_folder and path.exists() else path.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"setting {setting}: the daemon's user may not write in {place}")
+
+
+def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
+    """Every single setting, behind the names that lead to it: canonical bytes do not nest as deep as settings do."""
+    if is_dataclass(value):
+        inside = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, Mapping):
+        inside = {str(_plain(key)): item for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        inside = {str(index): item for index, item in enumerate(value)}
+    elif isinstance(value, frozenset):
+        inside = {str(_plain(item)): True for item in value}
+    else:
+        yield [*path, _plain(value)]
+        return
+    for name, item in inside.items():
+        yield from _leaves(item, *path, name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or (isinstance(value, int) and abs(value) <= MAX_INTEGER):
+        return value
+    # A number of any size, and a path whose bytes are no text, are settings as well.
+    return str(value).encode(errors="backslashreplace").decode()

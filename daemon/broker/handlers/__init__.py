@@ -1,0 +1,1 @@
+"""The control operations, by what they ask for."""

@@ -1,0 +1,1 @@
+"""What broker, zygote and session agree on. It imports none of them."""

@@ -1,0 +1,475 @@
+"""What a kernel's fault looks like to a tenant.
+
+Launch graphs: launches checked and packed once, queued one behind the other.
+
+The queue takes a launch in a microsecond, so a replay saves what comes before: frames, plans, checks of the shape.
+Copies are done by the caller's thread, which waits for the kernels before them.
+
+The one context of a worker process: its memory, its modules, its stream.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from gpulease.daemon.drivers.interface import (
+    SEGMENT_STEPS,
+    Admit,
+    AdmitGraph,
+    DataStep,
+    Dim3,
+    DriverError,
+    Kernel,
+    KernelFault,
+    KernelStep,
+    LaunchRejected,
+    Module,
+    NativeLaunch,
+    Poll,
+    Step,
+    Ticket,
+    admit_all,
+    admit_any,
+    cooperative_refused,
+    keep_waiting,
+)
+from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.drivers.ptx.image import CpuKernel, CpuModule, load, release
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_ASSERTION_TEXT,
+    MAX_BLOCK_DIMS,
+    MAX_GRID_DIMS,
+    MAX_PARAMETER_BYTES,
+    MAX_SHARED_BYTES,
+    SPIN_S,
+)
+from gpulease.daemon.drivers.ptx.memory import IN_ORDER, Areas, Arena
+from gpulease.daemon.drivers.ptx.native.layout import LAUNCH_HEAD, Access, Environment, Fault, Launch
+from gpulease.daemon.drivers.ptx.parse.syntax import Space
+from gpulease.daemon.drivers.ptx.printing import PrintBuffer, joined, print_to_log
+from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
+
+_SPACES = tuple(Space)
+_EVENTS: dict[int, str] = {
+    Access.TRAP: "trap executed",
+    Access.BREAKPOINT: "breakpoint without a debugger executed",
+    Access.STACK_OVERFLOW: "stack overflow",
+    Access.NO_FUNCTION: "call through {:#x}, which is no function with these parameters,",
+    Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
+    Access.NO_TARGET: "branch by the index {}, which is past its targets,",
+    # Where threads wait for one another; the number is the barrier's or the member mask.
+    Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
+    Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
+    Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
+    Access.NO_MEMBER: "warp operation with member mask {:#010x}, which lacks the thread's own lane, executed",
+    Access.PART_OF_WARP: "operation that needs a whole warp executed with lanes {:#010x} alone,",
+}
+_UNNAMED = (Space.GENERIC, Space.GLOBAL)
+
+
+def describe(fault: Fault, text_at: Callable[[int], str], *, kernel: str, tag: int) -> KernelFault:
+    """The error for a fault record; `text_at` reads what an assertion's addresses mean."""
+    place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
+    where = f"{place} in kernel {kernel}, PTX line {fault.line}"
+    if fault.access == Access.ASSERTION:
+        message, file, function = (text_at(fault.assertion[n]) for n in range(3))
+        failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
+        return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
+    if fault.access in _EVENTS:
+        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
+    space = _SPACES[fault.space]
+    what = "misaligned" if fault.address % fault.size else "illegal"
+    kind = what if space in _UNNAMED else f"{what} {space.value}"
+    access = Access(fault.access).name.lower()
+    return KernelFault(
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}",
+        tag=tag,
+        kernel=kernel,
+        address=fault.address,
+    )
+
+
+def _triple(numbers: "list[int]") -> str:
+    return f"({numbers[0]},{numbers[1]},{numbers[2]})"
+
+
+_TAG_AT: Final = Launch.tag.offset
+_TAG_END: Final = _TAG_AT + Launch.tag.size
+
+_Replay = Callable[[bytes, Poll], None]
+"""Does one step, given the tag as the queue has it."""
+
+
+class CpuGraph:
+    """See `gpulease.daemon.drivers.interface.Graph`."""
+
+    device_bytes = 0
+
+    def __init__(self, context: "CpuContext", steps: Sequence[Step]) -> None:
+        """Raises LaunchRejected for a launch that no replay could queue."""
+        self._context = context
+        self._steps = list(steps)
+        self._replays = [self._replay_of(step) for step in steps]
+
+    def bind(self, step: int, params: bytes) -> None:
+        """See Graph."""
+        kernel_step = self._steps[step]
+        if not isinstance(kernel_step, KernelStep):
+            raise TypeError("only launches have parameters")
+        self._replays[step] = self._replay_of(replace(kernel_step, params=params))
+
+    def replay(self, tag: int, poll: Poll) -> None:
+        """See Graph."""
+        packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
+        for number, step in enumerate(self._replays):
+            if number and number % SEGMENT_STEPS == 0:
+                poll()
+            step(packed, poll)
+
+    def close(self) -> None:
+        """See Graph: what is in the queue is a copy."""
+        self._steps.clear()
+        self._replays.clear()
+
+    def _replay_of(self, step: Step) -> _Replay:
+        context = self._context
+        if isinstance(step, KernelStep):
+            record, is_shared = context.record(
+                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0
+            )
+            before, behind = record[:_TAG_AT], record[_TAG_END:]
+            return lambda tag, _: context.submit(b"".join((before, tag, behind)), is_shared)
+        address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
+        if isinstance(step, DataStep) or step.to_device:
+            return lambda _, poll: context.mem_write(address, memory, poll)
+        return lambda _, poll: context.mem_read(address, memory, poll)
+
+
+_MAX_X, _MAX_Y, _MAX_Z = MAX_GRID_DIMS
+_MAX_BLOCK_X, _MAX_BLOCK_Y, _MAX_BLOCK_Z = MAX_BLOCK_DIMS
+
+
+class _Complete:
+    """The ticket of a copy that was complete at once."""
+
+    def is_done(self) -> bool:
+        """Yes."""
+        return True
+
+
+_COMPLETE = _Complete()
+
+
+class CpuContext:
+    """The interface's `Context`; device addresses are host addresses within the arena.
+
+    Args:
+        slice_bytes: Room for allocations.
+        hosts: How many threads run the blocks of a launch; None for as many as this process may have.
+        architecture: Which images it loads.
+    """
+
+    page_bytes = 1
+
+    def __init__(self, slice_bytes: int, *, hosts: int | None = None, architecture: Architecture = SM_90) -> None:
+        self._slice_bytes = slice_bytes
+        self._architecture = architecture
+        self._arena = Arena(slice_bytes)
+        self._prints = PrintBuffer()
+        # Gets the name of a kernel and what it printed.
+        self.printed: Callable[[str, str], None] = print_to_log
+        self._areas = Areas(
+            Environment(
+                arena=self._arena.memory.address,
+                shadow=self._arena.shadow.address,
+                last_granule=self._arena.last_granule,
+                prints=self._prints.address,
+            )
+        )
+        self._hosts = hosts or host_threads()
+        self._stream = Stream(self._areas.address, self._hosts, self._prints.address)
+        self._modules: set[CpuModule] = set()
+        self._kernel_names: dict[int, str] = {}
+        self._next_number = 0
+        self._last_stream = 0
+        self._is_closed = False
+        # A kernel may still run when the interpreter ends and frees what it can: only `close` lets go of this.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    # --- Memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Nothing: the arena rounds addresses up, and only pages that are touched take memory."""
+        return 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """Nothing: what is freed goes back to the host."""
+        return 0
+
+    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+        """See the interface: there is nothing to give back."""
+
+    def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
+        """See the interface; needs no wait, as nothing that is queued knows the address."""
+        return self._arena.allocate(size_bytes)
+
+    def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self.sync(poll)
+        self._arena.free(address)
+
+    def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
+        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        self.sync(poll)
+        source = data.cast("B")
+        self._arena.bytes_at(address, source.nbytes)[:] = source
+
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        self.sync(poll)
+        target = into.cast("B")
+        target[:] = self._arena.bytes_at(address, target.nbytes)
+
+    def pin(self, memory: memoryview) -> None:
+        """See the interface: there is nothing to prepare."""
+
+    def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See the interface; complete on return."""
+        self.mem_write(address, data, poll)
+        return _COMPLETE
+
+    def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
+        """See the interface; complete on return."""
+        self.mem_read(address, into, poll)
+        return _COMPLETE
+
+    write_pinned = mem_write
+    read_pinned = mem_read
+
+    # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
+
+    def streams_bytes(self, count: int) -> int:
+        """See the interface."""
+        return 0
+
+    def stream_create(self) -> int:
+        """See the interface."""
+        self._last_stream += 1
+        return self._last_stream
+
+    def stream_destroy(self, stream: int) -> None:
+        """See the interface: it holds nothing of its own."""
+
+    def stream_select(self, stream: int) -> None:
+        """See the interface: it is the same queue."""
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """See the interface: it is so anyway."""
+
+    def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self.sync(poll)
+
+    # --- Modules -----------------------------------------------------------------------------------------------
+
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
+        """See the interface; PTX only."""
+        module = load(
+            image,
+            self._arena,
+            slice_bytes=self._slice_bytes,
+            first_number=self._next_number,
+            admit=admit,
+            architecture=self._architecture,
+        )
+        self._next_number += len(module.kernels)
+        self._modules.add(module)
+        self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
+        return module
+
+    def forget_earlier(self) -> None:
+        """Nothing: no lease finds another's code (`CpuDriver.recycle`), but in a folder that the operator named."""
+
+    def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self.sync(poll)
+        if not isinstance(module, CpuModule) or module not in self._modules:
+            raise DriverError("this module is not loaded")
+        self._modules.discard(module)
+        for kernel in module.kernels.values():
+            del self._kernel_names[kernel.number]
+        release(module.variable_addresses, self._arena)
+
+    # --- Launches ----------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
+        """See the interface; waits only while the queue is full."""
+        record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
+        self._stream.submit(record, is_shared=is_shared)
+
+    def be_patient(self, *, spins: bool, yields: bool) -> None:
+        """See the interface."""
+        self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
+
+    def native(self) -> NativeLaunch:
+        """See the interface."""
+        code, state = stream_code(), ctypes.addressof(self._stream.state)
+        spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
+        return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
+
+    def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
+        """What submit.ll takes: the launch's head, and whether its blocks are shared out."""
+        if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
+            return None
+        try:
+            head, is_shared = self._head(kernel, grid, block, shared_bytes, 0)
+        except LaunchRejected:
+            return None
+        return head + is_shared.to_bytes(8, "little")
+
+    def record(
+        self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
+    ) -> tuple[bytes, bool]:
+        """A launch, checked, as the queue takes it, and whether its blocks are shared out. Raises LaunchRejected."""
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
+        if len(params) != kernel.parameter_bytes:
+            raise LaunchRejected(
+                f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
+            )
+        return head + params, is_shared
+
+    def _head(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
+        """A launch's head, and whether several threads are to run its blocks. Raises LaunchRejected."""
+        if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
+            raise LaunchRejected("this kernel's module is not loaded")
+        if kernel.is_cooperative:
+            raise cooperative_refused(kernel.name)
+        _check_shape(kernel, grid, block)
+        shared = kernel.static_shared_bytes
+        if shared_bytes:
+            shared = kernel.dynamic_shared_offset + shared_bytes
+        if shared_bytes < 0 or shared > MAX_SHARED_BYTES:
+            raise LaunchRejected(
+                f"{shared_bytes} bytes of shared memory on top of the kernel's {kernel.dynamic_shared_offset}"
+                f" are more than {MAX_SHARED_BYTES}"
+            )
+        spread = IN_ORDER
+        blocks = math.prod(grid)
+        if blocks > 1 or kernel.needs.parks:
+            spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
+        head = LAUNCH_HEAD.pack(
+            kernel.entry,
+            blocks,
+            kernel.variables,
+            tag,
+            *grid,
+            *block,
+            shared,
+            kernel.number,
+            *spread,
+            kernel.pace,
+        )
+        return head, spread is not IN_ORDER
+
+    def submit(self, record: bytes, is_shared: bool) -> None:
+        """Queue what `record` gave."""
+        self._stream.submit(record, is_shared=is_shared)
+
+    def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
+        """See the interface; takes nothing of the slice."""
+        return CpuGraph(self, steps)
+
+    def watch(self, poll: Poll) -> None:
+        """See the interface."""
+        self._stream.poll = poll
+
+    def running(self) -> dict[int, int]:
+        """See the interface; the stream counts in any case."""
+        queued, ended = self._stream.progress()
+        return {} if queued == ended else {0: ended}
+
+    def sync(self, poll: Poll = keep_waiting) -> None:
+        """See the interface."""
+        self._stream.wait(poll)
+        self._flush()
+        self._raise_fault()
+
+    def fault(self) -> KernelFault | None:
+        """See the interface. What is queued behind a fault is skipped first, which takes microseconds."""
+        if not self._stream.has_fault:
+            return None
+        self._stream.wait()
+        self._flush()
+        state = self._stream.state
+        error = describe(
+            Fault.from_address(state.fault), self._text_at, kernel=self._kernel_names[state.kernel], tag=state.tag
+        )
+        self._stream.forget_fault()
+        return error
+
+    def close(self) -> None:
+        """See the interface. A kernel that goes on running keeps the memory, until the process ends."""
+        if not self._is_closed and self._stream.close():
+            self._is_closed = True
+            self._flush()
+            self._prints.close()
+            self._arena.close()
+            self._areas.close()
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` could do its work."""
+        return self._is_closed
+
+    def rest(self) -> bool:
+        """End the stream's threads if they are idle; the next launch starts others. False if a kernel goes on."""
+        return self._stream.rest()
+
+    def _text_at(self, address: int) -> str:
+        """The characters at a device address, as far as they may be read."""
+        text = bytearray()
+        while len(text) < MAX_ASSERTION_TEXT:
+            try:
+                byte = self._arena.bytes_at(address + len(text), 1)[0]
+            except DriverError:
+                break
+            if byte == 0:
+                break
+            text.append(byte)
+        return text.decode("utf-8", errors="replace")
+
+    def _flush(self) -> None:
+        """Hand on what kernels have printed; none runs meanwhile."""
+        for number, text in joined(self._prints.take()):
+            self.printed(self._kernel_names.get(number, ""), text)
+
+    def _raise_fault(self) -> None:
+        error = self.fault()
+        if error is not None:
+            raise error
+
+
+def _pass(kernel: Kernel) -> None:
+    """Nothing is kept of who was launched natively: slots name their kernels."""
+
+
+def _check_shape(kernel: CpuKernel, grid: Dim3, block: Dim3) -> None:
+    """Raise LaunchRejected for a grid or block that no card, or not this kernel, would take."""
+    x, y, z = grid
+    if not (0 < x <= _MAX_X and 0 < y <= _MAX_Y and 0 < z <= _MAX_Z):
+        raise LaunchRejected(f"the grid {grid} is not within (1, 1, 1) and {MAX_GRID_DIMS}")
+    x, y, z = block
+    if not (0 < x <= _MAX_BLOCK_X and 0 < y <= _MAX_BLOCK_Y and 0 < z <= _MAX_BLOCK_Z):
+        raise LaunchRejected(f"the block {block} is not within (1, 1, 1) and {MAX_BLOCK_DIMS}")
+    if x * y * z > kernel.max_threads_per_block:
+        raise LaunchRejected(
+            f"the block {block} has {x * y * z} threads, kernel {kernel.name} takes at most"
+            f" {kernel.max_threads_per_block}"
+        )
+    if kernel.required_block is not None and block != kernel.required_block:
+        raise LaunchRejected(f"kernel {kernel.name} demands blocks of {kernel.required_block}, not {block}")

@@ -1,0 +1,393 @@
+"""What an image becomes: native code, and what must be known beside it to place and launch its kernels.
+
+Nothing in here depends on the process it was made in: code names what it calls, and addresses of variables come from a
+table that each launch names. So it can be kept and used again (cache.py).
+
+Images that are compiled already: in this process, or by another one before (kept_code.py).
+
+A compiled image's kernels and variables in one context (the interface's `Module` and `Kernel`).
+"""
+
+import ctypes
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgpack
+
+from gpulease.daemon.drivers import ptx
+from gpulease.daemon.drivers.interface import (
+    Admit,
+    Dim3,
+    ImageRejected,
+    OutOfMemory,
+    Parameter,
+    admit_all,
+    refuse_managed_text,
+    text_of,
+)
+from gpulease.daemon.drivers.ptx.architecture import SM_90, Architecture
+from gpulease.daemon.drivers.ptx.limits import MAX_HELD_CODE_BYTES, MAX_IMAGE_BYTES, MAX_THREADS_PER_BLOCK, rejected
+from gpulease.daemon.drivers.ptx.memory import Arena, Needs
+from gpulease.daemon.drivers.ptx.native.library import bind_library
+from gpulease.daemon.drivers.ptx.parse.parser import parse
+from gpulease.daemon.drivers.ptx.parse.syntax import Function, Image, Relocation
+from gpulease.daemon.drivers.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
+from gpulease.daemon.drivers.ptx.translate.cooperative import cooperative_kernels
+from gpulease.daemon.drivers.ptx.translate.linking import link
+from gpulease.daemon.drivers.ptx.translate.module import Part, translate
+from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
+from gpulease.daemon.native.kept_code import keep, key_of, read_kept
+
+_BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """One entry point.
+
+    Attributes:
+        required_block: The block its .reqntid demands, or None.
+        static_shared_bytes: Shared memory its variables take.
+        dynamic_shared_offset: Where shared memory asked for at launch begins.
+        part: Which of the image's objects it is in.
+        symbol: Its name there.
+        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
+        needs: What a block of it takes beside.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    max_threads_per_block: int
+    required_block: Dim3 | None
+    static_shared_bytes: int
+    dynamic_shared_offset: int
+    part: int
+    symbol: str
+    is_cooperative: bool
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVariable:
+    """A variable of the module: what it starts with, and what of that is known at load only."""
+
+    name: str
+    size: int
+    initial: bytes
+    relocations: tuple[Relocation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledImage:
+    """A whole image.
+
+    Attributes:
+        addressed: The functions whose addresses kernels take.
+        objects: Object code, one for each part.
+    """
+
+    kernels: tuple[KernelFacts, ...]
+    variables: tuple[ModuleVariable, ...]
+    addressed: tuple[str, ...]
+    objects: tuple[bytes, ...]
+
+    def to_bytes(self) -> bytes:
+        """As it is kept. Raises OverflowError for a number of over 64 bits."""
+        data: bytes = msgpack.packb(astuple(self))
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "CompiledImage":
+        """As it was kept by the same version. Raises ValueError or TypeError for what was not."""
+        kernels, variables, addressed, objects = msgpack.unpackb(data, use_list=False)
+        return cls(
+            tuple(map(_kernel_from, kernels)),
+            tuple(
+                ModuleVariable(name, size, initial, tuple(Relocation(*found) for found in relocations))
+                for name, size, initial, relocations in variables
+            ),
+            addressed,
+            objects,
+        )
+
+
+def _kernel_from(fields: Any) -> KernelFacts:
+    name, parameters, *rest, needs = fields
+    values = [name, tuple(Parameter(*p) for p in parameters), *rest, Needs(*needs)]
+    return KernelFacts(*values)
+
+
+def compile_image(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> CompiledImage:
+    """Parse, translate and compile. Raises ImageRejected."""
+    tree = link(parse(_decode(image), architecture))
+    variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
+    check_size(variables, slice_bytes)
+    parts = translate(tree)
+    try:
+        objects = tuple(emit_object(part.text, part.effort) for part in parts)
+    except BadIr as error:
+        raise ImageRejected("the embedded driver failed to translate this image", log=str(error)) from None
+    return CompiledImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), objects)
+
+
+def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
+    """Refuse a module whose variables can't all fit a slice."""
+    wanted = sum(variable.size for variable in variables)
+    if wanted > slice_bytes:
+        raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
+
+
+def _decode(image: bytes) -> str:
+    """The PTX text, or a refusal of what is none."""
+    kind = _BINARY_MAGICS.get(image[:4])
+    if kind is not None:
+        raise ImageRejected(
+            f"this image is {kind}: the embedded driver takes PTX text only",
+            hint="Compile with nvcc -ptx.",
+        )
+    if len(image) > MAX_IMAGE_BYTES:
+        raise ImageRejected(f"{len(image)} bytes of PTX are more than {MAX_IMAGE_BYTES}")
+    text = text_of(image)
+    refuse_managed_text(text)
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise rejected("this is no text", line=line) from None
+
+
+def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
+    places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
+    needs = {name: found for part in parts for name, found in part.needs.items()}
+    cooperative = cooperative_kernels(tree)
+    return tuple(
+        _facts(function, needs[function.name], *places[function.name], is_cooperative=function.name in cooperative)
+        for function in tree.functions
+    )
+
+
+def _facts(function: Function, needs: Needs, part: int, symbol: str, *, is_cooperative: bool) -> KernelFacts:
+    threads = min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
+    if not needs.fit(threads):
+        raise rejected(f"a block of {threads} threads keeps more than there is room for", line=function.line)
+    return KernelFacts(
+        name=function.name,
+        parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
+        parameter_bytes=function.parameter_bytes,
+        max_threads_per_block=threads,
+        required_block=function.bounds.required,
+        static_shared_bytes=function.shared_bytes,
+        dynamic_shared_offset=function.dynamic_shared_offset,
+        part=part,
+        symbol=symbol,
+        is_cooperative=is_cooperative,
+        needs=needs,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedCode:
+    """A compiled image and its code in this process, one piece for each part."""
+
+    image: CompiledImage
+    codes: tuple[NativeCode, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What its objects take."""
+        return sum(map(len, self.image.objects))
+
+
+# By key, the one used last at the end.
+_held: OrderedDict[bytes, LoadedCode] = OrderedDict()
+
+
+def ready_to_look_up() -> None:
+    """Read what keys are made of: this driver's own sources, which a worker can't open."""
+    key_of(b"image", b"", ptx)
+
+
+def load_code(image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90) -> LoadedCode:
+    """An image's code, compiled now or before for that architecture. Raises ImageRejected."""
+    key = key_of(f"image for {architecture}".encode(), image, ptx)
+    code = _held.get(key)
+    if code is None:
+        bind_library()
+        compiled = _kept_image(key) or _compile_and_keep(key, image, slice_bytes, architecture)
+        code = LoadedCode(compiled, tuple(map(load_object, compiled.objects)))
+        _hold(key, code)
+    _held.move_to_end(key)
+    check_size(code.image.variables, slice_bytes)
+    return code
+
+
+def forget_code() -> None:
+    """Let go of all that this process holds."""
+    _held.clear()
+
+
+def _kept_image(key: bytes) -> CompiledImage | None:
+    data = read_kept(key)
+    if data is None:
+        return None
+    try:
+        return CompiledImage.from_bytes(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def _compile_and_keep(key: bytes, image: bytes, slice_bytes: int, architecture: Architecture) -> CompiledImage:
+    compiled = compile_image(image, slice_bytes=slice_bytes, architecture=architecture)
+    try:
+        keep(key, compiled.to_bytes())
+    except OverflowError:
+        # An addend past 64 bits; no compiler writes one.
+        return compiled
+    return compiled
+
+
+def _hold(key: bytes, code: LoadedCode) -> None:
+    """Keep it in this process; what was not used for longest goes when there is too much."""
+    _held[key] = code
+    total = sum(held.size_bytes for held in _held.values())
+    while total > MAX_HELD_CODE_BYTES and len(_held) > 1:
+        _, dropped = _held.popitem(last=False)
+        total -= dropped.size_bytes
+
+
+# Numbers of functions in this process: a pointer to one means nothing to another module.
+_HANDLES = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuKernel:
+    """One entry point.
+
+    Attributes:
+        number: Its place among all kernels the context ever loaded, for fault reports.
+        required_block: The block its .reqntid demands, or None.
+        static_shared_bytes: Shared memory its variables take.
+        dynamic_shared_offset: Where shared memory asked for at launch begins.
+        entry: Host address of its runner.
+        variables: Host address of its module's table of variables.
+        needs: What a block of it takes.
+        pace: Host address of how long its blocks took last (native/layout.py).
+        is_cooperative: Whether only a cooperative launch could run it.
+    """
+
+    name: str
+    number: int
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    max_threads_per_block: int
+    required_block: Dim3 | None
+    static_shared_bytes: int
+    dynamic_shared_offset: int
+    entry: int
+    variables: int
+    needs: Needs
+    pace: int
+    is_cooperative: bool = False
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuModule:
+    """A loaded image and what must live as long as its kernels can run."""
+
+    kernels: Mapping[str, CpuKernel]
+    device_bytes: int
+    code: LoadedCode
+    variable_addresses: tuple[int, ...]
+    # Keeps the table that kernels read the addresses from, and their paces.
+    tables: tuple[Any, Any]
+    shared_bytes: int = 0
+    kept_bytes: int = 0
+
+
+def load(
+    image: bytes,
+    arena: Arena,
+    *,
+    slice_bytes: int,
+    first_number: int,
+    admit: Admit = admit_all,
+    architecture: Architecture = SM_90,
+) -> CpuModule:
+    """Compile and place. Raises ImageRejected; nothing is left behind then."""
+    code = load_code(image, slice_bytes=slice_bytes, architecture=architecture)
+    variables = code.image.variables
+    device_bytes = sum(variable.size for variable in variables)
+    admit(device_bytes, 0, 0)
+    addresses = _place(variables, arena)
+    names = [variable.name for variable in variables]
+    named = dict(zip(names, addresses, strict=True))
+    handles = {name: FIRST_HANDLE + HANDLE_STEP * next(_HANDLES) for name in code.image.addressed}
+    _relocate(variables, named | handles, arena)
+    addresses_and_handles = (*addresses, *handles.values())
+    table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
+    paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
+    kernels = {
+        facts.name: _kernel(
+            facts,
+            number=first_number + offset,
+            entry=code.codes[facts.part].address(facts.symbol),
+            variables=ctypes.addressof(table),
+            pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
+        )
+        for offset, facts in enumerate(code.image.kernels)
+    }
+    return CpuModule(kernels, device_bytes, code, addresses, (table, paces))
+
+
+def _place(variables: tuple[ModuleVariable, ...], arena: Arena) -> tuple[int, ...]:
+    """Give each variable its memory and first value; those without bytes get the null address."""
+    addresses: list[int] = []
+    try:
+        for variable in variables:
+            addresses.append(arena.allocate(variable.size) if variable.size else 0)
+            if variable.initial:
+                arena.bytes_at(addresses[-1], len(variable.initial))[:] = variable.initial
+    except OutOfMemory as error:
+        release(addresses, arena)
+        raise ImageRejected(f"no memory for the module's variables: {error}") from None
+    return tuple(addresses)
+
+
+def _relocate(variables: tuple[ModuleVariable, ...], addresses: Mapping[str, int], arena: Arena) -> None:
+    """Write the addresses that initialisers name."""
+    for variable in variables:
+        for relocation in variable.relocations:
+            value = (addresses.get(relocation.symbol, 0) + relocation.addend) >> relocation.shift
+            place = addresses[variable.name] + relocation.offset
+            size = relocation.size
+            arena.bytes_at(place, size)[:] = (value & (2 ** (8 * size) - 1)).to_bytes(size, "little")
+
+
+def release(addresses: "list[int] | tuple[int, ...]", arena: Arena) -> None:
+    """Take variables' memory back."""
+    for address in addresses:
+        if address:
+            arena.free(address)
+
+
+def _kernel(facts: KernelFacts, *, number: int, entry: int, variables: int, pace: int) -> CpuKernel:
+    return CpuKernel(
+        name=facts.name,
+        number=number,
+        parameters=facts.parameters,
+        parameter_bytes=facts.parameter_bytes,
+        max_threads_per_block=facts.max_threads_per_block,
+        required_block=facts.required_block,
+        static_shared_bytes=facts.static_shared_bytes,
+        dynamic_shared_offset=facts.dynamic_shared_offset,
+        entry=entry,
+        variables=variables,
+        needs=facts.needs,
+        pace=pace,
+        is_cooperative=facts.is_cooperative,
+    )

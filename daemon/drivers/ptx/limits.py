@@ -1,0 +1,195 @@
+"""How an image is refused: always with the line, its text and the reason.
+
+What the driver takes at most. A tenant writes the PTX, so everything it can make large has a bound here.
+
+Units are in the names; each limit says what it stops or which card it was taken from.
+"""
+
+from gpulease.daemon.drivers.interface import ImageRejected
+
+
+def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hint: str = "") -> ImageRejected:
+    """The error for one offending line; `text` is that line's source, `kernel` the function it lies in."""
+    shown = " ".join(text.split())[:200]
+    place = f" of kernel {kernel}" if kernel else ""
+    where = f"line {line}{place}: " if line else ""
+    log = f"{where}{reason}" + (f"\n    {shown}" if shown else "")
+    message = f"{where}{reason}" + (f": {shown}" if shown else "")
+    return ImageRejected(message, log=log, line=line, hint=hint)
+
+
+# --- PTX text --------------------------------------------------------------------------------------------------
+
+# Text that costs seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
+MAX_IMAGE_BYTES = 16 * 1024 * 1024
+
+# Blocks in blocks: stops text like "{{{{" from growing the scope stack without end.
+MAX_BLOCK_DEPTH = 64
+
+# `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
+MAX_REGISTERS_PER_RANGE = 1 << 20
+
+# Bounds the compile time and memory of one image: generic accesses, the worst, take 13 s and 1.7 GB at this number.
+MAX_INSTRUCTIONS = 1 << 15
+
+# Of a kernel that gets functions put into it whose loops watch memory, though it might call them: each loop in it keeps
+# the registers that live there, and what a larger one keeps could have an image refused that calls let load.
+MAX_WATCHING_INSTRUCTIONS = 8192
+
+# Each costs a compiled function and a table entry.
+MAX_FUNCTIONS = 4096
+
+# Registers that are really named, per function: each becomes a stack slot before optimisation.
+MAX_REGISTERS_PER_FUNCTION = 1 << 16
+
+# Digits of one number: Python's int() is quadratic in them. 64 binary digits and a prefix fit.
+MAX_NUMBER_CHARACTERS = 80
+
+# Initialisers written out in the text, per image: each is one Python object while parsing.
+MAX_INITIALISERS = 1 << 20
+
+# Operands of one instruction: the widest real one (mma) has under 40.
+MAX_OPERANDS = 64
+
+# Liveness over a kernel with barriers costs registers x blocks bits; this many are 32 MiB.
+MAX_LIVENESS_BITS = 1 << 28
+
+# Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
+MAX_LIVENESS_VISITS = 1 << 20
+
+# Values that LLVM merges where control flows together, in one function: each takes some 4 KB and 10 us. 100 KB of text
+# with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, some 10,000.
+MAX_MERGES = 1 << 18
+
+# Lines of IR of one image's kernels and functions: a generic access has 54, an addition of a vector to memory 267.
+# Leaves room for MAX_INSTRUCTIONS generic accesses.
+MAX_IR_LINES = 1_800_000
+
+# Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
+# and gigabytes. Kernels past these numbers, and those of an image past its sum, are compiled without, in linear time.
+MAX_OPTIMISED_ACCESSES = 192
+MAX_OPTIMISED_INSTRUCTIONS = 4096
+MAX_OPTIMISED_ACCESSES_PER_IMAGE = 2048
+
+# Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
+MAX_OPTIMISED_FUNCTIONS = 128
+
+# Looks at calls to find out what each kernel reaches: hostile images could make it kernels times functions.
+MAX_CALL_GRAPH_STEPS = 1 << 19
+
+# The .param variables of one function's calls, each of which is in its frame before optimisation.
+MAX_CALL_BYTES = 1 << 18
+
+# Labels of one .branchtargets or functions of one .calltargets. Each indexed branch has all labels of its list as
+# operands, so those count as instructions, too.
+MAX_LISTED = 1 << 12
+
+# --- Compiled images -------------------------------------------------------------------------------------------
+
+# Object code kept in a process after its modules are gone: a tenant that loads image after image is bounded by this.
+MAX_HELD_CODE_BYTES = 64 << 20
+
+# --- Calls -----------------------------------------------------------------------------------------------------
+
+# The native stack that a thread's calls may take, and that of the host thread which runs them: a function checks that
+# its frame fits the first, and the second has room for one more of the largest.
+MAX_CALL_STACK_BYTES = 16 << 20
+STREAM_STACK_BYTES = 32 << 20
+
+# What a function's frame takes at most, per line of IR: spilled values; optimised ones can be vectors, interleaved.
+FRAME_BYTES_PER_LINE = 16
+OPTIMISED_FRAME_BYTES_PER_LINE = 256
+MAX_FRAME_BYTES = 8 << 20
+
+# --- A kernel's resources --------------------------------------------------------------------------------------
+
+# PTX ISA, "Kernel Function Parameters": 4352 bytes before PTX 8.1; the queue has this much room in each slot.
+MAX_PARAMETER_BYTES = 4352
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+MAX_THREADS_PER_BLOCK = 1024
+MAX_BLOCK_DIMS = (1024, 1024, 64)
+MAX_GRID_DIMS = (2**31 - 1, 65535, 65535)
+
+# What a kernel gets without opting in to more, static and dynamic together.
+MAX_SHARED_BYTES = 48 * 1024
+
+# Per thread. A card allows 512 KiB, but 1024 threads of that would be 512 MiB outside of any slice.
+MAX_LOCAL_BYTES = 64 * 1024
+
+# Registers a thread keeps across a barrier. A card has 255 of them and spills; 2048 of 8 bytes are 16 MiB a block.
+MAX_LIVE_REGISTERS = 2048
+
+# Registers saved and brought back at all waits of a kernel together: each is four lines of IR, so thousands of barriers
+# with thousands of live registers would be gigabytes. The largest kernels of nvcc stay under a tenth of this.
+MAX_SAVED_REGISTERS = 100_000
+
+# Kernels past these lengths, in instructions and in lines of IR, keep one thread's code: that for lanes takes two to
+# three times as long to compile. nvcc's loops, unrolled, stay under a third; the worst at this number take a second.
+MAX_LANE_INSTRUCTIONS = 2048
+MAX_LANE_LINES = 12_000
+
+# Blocks of a kernel whose threads run together. Each has a mask in every other's way: 64 made up of jumps back take
+# 0.2 s to compile, 250 take minutes. nvcc's kernels have tens, of which few part the lanes.
+MAX_LANE_BLOCKS = 96
+
+# Registers that such threads save and bring back at all barriers together: each way is a line or two of IR.
+MAX_LANE_SAVED_REGISTERS = 4096
+
+# What such threads keep at a barrier, per group of them; rows of one thread make 1024 groups of a block.
+MAX_LANE_FRAME_BYTES = 8 * MAX_LIVE_REGISTERS
+
+# --- Printing --------------------------------------------------------------------------------------------------
+
+# What kernels may print between two waits for them, as records and as text: CUDA's default for its buffer.
+MAX_PRINT_BYTES = 1 << 20
+
+# One format or one string.
+MAX_PRINT_TEXT = 4096
+
+# Each text of a failed assertion.
+MAX_ASSERTION_TEXT = 512
+
+# A field's width or precision: `%2000000000d` would be 2 GB.
+MAX_PRINT_WIDTH = 1024
+
+# --- Blocks on several cores -----------------------------------------------------------------------------------
+
+# Threads of the host that run blocks: each has a stack; kernels that keep more busy are rare.
+MAX_HOST_THREADS = 64
+
+# Blocks under way at a time, which may wait for one another: some 8 for each multiprocessor of a large card. What they
+# touch of these areas is host memory outside of any slice, so it has bounds of its own: four of the largest blocks.
+MAX_RESIDENT_BLOCKS = 1024
+RESIDENT_SHARED_BYTES = 48 << 20
+RESIDENT_LOCAL_BYTES = 256 << 20
+RESIDENT_FRAME_BYTES = 80 << 20
+
+# Into how many parts a launch is cut for each thread, so that all end at about the same time; and blocks in a part at
+# most, so that the others stop soon behind a fault.
+CHUNKS_PER_THREAD = 16
+MAX_CHUNK_BLOCKS = 64
+
+# What must be left of a launch, in nanoseconds, for sleeping threads to be woken: waking one costs some 5 us here, and
+# as much again before it does anything.
+WAKE_NS = 20_000
+
+# How often an idle thread looks for more work, letting others have the core in between (some 0.3 us), before it sleeps.
+HELPER_YIELDS = 64
+
+# --- The stream ------------------------------------------------------------------------------------------------
+
+# Launches queued before `launch` waits: deep enough to hide a waking thread, small enough to drain fast.
+QUEUE_DEPTH = 1024
+
+# How long a waiter looks at the counter before it sleeps, seconds: longer than a small kernel takes.
+SPIN_S = 50e-6
+
+# How often a sleeping waiter looks up and calls its poll, nanoseconds.
+POLL_INTERVAL_NS = 1_000_000
+
+# How long the stream's thread looks for more work before it sleeps, in rounds of some 40 ns.
+IDLE_SPINS = 512
+
+# How long `close` waits for a kernel that is still running, seconds, before it leaves it to the process's end.
+CLOSE_WAIT_S = 0.2

@@ -1,0 +1,271 @@
+"""Host memory that costs nothing until it is touched.
+
+Where blocks run: shared memory, local windows and frames for each block that is under way.
+
+Device memory: one reservation of address space per context, and what in it may be touched.
+
+Sizes are rounded up to powers of two, and each such class has a region of its own with room for more blocks than a
+slice can hold. So an allocation that fits the slice always finds a place, whatever was freed before: there is no
+fragmentation, only address space, which is free. Pages are real only where touched, and go back when freed.
+"""
+
+import ctypes
+import mmap
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
+from gpulease.daemon.drivers.ptx.limits import (
+    CHUNKS_PER_THREAD,
+    MAX_CHUNK_BLOCKS,
+    MAX_RESIDENT_BLOCKS,
+    RESIDENT_FRAME_BYTES,
+    RESIDENT_LOCAL_BYTES,
+    RESIDENT_SHARED_BYTES,
+)
+from gpulease.daemon.drivers.ptx.native.layout import Environment, Fault
+from gpulease.daemon.drivers.ptx.parse.declarations import round_up
+from gpulease.daemon.drivers.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
+
+# Linux's flag; Python 3.11 has no name for it. Without it the kernel would count address space as used memory.
+_MAP_NORESERVE = 0x4000
+
+
+class Mapping:
+    """Anonymous, zeroed pages at a fixed address, made real one by one on first touch.
+
+    Raises:
+        DriverError: The host gives this process no such address space.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        try:
+            self._map = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DriverError(
+                f"the host can't reserve {size_bytes} bytes of address space: {error}",
+                hint="Raise the process's address space limit, or ask for a smaller slice.",
+            ) from None
+        self.size_bytes = size_bytes
+        self.view = memoryview(self._map)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(anchor)
+        del anchor
+
+    def discard(self, offset: int, size: int) -> None:
+        """Give whole pages back to the host: they read as zeros. Both numbers are multiples of the page size."""
+        self._map.madvise(mmap.MADV_DONTNEED, offset, size)
+
+    def close(self) -> None:
+        """Give all back; nothing may touch the memory any more."""
+        self.view.release()
+        self._map.close()
+
+
+# Areas of different blocks are in different pages, so no two threads write to one cache line.
+_STRIDE_STEP = 4096
+
+# A launch's last five numbers: chunk, places, and the strides of shared memory, local windows and frames.
+Spread = tuple[int, int, int, int, int]
+
+# All blocks one after another in the first place.
+IN_ORDER: Spread = (0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a block of a kernel takes beside shared memory, and how its blocks may be handed out.
+
+    Attributes:
+        local_bytes: Local windows, whatever the block's size.
+        local_bytes_per_thread: Local windows, for each thread on top.
+        frame_bytes: Frames, whatever the block's size.
+        frame_bytes_per_thread: Frames, for each thread on top.
+        parks: Whether a block may come back because it waits for another.
+    """
+
+    local_bytes: int
+    local_bytes_per_thread: int
+    frame_bytes: int
+    frame_bytes_per_thread: int
+    parks: bool
+
+    def areas(self, threads: int) -> tuple[int, int]:
+        """Bytes of local windows and of frames of a block of so many threads, in whole steps."""
+        local = self.local_bytes + threads * self.local_bytes_per_thread
+        frames = self.frame_bytes + threads * self.frame_bytes_per_thread
+        return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
+
+    def fit(self, threads: int) -> bool:
+        """Whether there is room for one such block."""
+        local, frames = self.areas(threads)
+        return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
+
+
+class Areas:
+    """The environments of a context's blocks, and what theirs is.
+
+    Args:
+        first: What is the same in all; the areas are filled in.
+    """
+
+    def __init__(self, first: Environment) -> None:
+        self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
+        self._places = (Environment * MAX_RESIDENT_BLOCKS)()
+        self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
+        first.shared = self._memory.address
+        first.local = first.shared + RESIDENT_SHARED_BYTES
+        first.frames = first.local + RESIDENT_LOCAL_BYTES
+        first.fault = ctypes.addressof(self._faults)
+        self._places[0] = first
+        self.address = ctypes.addressof(self._places)
+
+    def spread(self, needs: Needs, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
+        """How to divide a launch of such blocks, of which one fits, among so many host threads."""
+        if not needs.parks and (hosts == 1 or blocks == 1):
+            return IN_ORDER
+        chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
+        shared = round_up(shared_bytes, _STRIDE_STEP)
+        local, frames = needs.areas(threads)
+        places = min(
+            MAX_RESIDENT_BLOCKS,
+            RESIDENT_SHARED_BYTES // (shared or 1),
+            RESIDENT_LOCAL_BYTES // (local or 1),
+            RESIDENT_FRAME_BYTES // (frames or 1),
+        )
+        return chunk, places, shared, local, frames
+
+    def close(self) -> None:
+        """Give the memory back; nothing may run any more."""
+        self._memory.close()
+
+
+# Blocks of a class are over half full, so a slice's worth takes twice its bytes; twice that leaves room for modules'
+# variables, which the context bounds by the slice's size again.
+_REGION_FACTOR = 4
+
+# From here on freed blocks are whole pages and go back to the host; smaller ones are zeroed in place.
+_DISCARD_BYTES = 64 * 1024
+
+# Larger slices than any card has; keeps all regions within a process's 47 bits of addresses.
+MAX_SLICE_BYTES = 1 << 39
+
+_SHADOW_ENTRY_BYTES = 2
+_FULL_ENTRY = GRANULE_BYTES.to_bytes(_SHADOW_ENTRY_BYTES, "little")
+# The shadow is written in pieces, so that a large allocation needs no large temporary.
+_SHADOW_PIECE = 1 << 16
+_FULL_ENTRIES = _FULL_ENTRY * _SHADOW_PIECE
+_NO_ENTRIES = bytes(len(_FULL_ENTRIES))
+
+
+class _Region:
+    """The blocks of one size; offsets are bytes from the arena's start."""
+
+    def __init__(self, start: int, block_bytes: int, blocks: int) -> None:
+        self.start = start
+        self.block_bytes = block_bytes
+        self.end = start + blocks * block_bytes
+        self._fresh = start
+        self._freed: list[int] = []
+
+    def take(self) -> int | None:
+        """A free block's offset, or None."""
+        if self._freed:
+            return self._freed.pop()
+        if self._fresh == self.end:
+            return None
+        self._fresh += self.block_bytes
+        return self._fresh - self.block_bytes
+
+    def give(self, offset: int) -> None:
+        """Make a block free again."""
+        self._freed.append(offset)
+
+
+class Arena:
+    """The allocator and its shadow table, which generated code reads (translate/access.py).
+
+    Raises:
+        DriverError: The host has no address space for a slice of that size.
+    """
+
+    def __init__(self, slice_bytes: int) -> None:
+        if not 0 < slice_bytes <= MAX_SLICE_BYTES:
+            raise DriverError(f"a slice has 1 to {MAX_SLICE_BYTES} bytes, not {slice_bytes}")
+        self._slice_bytes = slice_bytes
+        self._regions: list[_Region] = []
+        end = 0
+        for shift in range(GRANULE_SHIFT, max(GRANULE_SHIFT, (slice_bytes - 1).bit_length()) + 1):
+            blocks = -(-_REGION_FACTOR * slice_bytes >> shift) + 1
+            self._regions.append(_Region(end, 1 << shift, blocks))
+            # Blocks that are given back to the host must begin at a page.
+            end = round_up(self._regions[-1].end, mmap.PAGESIZE)
+        self._starts = [region.start for region in self._regions]
+        self._sizes: dict[int, int] = {}
+        # One granule more, never given out: lookups outside of the arena end there.
+        self.last_granule = end >> GRANULE_SHIFT
+        self.memory = Mapping(end + GRANULE_BYTES)
+        self.shadow = Mapping((self.last_granule + 1) * _SHADOW_ENTRY_BYTES)
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of that many zeroed bytes. Raises OutOfMemory."""
+        if size_bytes <= 0:
+            raise DriverError(f"an allocation has at least 1 byte, not {size_bytes}")
+        shift = max(GRANULE_SHIFT, (size_bytes - 1).bit_length())
+        if size_bytes > self._slice_bytes:
+            raise OutOfMemory(f"{size_bytes} bytes are more than the slice's {self._slice_bytes}")
+        offset = self._regions[shift - GRANULE_SHIFT].take()
+        if offset is None:
+            raise OutOfMemory(f"no address space is left for {size_bytes} bytes")
+        self._sizes[offset] = size_bytes
+        self._mark(offset, size_bytes)
+        return self.memory.address + offset
+
+    def free(self, address: int) -> None:
+        """Take back what `allocate` gave; its bytes are zero again and may not be touched."""
+        offset = address - self.memory.address
+        size = self._sizes.pop(offset, None)
+        if size is None:
+            raise DriverError(f"{address:#x} is not the address of an allocation")
+        self._unmark(offset, size)
+        region = self._region_of(offset)
+        if region.block_bytes >= _DISCARD_BYTES:
+            self.memory.discard(offset, region.block_bytes)
+        else:
+            self.memory.view[offset : offset + size] = bytes(size)
+        region.give(offset)
+
+    def bytes_at(self, address: int, size: int) -> memoryview:
+        """That many bytes of one allocation. Raises DriverError if they are not all of one."""
+        offset = address - self.memory.address
+        if 0 <= offset < self._regions[-1].end:
+            region = self._region_of(offset)
+            start = offset - (offset - region.start) % region.block_bytes
+            if offset + size <= start + self._sizes.get(start, -1):
+                return self.memory.view[offset : offset + size]
+        raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
+
+    def close(self) -> None:
+        """Give everything back to the host."""
+        self.memory.close()
+        self.shadow.close()
+
+    def _region_of(self, offset: int) -> _Region:
+        return self._regions[bisect_right(self._starts, offset) - 1]
+
+    def _mark(self, offset: int, size: int) -> None:
+        """Write into the shadow how much of each granule is there."""
+        first, rest = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
+        whole = size >> GRANULE_SHIFT
+        self._fill(first, whole, _FULL_ENTRIES)
+        if rest:
+            self._fill(first + whole, 1, rest.to_bytes(_SHADOW_ENTRY_BYTES, "little"))
+
+    def _unmark(self, offset: int, size: int) -> None:
+        self._fill(offset >> GRANULE_SHIFT, -(-size >> GRANULE_SHIFT), _NO_ENTRIES)
+
+    def _fill(self, first: int, count: int, entries: bytes) -> None:
+        for start in range(first, first + count, _SHADOW_PIECE):
+            held = min(_SHADOW_PIECE, first + count - start) * _SHADOW_ENTRY_BYTES
+            place = start * _SHADOW_ENTRY_BYTES
+            self.shadow.view[place : place + held] = entries[:held]

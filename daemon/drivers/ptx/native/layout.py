@@ -1,0 +1,266 @@
+"""A thread's frame while it waits: what the thread, the block's loop and block.ll read and write.
+
+In a kernel whose only waits are for barrier 0 a frame is `SHORT_HEAD_BYTES` with the place to go on at, then the
+registers kept. In all others it is a `FrameHead`, the words the thread shows to its warp, those words again as they
+were when its last exchange was complete, then the registers kept.
+
+Structures that Python writes and generated code reads: their fields' offsets are the contract between the two.
+"""
+
+import ctypes
+import struct
+from enum import IntEnum
+
+SHORT_HEAD_BYTES = 8
+SLOT_BYTES = 8
+
+# Words a thread can show in one exchange.
+MAX_SHOWN_WORDS = 32
+
+# Named barriers of a block (PTX ISA section 9.7.13.1).
+BARRIERS = 16
+
+
+class State(IntEnum):
+    """What a thread waits for; block.ll has these numbers too."""
+
+    READY = 0
+    YIELDED = 1
+    AT_BARRIER = 2
+    IN_EXCHANGE = 3
+    IN_GATHERING = 4
+    ENDED = -1
+
+
+class FrameHead(ctypes.Structure):
+    """What a waiting thread says of itself, and what it gets to know when it goes on.
+
+    `kind` is the barrier's number, or what must be equal for threads to exchange; `members` the barrier's number of
+    threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the thread's
+    indices, packed. Results: `group` is the lanes that exchanged, or the number of threads at the barrier; `ballot`
+    those lanes whose flag is set, or their number.
+    """
+
+    _fields_ = (
+        ("resume", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("kind", ctypes.c_uint32),
+        ("members", ctypes.c_uint32),
+        ("flag", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
+        ("place", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("ballot", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    )
+
+
+HEAD_BYTES = ctypes.sizeof(FrameHead)
+MAX_HEAD_BYTES = HEAD_BYTES + 2 * SLOT_BYTES * MAX_SHOWN_WORDS
+
+# Before the first frame: how many threads have arrived at each barrier without waiting.
+BOARD_BYTES = 4 * BARRIERS
+
+# A thread's x, y and z in `place`: shifts; x and y are at most 1023, z at most 63.
+PLACE_SHIFTS = (0, 10, 20)
+PLACE_MASK = 1023
+
+
+class Status(IntEnum):
+    """What a thread's or a kernel's function returns."""
+
+    DONE = 0
+    WAITS = 1
+    FAULT = 2
+    # A function's only: the thread has ended in there; what is called through a pointer is no function.
+    EXITED = 20
+    NO_FUNCTION = 21
+
+
+class Access(IntEnum):
+    """What a thread was doing when it faulted."""
+
+    LOAD = 1
+    STORE = 2
+    TRAP = 3
+    ATOMIC = 4
+    # The rest touch no memory. `address` is, up to PART_OF_WARP, the barrier's number or a mask of lanes.
+    BARRIER = 5
+    BARRIER_OPERAND = 6
+    EXCHANGE = 7
+    NO_MEMBER = 8
+    PART_OF_WARP = 9
+    BREAKPOINT = 20
+    STACK_OVERFLOW = 21
+    NO_FUNCTION = 22
+    NO_TARGET = 23
+    ASSERTION = 24
+    NO_ALLOCATION = 25
+
+
+class Fault(ctypes.Structure):
+    """Where and why a kernel ended early."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("access", ctypes.c_uint32),
+        ("space", ctypes.c_uint32),
+        ("line", ctypes.c_uint32),
+        ("thread", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        # Of a failed assertion: addresses of its texts, and its line.
+        ("assertion", ctypes.c_uint64 * 4),
+    )
+
+
+class Environment(ctypes.Structure):
+    """A place for a block to run in: the context's memory, and areas of its own; host addresses and bytes.
+
+    `block` is the flat number of the one that is in it, or the first of some; `resumes` is 1 if it goes on there and 0
+    if it begins; `next` links places.
+    """
+
+    _fields_ = (
+        ("arena", ctypes.c_uint64),
+        ("shadow", ctypes.c_uint64),
+        ("last_granule", ctypes.c_uint64),
+        ("shared", ctypes.c_uint64),
+        ("local", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("prints", ctypes.c_uint64),
+        ("block", ctypes.c_uint64),
+        ("resumes", ctypes.c_uint64),
+        ("next", ctypes.c_uint64),
+        # Two cache lines: neighbours are used by different host threads.
+        ("reserved", ctypes.c_uint64 * 5),
+    )
+
+
+class PrintHead(ctypes.Structure):
+    """What kernels print: this, then `capacity` bytes, of which `used` are records; `dropped` ones did not fit."""
+
+    _fields_ = (
+        ("used", ctypes.c_uint64),
+        ("dropped", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("lock", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class PrintRecord(ctypes.Structure):
+    """The head of one call's record; `size` counts it too."""
+
+    _fields_ = (("size", ctypes.c_uint32), ("kernel", ctypes.c_uint32))
+
+
+class Mark(IntEnum):
+    """What a byte means within a conversion of a format; any other ends it."""
+
+    FLAG = 1
+    LONG = 2
+    STAR = 3
+    INTEGER = 4
+    WIDE = 5
+    STRING = 6
+
+
+class Launch(ctypes.Structure):
+    """The head of a queue slot: one launch. Its parameters follow. No entry means: end the stream.
+
+    Its blocks are handed out `chunk` at a time, to at most `places` environments whose areas lie a stride apart; if
+    `chunk` is 0 they all run one after another in the first. `pace` is the address of how long a block of this kernel
+    took last, in nanoseconds, 0 if that is not known.
+    """
+
+    _fields_ = (
+        ("entry", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
+        ("variables", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("kernel", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("places", ctypes.c_uint32),
+        ("shared_stride", ctypes.c_uint32),
+        ("local_stride", ctypes.c_uint32),
+        ("frame_stride", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("pace", ctypes.c_uint64),
+    )
+
+
+# The same head for `struct`, which fills it several times faster than ctypes does.
+LAUNCH_HEAD = struct.Struct("<4Q13I4xQ")
+
+PARAMETERS_OFFSET = ctypes.sizeof(Launch)
+
+
+class Semaphore(ctypes.Structure):
+    """A glibc sem_t: 32 bytes on 64-bit machines."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 4),)
+
+
+class StreamState(ctypes.Structure):
+    """What the caller and the stream's native loop share; stream.ll has these offsets too.
+
+    `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
+    and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller sleeps on `done`.
+    What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads there are, and where
+    what kernels print begins.
+    """
+
+    _fields_ = (
+        ("completed", ctypes.c_uint64),
+        ("faulted", ctypes.c_uint64),
+        ("waiting", ctypes.c_uint64),
+        ("tag", ctypes.c_uint64),
+        ("kernel", ctypes.c_uint64),
+        ("ring", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+        ("slot_mask", ctypes.c_uint64),
+        ("idle_spins", ctypes.c_uint64),
+        ("team", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("queued", Semaphore),
+        ("done", Semaphore),
+        ("submitted", ctypes.c_uint64),
+        ("has_thread", ctypes.c_uint64),
+        ("has_helpers", ctypes.c_uint64),
+        ("prints", ctypes.c_uint64),
+    )
+
+
+class Team(ctypes.Structure):
+    """What the threads that share a launch's blocks know of it; team.ll has these offsets too.
+
+    `places` is the address of the first of the environments; `helpers` the number of threads beside the stream's;
+    `wake_ns` what must be left to do for them to be woken; `next` the first block not handed out; `stop` is 1 from a
+    fault on, whose record `fault` names; `used` counts the places taken, `idle` the helpers that sleep.
+    """
+
+    _fields_ = (
+        ("launch", ctypes.c_uint64),
+        ("places", ctypes.c_uint64),
+        ("helpers", ctypes.c_uint64),
+        ("wake_ns", ctypes.c_uint64),
+        ("idle_yields", ctypes.c_uint64),
+        ("ending", ctypes.c_uint64),
+        # What is written for every chunk, and what idle threads look at, lie in cache lines of their own.
+        ("_gap1", ctypes.c_uint64 * 2),
+        ("next", ctypes.c_uint64),
+        ("stop", ctypes.c_uint64),
+        ("fault", ctypes.c_uint64),
+        ("used", ctypes.c_uint64),
+        ("_gap2", ctypes.c_uint64 * 4),
+        ("state", ctypes.c_uint64),
+        ("idle", ctypes.c_uint64),
+        ("_gap3", ctypes.c_uint64 * 6),
+        ("work", Semaphore),
+        ("done", Semaphore),
+    )

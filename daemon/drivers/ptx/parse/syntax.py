@@ -1,0 +1,316 @@
+"""PTX's fundamental types (PTX ISA section 5.2, "Types").
+
+The tree a PTX text becomes. Names are resolved: an operand holds the register or variable it means.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a type's bits mean."""
+
+    BITS = "b"
+    SIGNED = "s"
+    UNSIGNED = "u"
+    FLOAT = "f"
+    PREDICATE = "pred"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One fundamental type: its PTX name without the dot, its width, and what the bits mean."""
+
+    name: str
+    bits: int
+    kind: Kind
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory; 0 for a predicate, which has no place there."""
+        return self.bits // 8
+
+    @property
+    def is_float(self) -> bool:
+        """Whether arithmetic on it rounds."""
+        return self.kind is Kind.FLOAT
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether widening repeats the sign bit."""
+        return self.kind is Kind.SIGNED
+
+    def accepts(self, register: "Scalar") -> bool:
+        """Whether an operand of this type may be a register of that one (PTX ISA section 9.2, "Type Information")."""
+        if self.bits != register.bits or Kind.PREDICATE in (self.kind, register.kind):
+            return self == register
+        return Kind.BITS in (self.kind, register.kind) or self.is_float == register.is_float
+
+
+def _scalars() -> dict[str, Scalar]:
+    table = {"pred": Scalar("pred", 1, Kind.PREDICATE)}
+    for bits in (8, 16, 32, 64):
+        for kind in (Kind.BITS, Kind.SIGNED, Kind.UNSIGNED):
+            table[f"{kind.value}{bits}"] = Scalar(f"{kind.value}{bits}", bits, kind)
+    for bits in (32, 64):
+        table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
+    # Section 5.2.3: held in .b16 and .b32 registers as well. No host type is theirs, so what they mean is up to the
+    # instruction.
+    for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
+        table[name] = Scalar(name, bits, Kind.BITS)
+    return table
+
+
+SCALARS = _scalars()
+PREDICATE = SCALARS["pred"]
+
+
+class Space(Enum):
+    """State spaces (PTX ISA section 5.1)."""
+
+    GENERIC = "generic"
+    GLOBAL = "global"
+    CONST = "const"
+    SHARED = "shared"
+    LOCAL = "local"
+    PARAM = "param"
+    # Not spelled in PTX: the .param variables of a function's results and of calls, and what functions' names mean.
+    RESULT = "result"
+    CALL = "call"
+    CODE = "code"
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A virtual register; `index` numbers it within its function."""
+
+    index: int
+    name: str
+    type: Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """A part of an initialiser that is an address: `size` bytes of `symbol + addend`, from bit `shift` on."""
+
+    offset: int
+    size: int
+    symbol: str
+    addend: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A declared variable of any space.
+
+    Attributes:
+        offset: Bytes from the start of its function's or module's area of that space; of no meaning for
+            GLOBAL and CONST, which get their place at load.
+        initial: The bytes it starts with, b"" for zeros.
+        is_dynamic: `.extern .shared x[]`: it begins where the static shared memory ends.
+        relocations: What of `initial` is known at load only.
+    """
+
+    name: str
+    space: Space
+    size: int
+    alignment: int
+    offset: int = 0
+    initial: bytes = b""
+    is_dynamic: bool = False
+    relocations: tuple[Relocation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters and results of a function or prototype, with their places in their buffers."""
+
+    parameters: tuple[Variable, ...] = ()
+    parameter_bytes: int = 0
+    results: tuple[Variable, ...] = ()
+    result_bytes: int = 0
+
+    @property
+    def layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """What a call through a pointer must have in common with its function."""
+        parameters = tuple((v.offset, v.size) for v in self.parameters)
+        return parameters, tuple((v.offset, v.size) for v in self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """An integer literal, already cut to 64 bits (PTX ISA section 4.5.1)."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A floating-point literal; `bits` is 32 or 64 for the 0f and 0d forms, 0 for a decimal one (section 4.5.2)."""
+
+    pattern: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register such as %tid.x (PTX ISA section 10)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A label, as the index of the instruction it stands before."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A variable's address plus a constant."""
+
+    variable: Variable
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base+offset]` (PTX ISA section 6.4.1)."""
+
+    base: "Register | Variable | Integer"
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b}` (PTX ISA section 6.4.2)."""
+
+    elements: tuple["Operand", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """`p|q`, the two destinations of setp."""
+
+    first: "Operand"
+    second: "Operand"
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """`!p`."""
+
+    register: Register
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """`_`: a destination that is thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """What `call` passes and takes; `name` is empty for a call through the register in the other operand."""
+
+    name: str
+    signature: Signature
+    arguments: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+
+
+Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vector | Pair | Negated | Sink | CallSite
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """`@p` or `@!p` (PTX ISA section 9.3)."""
+
+    register: Register
+    negated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. `modifiers` are what follows the opcode, dot by dot; `line` is 1-based."""
+
+    line: int
+    text: str
+    guard: Guard | None
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+
+    @property
+    def spelling(self) -> str:
+        """Opcode and modifiers, as written."""
+        return ".".join((self.opcode, *self.modifiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Performance directives that limit a launch (PTX ISA section 11.4); 0 where the kernel has none.
+
+    Attributes:
+        max_threads: The product of .maxntid.
+        required: The block .reqntid demands, or None.
+    """
+
+    max_threads: int = 0
+    required: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """An .entry or .func with its body. Sizes are bytes.
+
+    Attributes:
+        shared_bytes: Of the shared variables whose size is declared.
+        dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
+        results: What a .func returns; their sum is `result_bytes`.
+        call_bytes: Of the .param variables of its calls.
+        module_shared: The module's shared variables it names.
+    """
+
+    name: str
+    line: int
+    parameters: tuple[Variable, ...]
+    parameter_bytes: int
+    instructions: tuple[Instruction, ...]
+    registers: tuple[Register, ...]
+    shared_bytes: int
+    dynamic_shared_offset: int
+    local_bytes: int
+    bounds: Bounds
+    is_kernel: bool = True
+    results: tuple[Variable, ...] = ()
+    result_bytes: int = 0
+    call_bytes: int = 0
+    call_alignment: int = 1
+    local_alignment: int = 1
+    shared_alignment: int = 1
+    module_shared: tuple[Variable, ...] = ()
+
+    @property
+    def signature(self) -> Signature:
+        """How it is called."""
+        return Signature(self.parameters, self.parameter_bytes, self.results, self.result_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A whole PTX module: version, target, its kernels, the variables that live in device memory, its functions.
+
+    Attributes:
+        addressed: The functions whose addresses are named, in the order of their places behind the variables;
+            None until the image is linked (translate/linking.py).
+    """
+
+    version: tuple[int, int]
+    target: str
+    functions: tuple[Function, ...]
+    variables: tuple[Variable, ...] = field(default=())
+    subroutines: tuple[Function, ...] = field(default=())
+    addressed: tuple[str, ...] | None = None

@@ -1,0 +1,168 @@
+"""A whole image to IR: for each kernel a thread function and the runner around it."""
+
+from dataclasses import dataclass, field
+
+from gpulease.daemon.drivers.ptx.limits import (
+    MAX_IR_LINES,
+    MAX_LANE_INSTRUCTIONS,
+    MAX_OPTIMISED_ACCESSES,
+    MAX_OPTIMISED_ACCESSES_PER_IMAGE,
+    MAX_OPTIMISED_FUNCTIONS,
+    MAX_OPTIMISED_INSTRUCTIONS,
+    rejected,
+)
+from gpulease.daemon.drivers.ptx.memory import Needs
+from gpulease.daemon.drivers.ptx.native.library import DECLARATIONS as BLOCK_DECLARATIONS
+from gpulease.daemon.drivers.ptx.parse.declarations import round_up
+from gpulease.daemon.drivers.ptx.parse.syntax import Function, Image, Instruction, Vector
+from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT_IR
+from gpulease.daemon.drivers.ptx.translate.callees import Callees
+from gpulease.daemon.drivers.ptx.translate.functions import FunctionTranslator
+from gpulease.daemon.drivers.ptx.translate.ir import METADATA
+from gpulease.daemon.drivers.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
+from gpulease.daemon.drivers.ptx.translate.linking import CallGraph, link, watching_functions
+from gpulease.daemon.drivers.ptx.translate.printing import print_ir
+from gpulease.daemon.drivers.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
+from gpulease.daemon.drivers.ptx.translate.scheduler import SchedulerWriter
+from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator
+from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether
+from gpulease.daemon.drivers.ptx.translate.waiting import WAITING
+from gpulease.daemon.native.compiler import Effort
+
+# What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.
+_MEMORY = ("ld", "st", "atom", "red", "cp")
+_COSTLY = WAITING.union(_MEMORY)
+
+# Its rows are stored word by word.
+_STMATRIX_ACCESSES = 8
+
+
+@dataclass(slots=True)
+class Part:
+    """Kernels that are compiled together, in the same way.
+
+    Attributes:
+        callees: The functions they call.
+        runners: Under which name each kernel's runner is in the IR.
+        needs: What each kernel's blocks take.
+    """
+
+    effort: Effort
+    callees: Callees = field(default_factory=Callees)
+    runners: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, Needs] = field(default_factory=dict)
+    _definitions: list[str] = field(default_factory=list)
+    _declarations: set[str] = field(default_factory=set)
+    _lines: int = 0
+
+    @property
+    def text(self) -> str:
+        """The IR."""
+        dispatchers = self.callees.dispatchers(self._declarations)
+        if self.callees.prints:
+            dispatchers.append(print_ir(self._declarations))
+        return "\n".join([*sorted(self._declarations), RECORD_FAULT_IR, *self._definitions, *dispatchers, METADATA])
+
+    def add(self, function: Function, places: dict[str, int]) -> None:
+        """Translate one kernel. Raises ImageRejected."""
+        number = len(self.runners)
+        thread = ThreadTranslator(function, places, self._declarations, self.callees)
+        self._define(thread.translate(f"thread{number}"), function)
+        writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
+        if not thread.waits.is_short:
+            self._declarations.update(BLOCK_DECLARATIONS)
+        runner = writer(
+            f"thread{number}",
+            frame_bytes=thread.frame_bytes,
+            local_bytes=round_up(thread.local_limit, LOCAL_STEP),
+            waits=thread.waits,
+        )
+        self._definitions.append(runner.write(f"kernel{number}"))
+        self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
+        while self.callees.pending:
+            self._add_callee(self.callees.pending.pop(), places)
+
+    def add_together(self, function: Function, places: dict[str, int]) -> bool:
+        """Translate a kernel whose threads can run together; False for any other. Raises ImageRejected."""
+        number = len(self.runners)
+        if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
+            return False
+        try:
+            lanes = LaneTranslator(function, places, self._declarations)
+            definition = lanes.translate(f"thread{number}")
+        except NotTogether:
+            return False
+        writer = WarpRunnerWriter if lanes.is_warp else LaneRunnerWriter
+        runner = writer(
+            f"thread{number}",
+            lanes=lanes.ir.lanes,
+            frame_bytes=lanes.frame_bytes,
+            local_bytes=lanes.local_step,
+            waits=lanes.waits,
+        )
+        self._define(definition, function)
+        self._definitions.append(runner.write(f"kernel{number}"))
+        self.runners[function.name] = f"kernel{number}"
+        self.needs[function.name] = runner.needs
+        return True
+
+    def _add_callee(self, name: str, places: dict[str, int]) -> None:
+        translator = FunctionTranslator(
+            self.callees.functions[name],
+            places,
+            self._declarations,
+            self.callees,
+            is_optimised=self.effort is not Effort.LEAST,
+        )
+        self._define(translator.translate(self.callees.name(name) or ""), self.callees.functions[name])
+
+    def _define(self, text: str, function: Function) -> None:
+        """Have a function's IR; all of a part together is bounded."""
+        self._definitions.append(text)
+        self._lines += text.count("\n")
+        if self._lines > MAX_IR_LINES:
+            reason = f"the image takes more than {MAX_IR_LINES} steps"
+            raise rejected(reason, line=function.line, kernel=function.name)
+
+
+def translate(image: Image) -> list[Part]:
+    """The IR of all kernels. Raises ImageRejected for the first thing that is not supported."""
+    image = link(image)
+    addressed = image.addressed or ()
+    places = {name: n for n, name in enumerate([*(variable.name for variable in image.variables), *addressed])}
+    functions = {function.name: function for function in image.subroutines}
+    watching = watching_functions(image)
+    together, optimised, plain = (
+        Part(effort, Callees(functions, addressed, len(image.variables), watching))
+        for effort in (Effort.FEW, Effort.FULL, Effort.LEAST)
+    )
+    graph, size_of = CallGraph(image), {name: _size(function) for name, function in functions.items()}
+    left = MAX_OPTIMISED_ACCESSES_PER_IMAGE
+    for function in image.functions:
+        sizes = [_size(function), *(size_of[name] for name in graph.reached(function))]
+        is_small = len(sizes) <= MAX_OPTIMISED_FUNCTIONS and max(accesses for accesses, _ in sizes) <= min(
+            left, MAX_OPTIMISED_ACCESSES
+        )
+        accesses = sum(accesses for accesses, _ in sizes)
+        if is_small and max(instructions for _, instructions in sizes) <= MAX_OPTIMISED_INSTRUCTIONS:
+            left -= accesses
+            if not together.add_together(function, places):
+                optimised.add(function, places)
+        else:
+            plain.add(function, places)
+    return [part for part in (together, optimised, plain) if part.runners]
+
+
+def _size(function: Function) -> tuple[int, int]:
+    """How many accesses and waits a function has, and how many instructions."""
+    return sum(map(_accesses_of, function.instructions)), len(function.instructions)
+
+
+def _accesses_of(i: Instruction) -> int:
+    """For how many plain accesses an instruction counts: what is done element by element is as many."""
+    if i.opcode == "stmatrix":
+        return _STMATRIX_ACCESSES
+    if i.opcode in ("atom", "red"):
+        return max([1, *(len(operand.elements) for operand in i.operands if isinstance(operand, Vector))])
+    return int(i.opcode in _COSTLY)

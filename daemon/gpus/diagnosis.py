@@ -1,0 +1,294 @@
+"""What the host shows of NVIDIA's driver without asking the driver: its kernel module, its device nodes, its cards.
+
+Why the cards can't be used: from a number and what the host shows to a sentence, a fix, and whether to try again.
+
+Numbers are those of NVML (nvmlReturn_t of nvml.h) and of the CUDA driver API (CUresult of cuda.h). They say what a
+library saw, which is often the same for several causes ("no device"), so what the host shows goes first.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.gpus.source import EX_UNAVAILABLE, CardsUnavailable
+
+ROOT: Final = Path("/")
+
+_VERSION: Final = re.compile(r"\b\d{3}\.\d{2,3}(?:\.\d{2})?\b")
+_CARD_NODE: Final = re.compile(r"nvidia\d+")
+_NVIDIA: Final = "0x10de"
+_DISPLAY_CLASS: Final = "0x03"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What was found.
+
+    Attributes:
+        module_version: Of the kernel module that is loaded; "" if none is.
+        missing: Device nodes that CUDA needs and that are not there.
+        closed: Those that this process can't open, each with the reason.
+        has_cards: Whether an NVIDIA card is on the PCI bus; None where the bus can't be seen.
+    """
+
+    module_version: str = ""
+    missing: tuple[str, ...] = ()
+    closed: tuple[tuple[str, str], ...] = ()
+    has_cards: bool | None = None
+
+
+def look(root: Path = ROOT) -> Host:
+    """What is there now. It opens the device nodes: a control group denies that, which nothing else shows."""
+    dev = root / "dev"
+    cards = sorted(node.name for node in _entries_of(dev) if _CARD_NODE.fullmatch(node.name)) or ["nvidia0"]
+    missing: list[str] = []
+    closed: list[tuple[str, str]] = []
+    for name in ("nvidiactl", *cards, "nvidia-uvm"):
+        try:
+            os.close(os.open(dev / name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        except FileNotFoundError:
+            missing.append(f"/dev/{name}")
+        except OSError as error:
+            closed.append((f"/dev/{name}", error.strerror or str(error)))
+    return Host(
+        module_version=_module_version(root / "proc/driver/nvidia/version"),
+        missing=tuple(missing),
+        closed=tuple(closed),
+        has_cards=_has_cards(root / "sys/bus/pci/devices"),
+    )
+
+
+def _entries_of(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _module_version(path: Path) -> str:
+    try:
+        found = _VERSION.search(path.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return "unknown" if found is None else found[0]
+
+
+def _has_cards(folder: Path) -> bool | None:
+    devices = _entries_of(folder)
+    if not devices:
+        return None
+    return any(
+        _says(card / "vendor") == _NVIDIA and _says(card / "class").startswith(_DISPLAY_CLASS) for card in devices
+    )
+
+
+def _says(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+EX_OSERR: Final = 71
+"""sysexits(3): the host's driver is broken. No restart of the daemon mends it."""
+
+EX_NOPERM: Final = 77
+"""sysexits(3): the daemon's user may not use the cards. No restart mends it."""
+
+OTHERWISE: Final = "or start with --driver cpu."
+
+
+class Library(Enum):
+    """Who gave the number."""
+
+    NVML = "NVML"
+    CUDA = "cuInit"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What to tell the operator.
+
+    Attributes:
+        message: What is wrong; a sentence without its end.
+        hint: The fix.
+        status: The exit status.
+        may_pass: Whether trying again in a moment may help.
+    """
+
+    message: str
+    hint: str
+    status: int = EX_UNAVAILABLE
+    may_pass: bool = False
+
+    def as_error(self) -> CardsUnavailable:
+        """To be raised."""
+        return CardsUnavailable(self.message, hint=self.hint, status=self.status, may_pass=self.may_pass)
+
+
+NO_LIBRARY: Final = {
+    Library.NVML: Diagnosis(
+        "the NVIDIA driver's libnvidia-ml.so.1 (NVML) is not installed",
+        f"Install the NVIDIA driver, {OTHERWISE}",
+        EX_OSERR,
+    ),
+    Library.CUDA: Diagnosis(
+        "the NVIDIA driver's libcuda.so.1 is not installed",
+        f"Install the driver's part for computing (libcuda1, nvidia-driver-cuda or the like), {OTHERWISE}",
+        EX_OSERR,
+    ),
+}
+
+_MISMATCH: Final = Diagnosis(
+    "the NVIDIA kernel module{module} and the driver's libraries are of different versions",
+    "The driver was updated under it: reboot, or unload and load the kernel module once nothing uses the cards.",
+    EX_OSERR,
+)
+_LOST: Final = Diagnosis(
+    "the driver has lost a card",
+    "Reset it (nvidia-smi --gpu-reset) or reboot; `dmesg | grep -i xid` says what happened.",
+    EX_OSERR,
+)
+_MPS: Final = Diagnosis(
+    "CUDA was sent to an MPS daemon, which does not keep tenants apart",
+    "Stop it (echo quit | nvidia-cuda-mps-control), and unset CUDA_MPS_PIPE_DIRECTORY.",
+    EX_OSERR,
+)
+
+BY_NUMBER: Final = {
+    (Library.NVML, 4): Diagnosis(
+        "the daemon's user may not use the cards", "Let it open /dev/nvidia*, for reading and writing.", EX_NOPERM
+    ),
+    (Library.NVML, 9): Diagnosis(
+        "the NVIDIA driver is not loaded",
+        "Load it (modprobe nvidia); `dmesg | grep NVRM` says why it isn't.",
+        may_pass=True,
+    ),
+    (Library.NVML, 10): Diagnosis("the driver did not answer in time", "See `dmesg | grep NVRM`.", may_pass=True),
+    (Library.NVML, 11): Diagnosis(
+        "a card's interrupts do not arrive", "See `dmesg | grep NVRM`, and reboot.", EX_OSERR
+    ),
+    (Library.NVML, 12): NO_LIBRARY[Library.NVML],
+    (Library.NVML, 13): Diagnosis(
+        "the installed NVML lacks a function that is needed", "Install a newer NVIDIA driver.", EX_OSERR
+    ),
+    (Library.NVML, 15): _LOST,
+    (Library.NVML, 16): _LOST,
+    (Library.NVML, 17): Diagnosis(
+        "the operating system denies the cards to this process",
+        "Allow char-nvidia* in its control group (DeviceAllow= of systemd.resource-control(5)).",
+        EX_NOPERM,
+    ),
+    (Library.NVML, 18): _MISMATCH,
+    (Library.NVML, 19): Diagnosis("another program holds the driver", "Try again once it is done.", may_pass=True),
+    (Library.CUDA, 2): Diagnosis("CUDA finds no memory on the host", "Give the daemon more, or end what uses it."),
+    (Library.CUDA, 34): Diagnosis(
+        "the libcuda.so.1 that is found is the CUDA toolkit's stub, which does nothing",
+        "Take the toolkit's folder `stubs` out of LD_LIBRARY_PATH and /etc/ld.so.conf.d.",
+        EX_OSERR,
+    ),
+    (Library.CUDA, 100): Diagnosis(
+        "CUDA sees no card", "Unset CUDA_VISIBLE_DEVICES, and see that nvidia-smi lists the cards.", may_pass=True
+    ),
+    (Library.CUDA, 214): Diagnosis(
+        "a card's memory has an error that can't be corrected",
+        "Reset the card, and replace it if that comes back.",
+        EX_OSERR,
+    ),
+    (Library.CUDA, 304): Diagnosis(
+        "the operating system refuses CUDA a call",
+        "See `dmesg`, and that /dev/nvidia-uvm can be opened and memory be locked (LimitMEMLOCK=).",
+        may_pass=True,
+    ),
+    (Library.CUDA, 802): Diagnosis(
+        "the cards are joined by switches that are not set up yet",
+        "Start nvidia-fabricmanager, in exactly the driver's version{version}.",
+        may_pass=True,
+    ),
+    (Library.CUDA, 803): _MISMATCH,
+    (Library.CUDA, 804): Diagnosis(
+        "the libcuda.so.1 that is found is the forward compatibility package's, which these cards are not supported by",
+        "Take cuda-compat out of LD_LIBRARY_PATH and /etc/ld.so.conf.d, or update the driver.",
+        EX_OSERR,
+    ),
+    (Library.CUDA, 805): _MPS,
+    (Library.CUDA, 806): _MPS,
+    (Library.CUDA, 807): _MPS,
+    (Library.CUDA, 999): Diagnosis(
+        "CUDA fails without saying why",
+        "See `dmesg | grep NVRM`; after a suspend, load nvidia_uvm again.",
+        may_pass=True,
+    ),
+}
+
+_BY_HOST: Final = frozenset(
+    {(Library.NVML, 4), (Library.NVML, 9), (Library.NVML, 17), (Library.NVML, 999)}
+    | {(Library.CUDA, number) for number in (3, 100, 101, 304, 999)}
+)
+"""Numbers that are given for whatever keeps a library from the driver."""
+
+
+def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
+    """Why `library` failed with `number` on a host that shows that."""
+    if (library, number) in _BY_HOST and (shown := _shown(library, host)) is not None:
+        return shown
+    found = BY_NUMBER.get((library, number))
+    if found is None:
+        return Diagnosis(
+            f"{library.value} fails with error {number}",
+            f"See that nvidia-smi works for the daemon's user, {OTHERWISE}",
+        )
+    module = f" ({host.module_version})" if host.module_version else ""
+    version = f", {host.module_version}" if host.module_version else ""
+    return Diagnosis(
+        found.message.format(module=module), found.hint.format(version=version), found.status, found.may_pass
+    )
+
+
+def no_cards(host: Host) -> Diagnosis:
+    """The driver works, and lists none."""
+    if host.has_cards is False:
+        return _no_such_card()
+    return Diagnosis(
+        "the NVIDIA driver lists no card",
+        "See `dmesg | grep NVRM`: a card that can't be initialised is told of there.",
+        may_pass=True,
+    )
+
+
+def _shown(library: Library, host: Host) -> Diagnosis | None:
+    if not host.module_version:
+        if host.has_cards is False:
+            return _no_such_card()
+        return Diagnosis(
+            "the NVIDIA kernel module is not loaded",
+            "Load it (modprobe nvidia); `dmesg | grep NVRM` says why it can't be.",
+            may_pass=True,
+        )
+    # NVML does without the node of CUDA's memory.
+    needed = [name for name in host.missing if library is Library.CUDA or not name.endswith("-uvm")]
+    if needed:
+        return Diagnosis(
+            f"{_listed(needed)} not there",
+            "Have them made: nvidia-modprobe -u -c 0, or nvidia-persistenced.",
+            may_pass=True,
+        )
+    for name, why in host.closed:
+        return Diagnosis(
+            f"the daemon's user may not open {name} ({why})",
+            "Give it the node's group or mode (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module);"
+            " under systemd allow it, too (DeviceAllow=).",
+            EX_NOPERM,
+        )
+    return None
+
+
+def _listed(names: list[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"
+
+
+def _no_such_card() -> Diagnosis:
+    return Diagnosis("there is no NVIDIA card on this host's PCI bus", f"Start on another host, {OTHERWISE}", EX_OSERR)

@@ -1,0 +1,1 @@
+"""What Linux offers for processes, threads, descriptors and memory."""

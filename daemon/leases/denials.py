@@ -1,0 +1,356 @@
+"""Why a request was refused: a reason for programs, a sentence for people, and what to do about it.
+
+Why a submit was refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from gpulease.daemon.leases.devices import Card
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
+
+NS_PER_MS: Final = 1_000_000
+
+# Enough of a tenant's own text to recognise it by; a log line is not theirs to fill.
+MAX_QUOTED_CHARS: Final = 64
+
+
+class DenialReason(Enum):
+    """What a program may act on."""
+
+    CAPACITY_EXCEEDED = "capacity_exceeded"
+    LEASE_EXPIRED = "lease_expired"
+    REVOKED = "revoked"
+    FENCED = "fenced"
+    UNSUPPORTED = "unsupported"
+    INVALID_REQUEST = "invalid_request"
+    NOT_FOUND = "not_found"
+    LIMIT = "limit"
+    RATE = "rate"
+    SESSION_FAILED = "session_failed"
+    FREED = "freed"
+    SHUTTING_DOWN = "shutting_down"
+    NOT_RECORDED = "not_recorded"
+    DRAINED = "drained"
+    BUSY = "busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """One refusal: `message` says what failed and why, `hint` what to do; both are sentences."""
+
+    reason: DenialReason
+    message: str
+    hint: str
+
+
+def size_text(size_bytes: int) -> str:
+    """A number of bytes for people: the exact figure, and a rounded one where that helps."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size_bytes >= scale:
+            return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
+    return f"{size_bytes} bytes"
+
+
+def duration_text(ms: int) -> str:
+    """A time for people."""
+    return f"{ms / 1000:g} s" if ms >= 1000 else f"{ms} ms"
+
+
+def _ended_text(lease: LeaseSnapshot, what: str) -> str:
+    because = f": {lease.reason.rstrip('.')}" if lease.reason else ""
+    return f"Lease {lease.lease_id:032x} {what}{because}."
+
+
+_ENDED: Final = {
+    Cause.FREED: (DenialReason.FREED, "was already freed", "Acquire a new lease."),
+    Cause.EXPIRED: (DenialReason.LEASE_EXPIRED, "has expired", "Acquire a new lease, and renew it in time."),
+    Cause.REVOKED: (DenialReason.REVOKED, "was revoked", "Ask the operator why before you acquire another."),
+    Cause.FAULTED: (
+        DenialReason.SESSION_FAILED,
+        "ended because its context was lost",
+        "Fix the kernel that faulted, then acquire a new lease.",
+    ),
+    Cause.WORKER_DIED: (
+        DenialReason.SESSION_FAILED,
+        "ended because its worker died",
+        "Acquire a new lease; if it happens again, tell the operator.",
+    ),
+    Cause.SPAWN_FAILED: (
+        DenialReason.SESSION_FAILED,
+        "ended before it began because its worker could not start",
+        "Try again; if it happens again, tell the operator.",
+    ),
+    Cause.ABANDONED: (
+        DenialReason.FREED,
+        "was given back because the client that asked for it left before it began",
+        "Acquire a new lease.",
+    ),
+    Cause.SHUTDOWN: (
+        DenialReason.SHUTTING_DOWN,
+        "ended because the daemon is shutting down",
+        "Acquire a new lease once the daemon is back, or on another node.",
+    ),
+    Cause.OVER_SLICE: (
+        DenialReason.SESSION_FAILED,
+        "ended because its session held more of the card than was leased",
+        "Acquire a lease with more min_vram, and tell the operator.",
+    ),
+    Cause.KERNEL_TIMEOUT: (
+        DenialReason.SESSION_FAILED,
+        "ended because a kernel ran for longer than the lease allows",
+        "Fix the kernel, or acquire a lease with a larger max_kernel_secs.",
+    ),
+    Cause.UNRESPONSIVE: (
+        DenialReason.SESSION_FAILED,
+        "ended because its worker did not answer any more",
+        "Acquire a new lease; if it happens again, tell the operator.",
+    ),
+    Cause.DRAINED: (
+        DenialReason.DRAINED,
+        "ended because the node was drained",
+        "Acquire a new lease on another node.",
+    ),
+    Cause.ORPHANED: (
+        DenialReason.LEASE_EXPIRED,
+        "was orphaned",
+        "Acquire a new lease, and keep a connection to it; GpuBuilder().orphan_secs(0) does without.",
+    ),
+    Cause.LOAD_TIMEOUT: (
+        DenialReason.SESSION_FAILED,
+        "ended because an image compiled for longer than this node allows",
+        "Load it in parts, or as a cubin; the operator's bound is max_load_s.",
+    ),
+}
+
+
+def lease_ended(lease: LeaseSnapshot) -> Denial:
+    """The lease is draining, torn down or fenced."""
+    if lease.state is LeaseState.FENCED:
+        return Denial(
+            DenialReason.FENCED,
+            _ended_text(lease, "ended and its memory is fenced, as it could not be proved free"),
+            "Acquire a new lease; an operator must clear the fence.",
+        )
+    if lease.cause is None:
+        raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
+    reason, what, hint = _ENDED[lease.cause]
+    return Denial(reason, _ended_text(lease, what), hint)
+
+
+def lease_expired(lease: LeaseSnapshot) -> Denial:
+    """The lease's time is over though nothing has ended it yet."""
+    reason, what, hint = _ENDED[Cause.EXPIRED]
+    return Denial(reason, _ended_text(lease, what), hint)
+
+
+def lease_pending(lease: LeaseSnapshot) -> Denial:
+    """The lease's worker is still starting."""
+    return Denial(
+        DenialReason.INVALID_REQUEST,
+        f"Lease {lease.lease_id:032x} has not been granted yet: its worker is still starting.",
+        "Wait for the reply to the acquire.",
+    )
+
+
+def no_worker_now(reason: str) -> Denial:
+    """The daemon lacks what it takes to start one more worker; `reason` says what became of it, without a subject."""
+    return Denial(
+        DenialReason.BUSY,
+        f"The daemon has no room for one more worker now: it {reason.rstrip('.')}.",
+        "Nothing was begun: try again in a moment. If it goes on, the operator must raise the daemon's limits"
+        " (LimitNOFILE), or end leases or connections.",
+    )
+
+
+def not_found(lease_id: int) -> Denial:
+    """No such lease, or one the caller has no business with: the two must look the same."""
+    return Denial(
+        DenialReason.NOT_FOUND,
+        f"There is no lease {lease_id:032x} of yours here.",
+        "Check the lease id and the node; leases that ended long ago are forgotten.",
+    )
+
+
+def revoked_long_ago(lease_id: int) -> Denial:
+    """A lease of which nothing is remembered but that it was revoked."""
+    reason, what, hint = _ENDED[Cause.REVOKED]
+    return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
+
+
+def shutting_down() -> Denial:
+    """Nobody is let in any more."""
+    return Denial(
+        DenialReason.SHUTTING_DOWN,
+        "No lease can be granted because the daemon is shutting down.",
+        "Try again once it is back, or on another node.",
+    )
+
+
+def draining(left_ns: int) -> Denial:
+    """Nobody is let in until an operator says otherwise; `left_ns`: until those who are there must go."""
+    if left_ns <= 0:
+        return Denial(
+            DenialReason.DRAINED,
+            "No lease can be granted because the node is drained.",
+            "Try another node, or ask its operator.",
+        )
+    left_ms = -(-left_ns // NS_PER_MS)
+    return Denial(
+        DenialReason.DRAINED,
+        f"No lease can be granted because the node is being drained: in {duration_text(left_ms)} all leases end.",
+        "Try another node, or ask its operator.",
+    )
+
+
+def not_recorded(problem: str) -> Denial:
+    """The operator demands that every grant is in the audit log, and it can't be written; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"No lease can be granted because the audit log can't be written: {problem}.",
+        "Try again later; an operator must look after the log.",
+    )
+
+
+def not_kept(problem: str) -> Denial:
+    """A restart would not know of the grant, as the journal can't be written; `problem` says why."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"No lease can be granted or renewed because the journal can't be written: {problem}.",
+        "Try again later; an operator must look after the disk.",
+    )
+
+
+def done_but_not_kept(what: str, problem: str) -> Denial:
+    """Something was done, as the sentence `what` says, and the journal can't be written now."""
+    return Denial(
+        DenialReason.NOT_RECORDED,
+        f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
+        " forgotten.",
+        "Look how it stands; an operator must look after the disk.",
+    )
+
+
+def invalid(message: str, hint: str) -> Denial:
+    """The request makes no sense as it stands."""
+    return Denial(DenialReason.INVALID_REQUEST, message, hint)
+
+
+def over_limit(name: str, message: str, hint: str) -> Denial:
+    """A bound of the node, called `name` in its configuration, was reached."""
+    return Denial(DenialReason.LIMIT, f"{message} (limit {name}).", hint)
+
+
+def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial:
+    """A bound of one tenant, called `name` in its part of the node's configuration, was reached."""
+    return over_limit(f"{name} of tenant {tenant!r}", message, hint)
+
+
+def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
+    """The tenant asks for leases more often than it may."""
+    return Denial(
+        DenialReason.RATE,
+        f"Tenant {tenant!r} may ask for {per_minute} leases a minute here (limit acquires_per_minute of tenant"
+        f" {tenant!r}).",
+        f"Ask again in {duration_text(wait_ms)}.",
+    )
+
+
+def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
+    """The selector names no card."""
+    names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
+    return invalid(
+        f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
+        "Name a card by its uuid or its index, or leave the choice to the daemon.",
+    )
+
+
+def no_partition() -> Denial:
+    """Partition exclusivity was asked of a device that is not partitioned."""
+    return Denial(
+        DenialReason.UNSUPPORTED,
+        "Partition exclusivity can't be granted because the device is not a MIG partition.",
+        "Ask for session or device exclusivity, or for a card that is a partition.",
+    )
+
+
+def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Denial:
+    """No candidate card could hold the request even if it were empty."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"{size_text(size_bytes)} were asked for, but the largest slice possible is"
+        f" {size_text(largest_bytes)}; {size_text(available_bytes)} are available now.",
+        "Ask for less: waiting would not help.",
+    )
+
+
+def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
+    """There is no room now; `why` says in a clause what is in the way."""
+    waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"{size_text(size_bytes)} were asked for and can't be granted{waited} because {why}:"
+        f" {size_text(available_bytes)} are available now, the largest slice possible is"
+        f" {size_text(largest_bytes)}.",
+        "Ask for less, wait longer, or try another node.",
+    )
+
+
+def has_session(lease_id: int) -> Denial:
+    """The lease was acquired without memory for submits beside its session."""
+    return invalid(
+        f"Lease {lease_id:032x} keeps no memory for submits: its session was opened, and has all of it.",
+        "Submit on a lease whose session is never opened, or keep memory for both: GpuBuilder().submits(bytes).",
+    )
+
+
+def no_context(lease_id: int) -> Denial:
+    """Neither the card nor the lease has room for a second context."""
+    return Denial(
+        DenialReason.BUSY,
+        f"A submit on lease {lease_id:032x} needs a context of its own, and the card has no room for one now.",
+        "Try again, or have it kept when you acquire the lease: GpuBuilder().submits(bytes).",
+    )
+
+
+def no_time(timeout_ms: int) -> Denial:
+    """No kernel ends in that time."""
+    return invalid(f"A submit can't take {timeout_ms} ms.", "Give it at least 1 ms.")
+
+
+def busy(lease_id: int) -> Denial:
+    """As many submits of the lease are under way as may be."""
+    return Denial(
+        DenialReason.BUSY,
+        f"Lease {lease_id:032x} has a submit under way, and another one waits for it: it does one at a time.",
+        "Wait for their answers.",
+    )
+
+
+def stuck(lease_id: int) -> Denial:
+    """The memory of an earlier submit could not be proved free. Not FENCED: that says that a lease is over."""
+    return Denial(
+        DenialReason.CAPACITY_EXCEEDED,
+        f"Lease {lease_id:032x} takes no submit any more: the memory of an earlier one could not be proved free.",
+        "Acquire a new lease; an operator must clear the fence.",
+    )
+
+
+def not_started(lease_id: int, reason: str) -> Denial:
+    """Its worker has no context."""
+    return Denial(
+        DenialReason.SESSION_FAILED,
+        f"A submit on lease {lease_id:032x} could not start: {reason.rstrip('.')}.",
+        "Nothing was run: try again; if it happens again, tell the operator.",
+    )
+
+
+def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
+    """The one before it went on."""
+    return Denial(
+        DenialReason.BUSY,
+        f"A submit on lease {lease_id:032x} waited {waited_s} s for the one before it, which goes on.",
+        "Nothing was run: try again.",
+    )

@@ -1,0 +1,126 @@
+"""A table made from what an earlier one left: told before anything else happens.
+
+1. An ACTIVE lease whose worker lives goes on, with its deadline and generation; if its time is over it is expired.
+2. One whose worker is gone, or that was DRAINING, is ended as if that had happened now; a cause that it has stays.
+3. A FENCED slice is fenced. Of a card that is not here nothing is held: its fences wait for it where they are kept.
+4. A worker that nobody knows is killed; what it holds is held until it is proved back. So is one that a lease left
+   which has ended: that is told as it was, and ends no second time. So is one more worker of any lease: no lease of its
+   own ends with it.
+5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
+   the shell sends when all is entered.
+6. A submit of a lease that goes on goes on too, its time counted anew; else it is ended with its lease.
+7. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
+"""
+
+from gpulease.daemon.leases import events
+from gpulease.daemon.leases.events import (
+    ArmTimer,
+    Effect,
+    KillWorker,
+    LeaseEnded,
+    RefuseSubmit,
+    RefuseWork,
+    SetDeadline,
+    TimerKind,
+)
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.persisted import Past, revive
+from gpulease.daemon.leases.store import Book, RevokedIds
+from gpulease.daemon.leases.teardown import Teardown
+from gpulease.daemon.leases.warm_pool import Pool
+from gpulease.protocol.opcodes import Exclusivity
+
+
+class Restoring:
+    """Enters what was left; each handler appends to `out` what the shell is to do."""
+
+    def __init__(self, book: Book, teardown: Teardown, pool: Pool) -> None:
+        self._book = book
+        self._teardown = teardown
+        self._pool = pool
+
+    def recall(self, past: Past) -> None:
+        """Know again what ended, hold what is fenced, and let nobody in if the node is drained."""
+        self._book.revoked, self._book.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
+        self._book.drain_ns = past.drain_ns
+        for tombstone in past.tombstones:
+            self._book.remember(tombstone)
+        for kept in past.fenced_warm:
+            if kept.card_uuid in self._book.account_by_uuid:
+                self._pool.restore_fence(kept)
+
+    def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+        """A lease of an earlier table."""
+        lease = revive(event.kept, self._book.limits.max_story_entries, has_session=event.has_session)
+        if lease.lease_id in self._book.live:
+            return
+        if lease.card_uuid not in self._book.account_by_uuid:
+            self._end_without_card(lease, event, now_ns, out)
+            return
+        lease.is_worker_gone = not event.has_worker
+        self._book.restore(lease)
+        if lease.state is LeaseState.DRAINING:
+            self._teardown.resume(lease, now_ns, out)
+        elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
+            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, out)
+        elif lease.state is LeaseState.ACTIVE:
+            self._go_on(lease, now_ns, out)
+
+    def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+        """A worker of an earlier daemon that belongs to no lease: its grant was never told, or it was made ahead.
+
+        Or its lease has ended, as was told, and the daemon was killed before its zygote could forget the worker.
+        """
+        if event.lease_id in self._book.live or event.lease_id in self._book.warm:
+            return
+        if event.card_uuid not in self._book.account_by_uuid:
+            out += [RefuseWork(event.lease_id, Cause.ABANDONED), KillWorker(event.lease_id)]
+        elif event.lease_id >= FIRST_WARM_ID:
+            self._pool.drop_found(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
+        elif event.beside_lease_id or event.lease_id in self._book.ended:
+            self._pool.drop_left(event, now_ns, out)
+        else:
+            lease = Lease(
+                lease_id=event.lease_id,
+                tenant="",
+                card_uuid=event.card_uuid,
+                size_bytes=event.charge_bytes,
+                charge_bytes=event.charge_bytes,
+                exclusivity=Exclusivity.SHARED,
+                ttl_ms=0,
+                request=0,
+                created_ns=now_ns,
+                spawn_due_ns=0,
+                max_story_entries=self._book.limits.max_story_entries,
+                state=LeaseState.DRAINING,
+                cause=Cause.REVOKED if event.lease_id in self._book.revoked else Cause.ABANDONED,
+                reason="nobody was told of it before the daemon ended",
+                is_restored=True,
+            )
+            self._book.restore(lease)
+            self._teardown.resume(lease, now_ns, out)
+
+    def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
+        """A submit of a lease that was restored: it goes on if the lease does."""
+        if not self._teardown.submits.restore(event, now_ns, out):
+            out += [RefuseSubmit(event.lease_id, None), KillWorker(event.lease_id)]
+
+    def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
+            out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
+
+    def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is LeaseState.FENCED:
+            return
+        if lease.state is LeaseState.ACTIVE:
+            lease.move(Cause.WORKER_DIED, now_ns)
+            lease.cause, lease.reason = Cause.WORKER_DIED, "its card is not here any more"
+        cause = lease.cause or Cause.WORKER_DIED
+        if event.has_worker:
+            out += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]
+        lease.move(Trigger.RECLAIM_PROVED, now_ns)
+        lease.ended_ns = now_ns
+        self._book.remember(lease.snapshot())
+        out.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.story)))

@@ -1,0 +1,197 @@
+"""From the moment something ends a lease until its bytes are proved back, or its slice is fenced.
+
+Order: refuse new work, give what is in flight its grace, kill, wait for the reap, wait for the proof. Each step is
+taken once, whatever comes twice, late or out of turn. No step waits for the tenant. A context that may be recycled (see
+`recycling`) is scrubbed in the time of the grace, and killed at its end.
+"""
+
+from gpulease.daemon.leases import denials
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import (
+    ArmTimer,
+    Denied,
+    Effect,
+    Freed,
+    KillWorker,
+    LeaseEnded,
+    ProveReclaimed,
+    RefuseWork,
+    RevokeDone,
+    ScrubWorker,
+    TimerKind,
+)
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
+from gpulease.daemon.leases.store import Book
+from gpulease.daemon.leases.submits import Submits
+from gpulease.protocol.opcodes import RevokeOutcome
+
+
+class Teardown:
+    """Ends leases; each method appends to `out` what the shell is to do.
+
+    Attributes:
+        submits: Their submits, which end with them.
+    """
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
+        self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)
+
+    def begin(
+        self,
+        lease: Lease,
+        cause: Cause,
+        reason: str,
+        now_ns: int,
+        out: list[Effect],
+        denial: Denial | None = None,
+    ) -> None:
+        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left.
+
+        `denial`: what that is told; None for how the lease ended.
+        """
+        was_pending = lease.state is LeaseState.PENDING
+        lease.move(cause, now_ns)
+        lease.cause = cause
+        lease.reason = reason
+        if cause is Cause.REVOKED:
+            self._book.revoked.add(lease.lease_id)
+        out.append(RefuseWork(lease.lease_id, cause))
+        self.submits.end_of(lease, cause, now_ns, out)
+        if was_pending:
+            self._book.leave_pending(lease)
+            if cause is not Cause.ABANDONED:
+                out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
+        if lease.is_worker_gone:
+            self._prove(lease, now_ns, out)
+            return
+        # A worker that was never ready has nothing in flight to finish.
+        grace_ns = 0 if was_pending else self._book.limits.grace_ns(cause)
+        recycling = self._book.recycling
+        if recycling is not None and cause is Cause.FREED and not was_pending and self._book.may_recycle(lease):
+            lease.is_scrubbing = True
+            out.append(ScrubWorker(lease.lease_id))
+            grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
+        if grace_ns:
+            lease.grace_due_ns = now_ns + grace_ns
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
+        else:
+            self._kill(lease, now_ns, out)
+
+    def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+        """Something is in doubt: kill the worker of a lease whose context was to be scrubbed."""
+        if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
+            self._kill(lease, now_ns, out)
+
+    def recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Let the bytes go of a lease whose context is scrubbed and another's to account for."""
+        lease.is_scrubbing = False
+        self._let_go(lease, now_ns, out)
+
+    def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Go on with a teardown that an earlier table began: the grace is over, and the word may not be flipped yet."""
+        if lease.cause is not None:
+            out.append(RefuseWork(lease.lease_id, lease.cause))
+        if lease.is_worker_gone:
+            self._prove(lease, now_ns, out)
+        else:
+            self._kill(lease, now_ns, out)
+
+    def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
+        if lease is not None and lease.is_expired(now_ns):
+            self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+
+    def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
+        """A timer rang that has something to do: see `due`."""
+        if kind is TimerKind.EXPIRY:
+            self.expire_if_due(lease, now_ns, out)
+        elif kind is TimerKind.ORPHAN:
+            self._orphan(lease, now_ns, out)
+        elif kind is TimerKind.GRACE:
+            self._kill(lease, now_ns, out)
+        else:
+            of_what = "its submit's" if lease.is_proved else "its"
+            missing = (
+                f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
+            )
+            reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
+            self.on_reclaim_failed(lease, reason, now_ns, out)
+
+    def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self.expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.ACTIVE:
+            reason = f"nobody was connected to it for {denials.duration_text(lease.orphan_ms)}"
+            self.begin(lease, Cause.ORPHANED, reason, now_ns, out)
+
+    def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """End an active lease whose worker was reaped."""
+        if lease.is_expired(now_ns):
+            self.expire_if_due(lease, now_ns, out)
+        elif lease.fault:
+            self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
+        else:
+            self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
+
+    def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """The process of a draining lease is reaped: now a proof of its bytes means something."""
+        if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
+            lease.is_worker_gone = True
+            lease.is_scrubbing = False
+            self._prove(lease, now_ns, out)
+
+    def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Let the bytes go. A proof made before the reap proves nothing, and a fence is not lifted by one."""
+        if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
+            return
+        if self.submits.is_stuck(lease):
+            self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
+            return
+        lease.is_proved = True
+        if not lease.submit_id:
+            self._let_go(lease, now_ns, out)
+
+    def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
+        snapshot = lease.snapshot()
+        if lease.free_request is not None:
+            out.append(Freed(lease.free_request, snapshot))
+        self._report(lease, RevokeOutcome.TORN_DOWN, out)
+
+    def _on_submit_freed(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        if lease.is_proved:
+            self.on_reclaim_proved(lease, now_ns, out)
+
+    def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+        """Fence the slice; the lease keeps the cause that ended it, and says why it is fenced."""
+        if lease.state is not LeaseState.DRAINING:
+            return
+        lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
+        self._book.fence(lease, now_ns)
+        self.submits.fence_with(lease, out)
+        if lease.free_request is not None:
+            out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
+        self._report(lease, RevokeOutcome.FENCED, out)
+
+    def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        lease.is_kill_sent = True
+        lease.is_scrubbing = False
+        out.append(KillWorker(lease.lease_id))
+        self._start_reclaim_clock(lease, now_ns, out)
+
+    def _prove(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        out.append(ProveReclaimed(lease.lease_id, lease.card_uuid))
+        self._start_reclaim_clock(lease, now_ns, out)
+
+    def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        # One clock from the kill to the proof: a worker that dies late must not get a second one.
+        if lease.reclaim_due_ns is None:
+            lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
+            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
+
+    def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
+        out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
+        if lease.cause is not None:
+            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.story)))

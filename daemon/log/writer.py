@@ -1,0 +1,544 @@
+"""How the daemon's parts say what happens.
+
+What a record looks like: a line of JSON for programs, or a line for people.
+
+Whatever comes from a tenant, a kernel or a driver stands in a field, is cut, and has nothing in it that a terminal
+would obey, or that would begin another line. A line fits one write that the kernel does not tear (pipe(7), PIPE_BUF):
+other processes write to the same pipe.
+
+How lines get out: nobody who logs ever waits for whoever reads.
+
+The broker has a thread that writes what waits in a bounded line. Processes that fork have no threads, and write at once
+if there is room. What finds none is dropped and counted, and the count is told once there is room again.
+
+How the daemon logs: in which form, from which level on; and the same for the processes it starts.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Final, Protocol
+
+from gpulease.daemon.host.processes import start_thread
+from gpulease.daemon.lease_ids import lease_text
+from gpulease.daemon.log.catalogue import LogEvent
+
+Value = str | int | float | bool | list[str] | None
+
+ATTRIBUTE: Final = "gpulease"
+"""Of a `logging.LogRecord`: its event and fields."""
+
+_log: Final = logging.getLogger("gpulease")
+
+
+def tell(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fields: Value) -> None:
+    """Log one event.
+
+    Args:
+        event: Which.
+        message: In place of the event's own; nothing in it may be a tenant's.
+        is_fault: With the traceback of the exception that is being handled.
+        fields: Those of the event's that are known; None is left out. A lease's id is given as its number.
+    """
+    kind = event.value
+    if not _log.isEnabledFor(kind.level):
+        return
+    if isinstance(number := fields.get("lease_id"), int):
+        fields["lease_id"] = lease_text(number) if number else None
+    failure = sys.exc_info() if is_fault else None
+    # Not `Logger.log`: to find its caller's file and line, which nobody is shown, takes as long as all the rest.
+    record = logging.LogRecord(_log.name, kind.level, "", 0, message or kind.message, (), failure)
+    setattr(record, ATTRIBUTE, (kind.name, fields))
+    _log.handle(record)
+
+
+def is_told(event: LogEvent) -> bool:
+    """Whether events of this level are logged at all."""
+    return _log.isEnabledFor(event.level)
+
+
+MAX_LINE_BYTES: Final = 4000
+"""Of one line, its newline and a syslog prefix included: less than PIPE_BUF on Linux, 4,096."""
+
+TEXT_LIMITS: Final = (1000, 200, 40)
+"""Characters of a text, as it is shown; the first of these with which its line is short enough. A record is not a
+tenant's to fill."""
+
+MAX_TRACEBACK_CHARS: Final = 2000
+"""Of a traceback, from its end: what happened is there."""
+
+MIN_REPEATED_CHARS: Final = 4
+"""Of what the message is taken to say already: "1" is found in any."""
+
+_PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+"""syslog(3)'s, as sd-daemon(3) has them."""
+
+_COLOUR: Final = {logging.DEBUG: "2", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "1;31"}
+_encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
+class Shape(Protocol):
+    """Makes lines of records."""
+
+    def line(self, record: logging.LogRecord) -> bytes:
+        """One line with its newline."""
+
+
+class JsonShape:
+    """One JSON object a line (RFC 8259), in ASCII.
+
+    Args:
+        process: Which of the daemon's processes speaks.
+        for_journal: Begin lines with their priority, `<6>`, as systemd's journal takes it (sd-daemon(3)).
+    """
+
+    def __init__(self, process: str, *, for_journal: bool = False) -> None:
+        self._process = process
+        self._for_journal = for_journal
+
+    def line(self, record: logging.LogRecord) -> bytes:
+        """As above."""
+        event, fields = _told(record)
+        members: dict[str, object] = {
+            "time": _time_text(record.created),
+            "monotonic_ns": time.monotonic_ns(),
+            "level": record.levelname.lower(),
+            "event": event,
+            "message": "",
+            "process": self._process,
+            "pid": record.process,
+        }
+        prefix = _prefix(record) if self._for_journal else ""
+        message = record.getMessage()
+        text = ""
+        for limit in TEXT_LIMITS:
+            members["message"] = shown(message, limit)
+            told = {name: _shown_value(value, limit) for name, value in fields.items() if value is not None}
+            text = f"{prefix}{_encode(members | told)}\n"
+            if len(text) <= MAX_LINE_BYTES:
+                break
+        else:
+            text = f"{prefix}{_encode(members)}\n"
+        return text.encode()
+
+
+class HumanShape:
+    """When, how bad, what, and the fields: `2026-03-01 12:00:00.000 INFO    lease granted  lease_id=… tenant=ann`.
+
+    A field that the message says is not said again. A traceback follows in lines of its own, each marked as one.
+    """
+
+    def __init__(self, *, in_colour: bool = False, for_journal: bool = False) -> None:
+        self._in_colour = in_colour
+        self._for_journal = for_journal
+
+    def line(self, record: logging.LogRecord) -> bytes:
+        """As above."""
+        _, fields = _told(record)
+        prefix = _prefix(record) if self._for_journal else ""
+        at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        head = f"{prefix}{at} {self._level(record)} "
+        message = record.getMessage()
+        text = ""
+        for limit in TEXT_LIMITS:
+            text = head + _message_and_fields(shown(message, limit), fields, limit)
+            if len(text.encode()) < MAX_LINE_BYTES:
+                break
+        more = fields.get("traceback")
+        lines = [text, *(f"{prefix}    | {shown(line, 500)}" for line in (more if isinstance(more, list) else ()))]
+        return ("\n".join(lines) + "\n").encode()
+
+    def _level(self, record: logging.LogRecord) -> str:
+        name = f"{record.levelname:<7}"
+        colour = _COLOUR.get(record.levelno) if self._in_colour else None
+        return f"\x1b[{colour}m{name}\x1b[0m" if colour else name
+
+
+def shown(text: str, limit: int) -> str:
+    """A text with nothing in it that a terminal would obey, or take for another line, and not longer than `limit`.
+
+    Controls and what turns the direction of a line are shown by their number.
+    """
+    text = text[: limit + 1]
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() or char == "\t" else _number(char) for char in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def is_journal(fd: int) -> bool:
+    """Whether what is written to `fd` goes to systemd's journal: `JOURNAL_STREAM` names it (systemd.exec(5))."""
+    named = os.environ.get("JOURNAL_STREAM", "")
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return False
+    return named == f"{status.st_dev}:{status.st_ino}"
+
+
+def _told(record: logging.LogRecord) -> tuple[str, dict[str, Value]]:
+    """The event and its fields; of a library's record, that and the logger's name."""
+    other: tuple[str, dict[str, Value]] = (LogEvent.LOG_OTHER.value.name, {"logger": record.name})
+    event, fields = getattr(record, ATTRIBUTE, other)
+    if record.exc_info and record.exc_info[0] is not None:
+        told = "".join(traceback.format_exception(*record.exc_info))
+        fields = fields | {"traceback": told[-MAX_TRACEBACK_CHARS:].splitlines()}
+    return event, fields
+
+
+def _shown_value(value: Value, limit: int) -> Value:
+    if isinstance(value, str):
+        return shown(value, limit)
+    if isinstance(value, list):
+        return [shown(str(one), limit) for one in value[:limit]]
+    return value
+
+
+def _message_and_fields(message: str, fields: dict[str, Value], limit: int) -> str:
+    parts = []
+    for name, value in fields.items():
+        if value is None or name == "traceback":
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if len(text) < MIN_REPEATED_CHARS or text not in message:
+            parts.append(f"{name}={_quoted(shown(text, limit))}")
+    return f"{message}  {' '.join(parts)}" if parts else message
+
+
+def _quoted(text: str) -> str:
+    plain = text and not any(char in text for char in ' "=\t')
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _number(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _prefix(record: logging.LogRecord) -> str:
+    return f"<{_PRIORITY.get(record.levelno, 6)}>"
+
+
+def _time_text(created_s: float) -> str:
+    """RFC 3339, UTC, microseconds."""
+    return f"{datetime.fromtimestamp(created_s, UTC).replace(tzinfo=None).isoformat('T', 'microseconds')}Z"
+
+
+MAX_WAITING_BYTES: Final = 4 << 20
+"""Of lines that wait for a reader: ten thousand. Stops a reader that stopped from filling the broker's memory."""
+
+WRITE_BYTES: Final = 4096
+"""At most in one write: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
+
+FLUSH_S: Final = 1.0
+"""How long the daemon's end waits for what it said last to be taken."""
+
+
+class QueueingHandler(logging.Handler):
+    """Hands lines to a thread that writes them to a descriptor. Raises NoThread."""
+
+    def __init__(self, shape: Shape, fd: int = 2) -> None:
+        self._shape = shape
+        self._fd = fd
+        self._lines: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._dropped = 0
+        self._told_dropped = 0
+        self._is_torn = False
+        self._is_writing = False
+        self._is_closed = False
+        self._is_given_up = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
+        start_thread(self._thread)
+        # Last: what it registers is closed when the interpreter ends, whole or not.
+        super().__init__()
+
+    def take_shape(self, shape: Shape) -> None:
+        """Write like this from now on."""
+        self._shape = shape
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler` has it; does not wait, and raises nothing."""
+        try:
+            line = self._shape.line(record)
+            with self._changed:
+                if self._is_closed or self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
+                    self._dropped += 1
+                    return
+                self._lines.append(line)
+                self._waiting_bytes += len(line)
+                if len(self._lines) == 1:
+                    self._changed.notify_all()
+        except Exception:
+            # Out of memory, or a record that can't be shown: what is lost is one line.
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until all is written, once, and not for ever."""
+        until = time.monotonic() + FLUSH_S
+        with self._changed:
+            while (self._lines or self._is_writing) and not self._is_given_up:
+                self._is_given_up = not self._changed.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Write what waits, and no more."""
+        self.flush()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if not self._is_given_up:
+            self._thread.join(FLUSH_S)
+        super().close()
+
+    def _run(self) -> None:
+        while (lines := self._take()) is not None:
+            # Behind a piece of a line the next one begins a line of its own.
+            end_of_torn = b"\n" if self._is_torn else b""
+            data = end_of_torn + lines
+            written = self._write(data)
+            if written:
+                self._is_torn = data[written - 1 : written] != b"\n"
+            if written < len(data):
+                self._lose(lines, max(0, written - len(end_of_torn)))
+
+    def _write(self, data: bytes) -> int:
+        """How much was written: not all, if nobody reads any more or the disk is full. There is nobody to tell then."""
+        written = 0
+        with contextlib.suppress(OSError):
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        return written
+
+    def _lose(self, lines: bytes, written: int) -> None:
+        with self._changed:
+            self._dropped += lines.count(b"\n", written)
+            if self._told_dropped and lines.find(b"\n") >= written:
+                # The line that is lost first is the one that would have told of others.
+                self._dropped += self._told_dropped - 1
+
+    def _take(self) -> bytes | None:
+        """The lines for the next write; waits for there to be any. None: it is closed."""
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
+            while not self._lines and not self._is_closed:
+                self._changed.wait()
+            if not self._lines:
+                return None
+            self._is_writing = True
+            chunk = bytearray()
+            self._told_dropped, self._dropped = self._dropped, 0
+            if self._told_dropped:
+                chunk += self._shape.line(_dropped_record(self._told_dropped))
+            while self._lines and (not chunk or len(chunk) + len(self._lines[0]) <= WRITE_BYTES):
+                line = self._lines.popleft()
+                self._waiting_bytes -= len(line)
+                chunk += line
+            return bytes(chunk)
+
+
+class HeedlessHandler(logging.Handler):
+    """Writes at once, or drops."""
+
+    def __init__(self, shape: Shape, fd: int = 2, *, opens_own: bool = True) -> None:
+        super().__init__()
+        self._shape = shape
+        self._end = HeedlessEnd(fd, opens_own=opens_own)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler` has it; does not wait, and raises nothing."""
+        try:
+            line = self._shape.line(record)
+            told = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
+            if len(told) + len(line) > WRITE_BYTES and self._end.write(told):
+                told, self._dropped = b"", 0
+            # In one write: a pipe may have room for one, however short.
+            if self._end.write(told + line):
+                self._dropped = 0
+            else:
+                self._dropped += 1
+        except Exception:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        self._end.close()
+        super().close()
+
+
+class HeedlessEnd:
+    """The end of a file, pipe, socket or terminal that is written to without waiting.
+
+    To make the descriptor itself non-blocking would make it so for all who share it, a shell among them: a pipe or a
+    terminal is opened once more instead (proc(5), /proc/PID/fd), where that is allowed and `opens_own`. Else it is
+    asked whether there is room, which another writer may take.
+    """
+
+    def __init__(self, fd: int, *, opens_own: bool = True) -> None:
+        self._fd = fd
+        self._own = -1
+        self._sock: socket.socket | None = None
+        self._rest = b""
+        if not opens_own:
+            return
+        with contextlib.suppress(OSError):
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISSOCK(mode):
+                self._sock = socket.socket(fileno=os.dup(fd))
+            elif stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+                self._own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+
+    def write(self, line: bytes) -> bool:
+        """Whether there was room. What a terminal or socket takes a part of goes on with the next line."""
+        data = self._rest + line
+        try:
+            written = self._write(data)
+        except OSError:
+            return False
+        if written < len(self._rest):
+            self._rest = self._rest[written:]
+            return False
+        self._rest = data[written:]
+        return True
+
+    def close(self) -> None:
+        """Let go of what was opened here."""
+        if self._sock is not None:
+            self._sock.close()
+        if self._own >= 0:
+            os.close(self._own)
+        self._sock, self._own = None, -1
+
+    def _write(self, data: bytes) -> int:
+        if self._sock is not None:
+            return self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if self._own >= 0:
+            return os.write(self._own, data)
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        if not poll.poll(0):
+            raise BlockingIOError
+        return os.write(self._fd, data)
+
+
+def _dropped_record(count: int) -> logging.LogRecord:
+    kind = LogEvent.LOG_DROPPED.value
+    record = logging.LogRecord("gpulease", kind.level, "", 0, kind.message, (), None)
+    setattr(record, ATTRIBUTE, (kind.name, {"count": count}))
+    return record
+
+
+FORMATS: Final = ("auto", "human", "json")
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+VARIABLE: Final = "GPULEASE_LOG"
+"""By which the daemon tells its own processes; what others set there is not heeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogStyle:
+    """The form, one of `FORMATS`, and the least level, one of `LEVELS`. Auto: for people if they look, else JSON."""
+
+    form: str = "auto"
+    level: str = "info"
+
+    def shape(self, process: str) -> Shape:
+        """What lines look like that this process writes to standard error."""
+        for_journal = is_journal(2)
+        is_terminal = os.isatty(2)
+        if self.form == "json" or (self.form == "auto" and not is_terminal):
+            return JsonShape(process, for_journal=for_journal)
+        in_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+        return HumanShape(in_colour=in_colour, for_journal=for_journal)
+
+
+def begin_logging(settings: LogStyle) -> None:
+    """Log what this process, the broker, says, and have those it starts do the same; again to change the settings."""
+    os.environ[VARIABLE] = f"{settings.form},{settings.level}"
+    _set_level(settings)
+    shape = settings.shape("broker")
+    root = logging.getLogger()
+    for handler in root.handlers:
+        if isinstance(handler, QueueingHandler):
+            handler.take_shape(shape)
+            return
+    root.addHandler(QueueingHandler(shape))
+    _log_what_python_says()
+
+
+def go_on_logging(process: str, *, opens_own: bool = True) -> None:
+    """Log what this process says, one that the broker has started and that forks, so that it has no thread.
+
+    Not `opens_own`: with no descriptor but standard error, because this process closes those it does not know.
+    """
+    form, _, level = os.environ.get(VARIABLE, "").partition(",")
+    settings = LogStyle(form if form in FORMATS else "auto", level if level in LEVELS else "info")
+    _set_level(settings)
+    logging.getLogger().addHandler(HeedlessHandler(settings.shape(process), opens_own=opens_own))
+    _log_what_python_says()
+
+
+def stop_logging() -> None:
+    """In a process just forked that is to be heard by its own standard error alone."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+
+
+def flush_logs() -> None:
+    """Before something is said past the log: let what was logged be first."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    sys.stderr.flush()
+
+
+def is_for_people() -> bool:
+    """Whether why the daemon ends is to be a sentence: it is, unless programs read its log."""
+    return not is_journal(2) and os.environ.get(VARIABLE, "").partition(",")[0] != "json"
+
+
+def _set_level(settings: LogStyle) -> None:
+    # What no record shows need not be found out for each: see "Optimization" in Python's Logging HOWTO.
+    logging.logThreads = logging.logMultiprocessing = False
+    logging.getLogger().setLevel(settings.level.upper())
+    logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _log_what_python_says() -> None:
+    """Text that is no record would tear the log: exceptions that nobody catches, and warnings."""
+    logging.captureWarnings(True)
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        _tell_fault("uncaught", error)
+
+    def on_unraisable(told: "sys.UnraisableHookArgs") -> None:
+        _tell_fault(f"{told.err_msg or 'ignored in'} {told.object!r}", told.exc_value)
+
+    def on_end_of_thread(told: threading.ExceptHookArgs) -> None:
+        _tell_fault(f"thread {told.thread.name if told.thread else ''}", told.exc_value)
+
+    sys.excepthook, sys.unraisablehook, threading.excepthook = on_uncaught, on_unraisable, on_end_of_thread
+
+
+def _tell_fault(doing: str, error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=doing)

@@ -1,0 +1,165 @@
+"""`python -m gpulease.daemon.record.audit`, which is `gpulease audit`: reads audit logs, of this host or any other."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from gpulease.daemon.record.audit.reading import CannotRead, LogSource, find_log, line_of, usage_map, usage_table
+from gpulease.daemon.record.audit.records import Kind, Link, Record, canonical_bytes
+from gpulease.daemon.record.audit.usage import UsageSum
+from gpulease.daemon.record.audit.verification import Verdict, Verifier
+
+EXIT_NOT_WHOLE: Final = 1
+EXIT_CANNOT_READ: Final = 66
+"""EX_NOINPUT of sysexits(3)."""
+
+LEASE_ID_DIGITS: Final = 32
+
+_paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=click.Path(path_type=Path))
+_head_file = click.option(
+    "--head-file", type=click.Path(path_type=Path), help="The log's head; else head.json beside it, if there is one."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CannotRead as error:
+            click.echo(f"gpulease audit: {error}", err=True)
+            sys.exit(EXIT_CANNOT_READ)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Read audit logs: whether one is whole, what it tells, who used how much."""
+
+
+@main.command()
+@_paths
+@_head_file
+@click.option("--head", metavar="SEQ:HASH", help="A head that was kept elsewhere; it goes before any file.")
+@_json
+def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
+    """Find every edit, cut and reorder, and say where. Exit status 0 only if there is none."""
+    source = find_log(paths, head_file)
+    known = _link(head) if head else (None if source.head is None else source.head.link)
+    verifier = Verifier(known)
+    for file, offset, line in source.lines():
+        verifier.take(file, offset, line)
+    verdict = verifier.finish()
+    if known is None:
+        verdict.notes.append("no head is known: a cut at the end would not show")
+    click.echo(json.dumps(_verdict_map(verdict), indent=2) if as_json else _verdict_text(verdict))
+    sys.exit(0 if verdict.is_whole else EXIT_NOT_WHOLE)
+
+
+@main.command()
+@_paths
+@click.option("--lease", metavar="ID", help="Only of this lease: its id, or the first digits.")
+@click.option("--tenant", help="Only of this tenant.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice([kind.value for kind in Kind]), help="Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
+def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
+    """Show records, oldest first."""
+    wanted = None if lease is None else _lease_named(find_log(paths), lease.lower())
+
+    def is_wanted(record: Record) -> bool:
+        whose = (record.data.get("tenant"), record.data.get("by"))
+        return (
+            (not kinds or record.kind in kinds)
+            and (wanted is None or record.data.get("lease") == wanted)
+            and (tenant is None or tenant in whose)
+        )
+
+    text = _json_line if as_json else line_of
+    for record in find_log(paths).records():
+        if is_wanted(record):
+            click.echo(text(record))
+
+
+@main.command()
+@_paths
+@_head_file
+@_json
+def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool) -> None:
+    """Sum up lease seconds and byte seconds by tenant, from the records alone.
+
+    Exit status 0 only if the log is whole.
+    """
+    source = find_log(paths, head_file)
+    verifier = Verifier(None if source.head is None else source.head.link)
+    total = UsageSum()
+    for record in source.records(verifier):
+        total.take(record)
+    tenants = total.finish(source.head)
+    click.echo(json.dumps(usage_map(tenants), indent=2) if as_json else usage_table(tenants))
+    if not verifier.finish().is_whole:
+        click.echo("gpulease audit: the log is NOT whole, nor need this be; see `gpulease audit verify`", err=True)
+        sys.exit(EXIT_NOT_WHOLE)
+
+
+@main.command()
+@_paths
+@_head_file
+def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
+    """Print the head as SEQ:HASH, to be kept where nobody who writes the log can reach it."""
+    source = find_log(paths, head_file)
+    if source.head is None:
+        raise CannotRead("there is no head")
+    click.echo(f"{source.head.link.seq}:{source.head.link.hash}")
+
+
+def _lease_named(source: LogSource, digits: str) -> str:
+    """The id that begins with these digits in a log. Raises UsageError if there is none, or several."""
+    if len(digits) == LEASE_ID_DIGITS:
+        return digits
+    told = (record.data.get("lease") for record in source.records())
+    found = sorted({lease for lease in told if isinstance(lease, str) and lease.startswith(digits)})
+    if len(found) != 1:
+        raise click.UsageError(f"{len(found)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits")
+    return found[0]
+
+
+def _json_line(record: Record) -> str:
+    return canonical_bytes({name: getattr(record, name) for name in Record.__slots__}).decode()
+
+
+def _link(text: str) -> Link:
+    seq, colon, digest = text.partition(":")
+    if not colon or not seq.isdecimal() or len(digest) != len(Link().hash):
+        raise click.BadParameter(f"{text!r} is not SEQ:HASH", param_hint="--head")
+    return Link(int(seq), digest.lower())
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    lines = [str(finding) for finding in verdict.findings]
+    if verdict.omitted:
+        lines.append(f"and {verdict.omitted} more")
+    lines += [f"note: {note}" for note in verdict.notes]
+    whole = "whole" if verdict.is_whole else "NOT whole"
+    end = f"{verdict.end.seq}:{verdict.end.hash}"
+    return "\n".join([*lines, f"The log is {whole}: {verdict.records} records, the last is {end}."])
+
+
+def _verdict_map(verdict: Verdict) -> dict[str, Any]:
+    findings = [
+        {"file": item.file, "offset_bytes": item.offset_bytes, "seq": item.seq, "problem": item.problem}
+        for item in verdict.findings
+    ]
+    return {
+        "whole": verdict.is_whole,
+        "records": verdict.records,
+        "end": {"seq": verdict.end.seq, "hash": verdict.end.hash},
+        "findings": findings,
+        "omitted": verdict.omitted,
+        "notes": verdict.notes,
+    }
+
+
+if __name__ == "__main__":
+    main(prog_name="gpulease audit")

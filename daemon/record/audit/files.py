@@ -1,0 +1,352 @@
+"""The log's files: appended to, made durable, found again after a crash. One thread at a time.
+
+Files are opened with O_APPEND and mode 0600; a new one's name is made durable in its folder. Nothing that was written
+is ever changed or taken away, but for whole files that the operator does not want to keep.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.record.audit.records import (
+    HEAD_BYTES,
+    MAX_RECORD_BYTES,
+    Draft,
+    Head,
+    Kind,
+    Link,
+    NotAHead,
+    NotARecord,
+    hash_of,
+    head_bytes,
+    read_head,
+    read_record,
+    seal,
+)
+
+HEAD_NAME: Final = "head.json"
+FILE_MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
+
+REWRITE_BYTES: Final = 1 << 20
+"""Held in memory at a time."""
+
+TAIL_BYTES: Final = 4 << 20
+"""Of a log's end, looked through for ends at the start: some 8,000 records, and as many ends as a daemon that is killed
+can have told in one of its two records alone. Bounds how long a start takes by a tenth of a second."""
+
+_OF_LIVE_LEASES: Final = frozenset({Kind.GRANT, Kind.ADOPT, Kind.RENEW, Kind.ATTACH, Kind.FAULT, Kind.OVER})
+_RANK: Final = {Kind.END: 2, Kind.FENCE: 1} | dict.fromkeys(_OF_LIVE_LEASES, 0)
+
+_NAME: Final = re.compile(r"audit-\d{16}\.jsonl")
+
+
+class FolderInUse(Exception):
+    """Another process writes this log."""
+
+
+class LogDisturbed(OSError):
+    """The newest file is not as it was left: somebody else wrote to it, moved it or took it away."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """Where a log is and how much of it is kept.
+
+    Attributes:
+        folder: It is made if only it is missing.
+        head_path: Where the head is written.
+        max_file_bytes: Before the next file is begun; one that holds a single batch of records may be larger.
+        keep_files: How many; 0 for all.
+    """
+
+    folder: Path
+    head_path: Path
+    max_file_bytes: int
+    keep_files: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How a file ends: its last record (number 0 if it has none), and where what is no record begins behind it."""
+
+    link: Link
+    end_bytes: int
+
+
+def log_files(folder: Path) -> list[Path]:
+    """A log's files, oldest first. Raises OSError."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+@dataclass(frozen=True, slots=True)
+class ToldLately:
+    """What a log's last records tell.
+
+    Attributes:
+        kinds: How far they tell of each lease: to its end, to its fence, or of what comes before both.
+        cut_us: The monotonic time of the last record, behind which more may have happened; None if the daemon stopped
+            in good order, and of a log without records, or of another boot of the host.
+    """
+
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    cut_us: int | None = None
+
+
+def told_lately(folder: Path, boot: str) -> ToldLately:
+    """Read the end of a log. Raises OSError."""
+    kinds: dict[str, Kind] = {}
+    cut_us = None
+    for line in _last_lines(folder):
+        with contextlib.suppress(NotARecord, ValueError):
+            record = read_record(line)
+            cut_us = record.mono_us if record.boot == boot and record.kind != Kind.STOP else None
+            kind, lease = Kind(record.kind), record.data.get("lease")
+            if isinstance(lease, str) and kind in _RANK and _RANK[kind] >= _RANK[kinds.get(lease, kind)]:
+                kinds[lease] = kind
+    return ToldLately(kinds, cut_us)
+
+
+def _last_lines(folder: Path) -> list[bytes]:
+    """The last lines of a log, oldest first; the first may be a piece of one."""
+    pieces: list[bytes] = []
+    rest = TAIL_BYTES
+    for path in reversed(log_files(folder)):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - rest))
+            pieces.insert(0, file.read(rest))
+        rest -= len(pieces[0])
+        if rest <= 0:
+            break
+    return [line for piece in pieces for line in piece.splitlines()]
+
+
+def tail_of(data: bytes | mmap.mmap) -> Tail:
+    """The last whole record of a file's bytes. One that lacks nothing but its newline is whole."""
+    stop = len(data)
+    while stop:
+        body_end = stop - (data[stop - 1 : stop] == b"\n")
+        start = data.rfind(b"\n", 0, body_end) + 1
+        with contextlib.suppress(NotARecord):
+            line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
+            return Tail(Link(read_record(line).seq, hash_of(line)), stop)
+        stop = start
+    return Tail(Link(), 0)
+
+
+class AuditLog:
+    """An open log.
+
+    Args:
+        known: A record that whoever opens it knows to have been in it, such as the last one they wrote; the chain goes
+            on behind that whatever became of the files and their head meanwhile.
+
+    Attributes:
+        link: Its end: the last record that is durable.
+        found: What opening it showed that an auditor must know, as a record tells it; empty if all was well.
+        previous: The head as it was found, None if there was none to read.
+        attempted: Where the chain would be after each record of the last `append`, which may have failed.
+
+    Raises:
+        FolderInUse: Another process has it open.
+        OSError: It can't be opened.
+    """
+
+    def __init__(self, settings: LogSettings, boot: str, known: Link | None = None) -> None:
+        self.link = Link()
+        self.found: dict[str, Any] = {}
+        self.previous: Head | None = None
+        self.attempted: list[Link] = []
+        self._settings = settings
+        self._boot = boot
+        self._known = known or Link()
+        self._separator = b""
+        self._path = settings.folder
+        self._files: list[Path] = []
+        self._folder_fd = self._head_fd = self._fd = -1
+        self._size = 0
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, drafts: Sequence[Draft], alive_us: int) -> None:
+        """Seal records, write them and make them durable. Raises OSError; then `close` it, and open it anew."""
+        self.attempted = []
+        self._check_undisturbed()
+        lines, link = [self._separator], self.link
+        for draft in drafts:
+            line, link = seal(draft, link, self._boot)
+            lines += (line, b"\n")
+            self.attempted.append(link)
+        data = b"".join(lines)
+        # What is torn is told of in the same file.
+        if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
+            self._begin_file()
+        self._write(data)
+        os.fdatasync(self._fd)
+        self._separator = b""
+        self.link = link
+        self.beat(alive_us)
+
+    def beat(self, alive_us: int) -> None:
+        """Write the head: where the log ends, and that its daemon lives. Raises OSError."""
+        os.pwrite(self._head_fd, head_bytes(Head(self.link, self._boot, alive_us)), 0)
+
+    def rewrite(self) -> None:
+        """Write the newest file's bytes once more, each where it is. Raises OSError.
+
+        After a sync that failed, the kernel may call clean what never got to the disk (fsync(2), EIO): dirty once more,
+        it is in the next sync.
+        """
+        with self._path.open("r+b", buffering=0) as file:
+            offset = 0
+            while chunk := os.pread(file.fileno(), REWRITE_BYTES, offset):
+                offset += os.pwrite(file.fileno(), chunk, offset)
+
+    def sync_head(self) -> None:
+        """Make the head durable. A head that is older than its log says nothing wrong. Raises OSError."""
+        os.fdatasync(self._head_fd)
+
+    def superfluous(self) -> tuple[Path, dict[str, Any]] | None:
+        """The oldest file, if more are there than are to be kept, and what a record must tell before it is removed."""
+        if not 0 < self._settings.keep_files < len(self._files):
+            return None
+        oldest, following = self._files[:2]
+        with following.open("rb") as file:
+            line = file.readline(MAX_RECORD_BYTES + 1)
+        with contextlib.suppress(NotARecord):
+            first = read_record(line.removesuffix(b"\n"))
+            return oldest, {"file": oldest.name, "last": first.seq - 1, "hash": first.prev}
+        return None
+
+    def remove(self, path: Path) -> None:
+        """Take the oldest file away. Raises OSError."""
+        path.unlink(missing_ok=True)
+        self._files.remove(path)
+        os.fsync(self._folder_fd)
+
+    def close(self) -> None:
+        """Let go of it."""
+        for fd in (self._fd, self._head_fd, self._folder_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._folder_fd = self._head_fd = self._fd = -1
+
+    # --- how it was left ---
+
+    def _open(self) -> None:
+        self._lock_folder()
+        self._head_fd = _open_file(self._settings.head_path, os.O_RDWR | os.O_CREAT)
+        self._files = log_files(self._settings.folder)
+        self._find_end()
+        if self._files:
+            self._take_file(self._files[-1], _open_file(self._files[-1], os.O_WRONLY | os.O_APPEND))
+        else:
+            self._begin_file()
+
+    def _find_end(self) -> None:
+        tail = Tail(Link(), 0)
+        for path in reversed(self._files):
+            size = path.stat().st_size
+            tail = _tail_of_file(path) if size else tail
+            if path == self._files[-1]:
+                self._find_torn(path, tail.end_bytes, size)
+            if tail.link.seq:
+                break
+        self.link = self._agree_with_known(self._agree(tail.link))
+
+    def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
+        with path.open("rb") as file:
+            file.seek(max(0, end_bytes - 1))
+            if end_bytes == size and (not size or file.read(1) == b"\n"):
+                return
+            self._separator = b"\n"
+            if end_bytes < size:
+                file.seek(end_bytes)
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                self.found["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
+
+    def _agree(self, end: Link) -> Link:
+        """Where the chain goes on: behind the head, even if the log does not reach it, so that the gap stays."""
+        data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
+        try:
+            head = self.previous = read_head(data)
+        except NotAHead as error:
+            if end.seq:
+                self.found["head"] = f"it can't be read: {error}" if data else "it is missing"
+            return end
+        if end.seq > head.link.seq:
+            self.found["unanchored"] = end.seq - head.link.seq
+            return end
+        if end.seq < head.link.seq:
+            self.found["lost"] = {"first": end.seq + 1, "last": head.link.seq}
+        elif end.hash != head.link.hash:
+            self.found["edited"] = end.seq
+        return head.link
+
+    def _agree_with_known(self, end: Link) -> Link:
+        if end.seq < self._known.seq:
+            # Of what the head says is lost already, that is the beginning.
+            first = self.found.get("lost", {"first": end.seq + 1})["first"]
+            self.found["lost"] = {"first": first, "last": self._known.seq}
+        elif end.seq == self._known.seq and end.hash != self._known.hash:
+            self.found["edited"] = end.seq
+        else:
+            return end
+        return self._known
+
+    # --- descriptors ---
+
+    def _lock_folder(self) -> None:
+        folder = self._settings.folder
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        self._folder_fd = _open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderInUse(f"another gpuleased writes the audit log in {folder}") from None
+
+    def _begin_file(self) -> None:
+        path = self._settings.folder / f"audit-{self.link.seq + 1:016d}.jsonl"
+        self._take_file(path, _open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL))
+        self._files.append(path)
+        os.fsync(self._folder_fd)
+
+    def _take_file(self, path: Path, fd: int) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._path, self._fd, self._size = path, fd, os.fstat(fd).st_size
+
+    def _check_undisturbed(self) -> None:
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._fd)
+        except FileNotFoundError:
+            raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
+        if there.st_ino != ours.st_ino or there.st_size != self._size:
+            raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
+
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            written = os.write(self._fd, rest)
+            self._size += written
+            rest = rest[written:]
+
+
+def _tail_of_file(path: Path) -> Tail:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return tail_of(data)
+
+
+def _open_file(path: Path, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)

@@ -1,0 +1,165 @@
+"""Logs as files, for those who read them.
+
+Records and sums for people.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpulease.daemon.record.audit.files import HEAD_NAME, log_files
+from gpulease.daemon.record.audit.records import (
+    HEAD_BYTES,
+    MAX_RECORD_BYTES,
+    Head,
+    NotAHead,
+    Record,
+    clean_text,
+    read_head,
+)
+from gpulease.daemon.record.audit.usage import US_PER_S, Used
+from gpulease.daemon.record.audit.verification import Verifier
+
+
+class CannotRead(Exception):
+    """A log that can't be read; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSource:
+    """The files of a log, oldest first, and its head if there is one to be found."""
+
+    files: tuple[Path, ...]
+    head: Head | None
+
+    def lines(self) -> Iterator[tuple[str, int, bytes]]:
+        """(file, where the line begins, the line with its newline), in pieces where it is longer than any record."""
+        for path in self.files:
+            offset = 0
+            try:
+                with path.open("rb") as file:
+                    while line := file.readline(MAX_RECORD_BYTES + 2):
+                        yield path.name, offset, line
+                        offset += len(line)
+            except OSError as error:
+                raise CannotRead(f"{path}: {error.strerror}") from None
+
+    def records(self, verifier: Verifier | None = None) -> Iterator[Record]:
+        """What can be read as records, whether the chain holds or not, of which a `verifier` can tell afterwards."""
+        verifier = verifier or Verifier()
+        for file, offset, line in self.lines():
+            if (record := verifier.take(file, offset, line)) is not None:
+                yield record
+
+
+def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
+    """The log in a folder, or in files given in their order. Raises CannotRead.
+
+    The head is read first: what a daemon writes meanwhile can only make the log longer than its head.
+    """
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
+    files: list[Path] = []
+    for path in paths:
+        try:
+            files += log_files(path) if path.is_dir() else [path]
+        except OSError as error:
+            raise CannotRead(f"{path}: {error.strerror}") from None
+    if not files:
+        raise CannotRead(f"there is no audit log in {folder}")
+    return LogSource(tuple(files), head)
+
+
+def _head(path: Path, *, is_expected: bool) -> Head | None:
+    try:
+        with path.open("rb") as file:
+            return read_head(file.read(HEAD_BYTES + 1))
+    except FileNotFoundError:
+        if not is_expected:
+            return None
+        raise CannotRead(f"there is no head at {path}") from None
+    except OSError as error:
+        raise CannotRead(f"{path}: {error.strerror}") from None
+    except NotAHead as error:
+        raise CannotRead(f"{path} is not a head: {error}") from None
+
+
+GIB: Final = 1 << 30
+
+_FIRST: Final[tuple[str, ...]] = ("operation", "action", "cause", "reason", "problem")
+_OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
+
+
+def line_of(record: Record) -> str:
+    """A record: its number, when, what, whose, which lease, and the particulars."""
+    data = record.data
+    who = data.get("tenant", data.get("by", ""))
+    names = [name for name in _FIRST if name in data]
+    names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
+    cells = [str(record.seq).rjust(8), record.at, record.kind.ljust(8), str(who).ljust(10), str(data.get("lease", ""))]
+    cells += [f"{name}={_text(data[name])}" for name in names if data[name] not in (None, "")]
+    # A forged log is somebody else's text like any other.
+    return "  ".join(clean_text(cell) for cell in cells)
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return repr(text) if " " in text else text
+
+
+def found_text(found: Mapping[str, Any]) -> str:
+    """What opening a log showed, as `gpulease.daemon.record.audit.files` has it, in words."""
+    parts = []
+    if torn := found.get("torn"):
+        parts.append(f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are no line")
+    if "head" in found:
+        parts.append(f"its head: {found['head']}")
+    if behind := found.get("unanchored"):
+        parts.append(f"{behind} records are behind its head")
+    if lost := found.get("lost"):
+        parts.append(f"records {lost['first']} to {lost['last']} are missing")
+    if "edited" in found:
+        parts.append(f"record {found['edited']} is another than was written")
+    return "; ".join(parts)
+
+
+def usage_table(tenants: Mapping[str, Used]) -> str:
+    """A table of sums."""
+    head = ("tenant", "leases", "lease seconds", "GiB seconds", "open")
+    rows = [
+        (
+            clean_text(name),
+            str(used.leases),
+            f"{used.lease_us / US_PER_S:.3f}",
+            f"{used.byte_us / US_PER_S / GIB:.3f}",
+            str(used.open_leases),
+        )
+        for name, used in sorted(tenants.items())
+    ]
+    return table(head, rows)
+
+
+def usage_map(tenants: Mapping[str, Used]) -> dict[str, dict[str, int]]:
+    """The sums as exact integers."""
+    return {
+        name: {
+            "leases": used.leases,
+            "open_leases": used.open_leases,
+            "lease_us": used.lease_us,
+            "byte_us": used.byte_us,
+        }
+        for name, used in sorted(tenants.items())
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be; those of numbers are flushed right."""
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    is_number = [bool(rows) and all(cell.replace(".", "").isdigit() for cell in column[1:]) for column in columns]
+    lines = []
+    for row in (head, *rows):
+        cells = zip(row, widths, is_number, strict=True)
+        lines.append("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells))
+    return "\n".join(line.rstrip() for line in lines)

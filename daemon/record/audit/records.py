@@ -1,0 +1,288 @@
+"""The canonical bytes of a value: the subset of RFC 8785 (JCS) that the package's docstring states.
+
+Records and how they hang together: each line holds the SHA-256 of the one before it.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import lru_cache
+from types import NoneType
+from typing import Any, Final, NamedTuple
+
+MAX_INTEGER: Final = 2**53 - 1
+"""RFC 8785, section 3.2.2.3: beyond it a reader that holds numbers as doubles would see another one."""
+
+MAX_DEPTH: Final = 8
+"""Of objects and arrays inside each other. Stops a forged record from exhausting its reader's stack."""
+
+_KEY: Final = re.compile(r"[A-Za-z0-9_]+")
+# Python's encoder escapes exactly what RFC 8785, section 3.2.2.2, does, with the same letters.
+_encode: Final = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
+).encode
+
+
+class NotCanonical(ValueError):
+    """A value that has no canonical bytes, or bytes that are not canonical; the message says why."""
+
+
+def canonical_bytes(value: Any, depth: int = 0) -> bytes:
+    """A value as bytes: equal values, equal bytes; `depth`: of how many it is inside. Raises NotCanonical."""
+    _check(value, MAX_DEPTH - depth)
+    try:
+        return _encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise NotCanonical("a text holds half of a surrogate pair") from None
+
+
+def value_of(data: bytes) -> Any:
+    """The value of canonical bytes. Raises NotCanonical for any others, even if they are JSON."""
+    try:
+        value = json.loads(data, parse_float=_no_float, parse_constant=_no_float)
+    except (ValueError, RecursionError) as error:
+        raise NotCanonical(f"it is not JSON: {error}" if not isinstance(error, NotCanonical) else str(error)) from None
+    if canonical_bytes(value) != data:
+        raise NotCanonical("it is not in canonical form")
+    return value
+
+
+def _no_float(text: str) -> Any:
+    raise NotCanonical(f"{text[:32]} is not an integer")
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raises NotCanonical. Members are looked at here, as far as they can be: a call for each takes twice as long."""
+    kind = type(value)
+    if kind is dict:
+        for key in value:
+            _check_key(key)
+        items = value.values()
+    elif kind in (list, tuple):
+        items = value
+    else:
+        items, depth = (value,), depth + 1
+    if depth == 0:
+        raise NotCanonical(f"objects and arrays are more than {MAX_DEPTH} deep")
+    for item in items:
+        kind = type(item)
+        if kind is int:
+            if not -MAX_INTEGER <= item <= MAX_INTEGER:
+                raise NotCanonical("an integer is beyond 2^53 - 1")
+        elif kind in (dict, list, tuple):
+            _check(item, depth - 1)
+        elif kind not in (str, bool, NoneType):
+            raise NotCanonical(f"a {kind.__name__} has no canonical form")
+
+
+@lru_cache(maxsize=1024)
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise NotCanonical("a key is not made of ASCII letters, digits and underscores")
+
+
+FORMAT: Final = 1
+"""Told by every `start` record; another number is another format."""
+
+MAX_RECORD_BYTES: Final = 32 << 10
+"""Of one line. A record has some hundred; this bounds what a reader of a forged log holds."""
+
+MAX_TEXT_CHARS: Final = 512
+"""Of any text that comes from a tenant, a kernel or a driver: a record is not theirs to fill."""
+
+HEAD_BYTES: Final = 256
+"""The head's file is written in place, in one write of less than a sector: a crash leaves the old or the new one."""
+
+NO_HASH: Final = "0" * 64
+
+_HASH: Final = re.compile("[0-9a-f]{64}")
+_BOOT: Final = re.compile("[0-9a-f]{32}")
+_AT: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+_MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Kind(StrEnum):
+    """What records tell of."""
+
+    START = "start"
+    STOP = "stop"
+    GRANT = "grant"
+    ADOPT = "adopt"
+    RENEW = "renew"
+    DENY = "deny"
+    ATTACH = "attach"
+    SUBMIT = "submit"
+    ISSUE = "issue"
+    WITHDRAW = "withdraw"
+    FAULT = "fault"
+    OVER = "over"
+    END = "end"
+    FENCE = "fence"
+    CLEAR = "clear"
+    POOL = "pool"
+    OPERATOR = "operator"
+    GAP = "gap"
+    RESUME = "resume"
+    PRUNE = "prune"
+
+
+ENDS: Final = frozenset({Kind.OVER, Kind.END, Kind.FENCE})
+"""Kinds that say that a lease is over."""
+
+
+class NotARecord(ValueError):
+    """A line that is no record; the message says why."""
+
+
+class NotAHead(ValueError):
+    """Bytes that are no head; the message says why."""
+
+
+class Draft(NamedTuple):
+    """What happened, before it has its place in the chain. `wall_us` counts from 1970."""
+
+    kind: Kind
+    data: dict[str, Any]
+    wall_us: int
+    mono_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line, read. The members are those of the package's docstring."""
+
+    seq: int
+    prev: str
+    at: str
+    boot: str
+    mono_us: int
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a chain has got to: the last record's number and the hash of its line."""
+
+    seq: int = 0
+    hash: str = NO_HASH
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is kept apart from the log: its end, and when its daemon was last known to live."""
+
+    link: Link
+    boot: str
+    alive_us: int
+
+
+def hash_of(line: bytes) -> str:
+    """Of a line without its newline."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def seal(draft: Draft, after: Link, boot: str) -> tuple[bytes, Link]:
+    """The line of a record, without its newline, and the chain's new end.
+
+    What can't be a record (a fault of the daemon's own) becomes one that says so: nothing may leave the chain unseen.
+    """
+    try:
+        line = _line(draft, canonical_bytes(draft.data, depth=1), after, boot)
+        problem = "" if len(line) <= MAX_RECORD_BYTES else f"it has {len(line)} bytes"
+    except NotCanonical as error:
+        line, problem = b"", str(error)
+    if problem:
+        line = _line(draft, canonical_bytes({"unrecordable": problem}, depth=1), after, boot)
+    return line, Link(after.seq + 1, hash_of(line))
+
+
+def _line(draft: Draft, data: bytes, after: Link, boot: str) -> bytes:
+    """A record's members in canonical form: in the order of their names, and no text but `data` needs escaping."""
+    return b'{"at":"%b","boot":"%b","data":%b,"kind":"%b","mono_us":%d,"prev":"%b","seq":%d}' % (
+        at_text(draft.wall_us).encode(),
+        boot.encode(),
+        data,
+        draft.kind.value.encode(),
+        draft.mono_us,
+        after.hash.encode(),
+        after.seq + 1,
+    )
+
+
+def read_record(line: bytes) -> Record:
+    """The record of a line without its newline. Raises NotARecord."""
+    if len(line) > MAX_RECORD_BYTES:
+        raise NotARecord(f"it has more than {MAX_RECORD_BYTES} bytes")
+    try:
+        members = value_of(line)
+    except NotCanonical as error:
+        raise NotARecord(str(error)) from None
+    if not isinstance(members, dict) or members.keys() != _MEMBERS:
+        raise NotARecord("its members are not those of a record")
+    record = Record(**members)
+    if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
+        raise NotARecord("seq or mono_us is not a count")
+    if not (_is(_HASH, record.prev) and _is(_BOOT, record.boot) and _is(_AT, record.at)):
+        raise NotARecord("prev, boot or at is not what it must be")
+    if not isinstance(record.kind, str) or not isinstance(record.data, dict):
+        raise NotARecord("kind or data is not what it must be")
+    return record
+
+
+def head_bytes(head: Head) -> bytes:
+    """The head's file, always `HEAD_BYTES` long."""
+    members = {"alive_us": head.alive_us, "boot": head.boot, "hash": head.link.hash, "seq": head.link.seq}
+    return canonical_bytes(members).ljust(HEAD_BYTES - 1) + b"\n"
+
+
+def read_head(data: bytes) -> Head:
+    """The head in a file's bytes. Raises NotAHead."""
+    if len(data) != HEAD_BYTES or not data.endswith(b"\n"):
+        raise NotAHead(f"it is not {HEAD_BYTES} bytes that end with a newline")
+    try:
+        members = value_of(data.rstrip(b" \n"))
+    except NotCanonical as error:
+        raise NotAHead(str(error)) from None
+    if not isinstance(members, dict) or members.keys() != {"alive_us", "boot", "hash", "seq"}:
+        raise NotAHead("its members are not those of a head")
+    if not (_is_count(members["seq"]) and _is_count(members["alive_us"])):
+        raise NotAHead("seq or alive_us is not a count")
+    if not (_is(_HASH, members["hash"]) and _is(_BOOT, members["boot"])):
+        raise NotAHead("hash or boot is not what it must be")
+    return Head(Link(members["seq"], members["hash"]), members["boot"], members["alive_us"])
+
+
+def at_text(wall_us: int) -> str:
+    """A wall clock's time, microseconds since 1970, as records tell it."""
+    seconds, rest_us = divmod(wall_us, 1_000_000)
+    return f"{_second_text(seconds)}.{rest_us:06d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second_text(seconds: int) -> str:
+    """Of most records in a row, the same."""
+    return (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def clean_text(text: str, most_chars: int = MAX_TEXT_CHARS) -> str:
+    """A text that is somebody else's: bounded, and without what moves a terminal's cursor or turns its direction."""
+    if len(text) > most_chars:
+        text = f"{text[: most_chars - 1]}…"
+    return (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    )
+
+
+def _is(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,198 @@
+"""Lease seconds and byte seconds of every tenant, from the records of a log alone.
+
+The rules:
+
+- A lease counts from its grant to the moment work under it was refused, for whatever cause; the time until its memory
+  was proved free, and a fence, are the node's. Its byte seconds are the bytes asked for times that.
+- Renewals change nothing: what is counted is what was had, not what was promised.
+- A daemon's leases end with it, unless the next one adopts them (`adopt`): those go on as if nothing had been. If it
+  stopped, they ended at its `stop` record. If it died, the next `start` record tells when it was last known to live
+  (`data.previous.alive_us`, at most a second before its end if the host lived on); without that, or on another boot
+  than it tells of, they count to the last record of theirs.
+- If records of ends were dropped (`gap`), a lease that no later record speaks of counts until they began to be
+  (`data.since_us`).
+- Leases that are still open count to the last record, or to the head's `alive_us` if that is given.
+
+Only the monotonic clock counts, and only differences inside one boot: the wall clock may step as it likes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpulease.daemon.record.audit.records import ENDS, Head, Kind, Record
+
+US_PER_S: Final = 1_000_000
+
+
+@dataclass(slots=True)
+class Used:
+    """What one tenant had.
+
+    Attributes:
+        leases: How many of its leases count.
+        lease_us: Microseconds, summed over leases.
+        byte_us: Bytes times microseconds.
+        open_leases: Those of `leases` that no record ends.
+    """
+
+    leases: int = 0
+    lease_us: int = 0
+    byte_us: int = 0
+    open_leases: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    tenant: str
+    size_bytes: int
+    since_us: int
+    boot: str
+    seen_us: int
+    doubt_us: int | None = None
+
+
+@dataclass(slots=True)
+class _Left:
+    """A lease whose daemon is gone: it counts to `end_us` unless a later one of the same boot adopts it."""
+
+    opened: _Open
+    end_us: int
+
+
+@dataclass(slots=True)
+class UsageSum:
+    """Takes records, oldest first; any that make no sense are passed over, as `verify` is who tells of them.
+
+    Attributes:
+        tenants: What each had, by its name; those leases that are open are in it once `finish` was called.
+    """
+
+    tenants: dict[str, Used] = field(default_factory=dict)
+    _open: dict[str, _Open] = field(default_factory=dict)
+    _left: dict[str, _Left] = field(default_factory=dict)
+    _ending: set[str] = field(default_factory=set)
+    _last_us: dict[str, int] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        """One record."""
+        last_us = max(record.mono_us, self._last_us.get(record.boot, 0))
+        if record.kind == Kind.START:
+            self._on_start(record.data.get("previous"), record.boot)
+        self._last_us = {record.boot: last_us}
+        if record.kind == Kind.GAP:
+            self._on_gap(record)
+        elif record.kind == Kind.STOP:
+            self._leave_all(record.boot, record.mono_us)
+        lease = record.data.get("lease")
+        if isinstance(lease, str):
+            self._on_lease(lease, record)
+
+    def finish(self, head: Head | None = None) -> dict[str, Used]:
+        """The sums, with those leases that are open."""
+        for opened in self._open.values():
+            self._used(opened.tenant).open_leases += 1
+        self._leave_all("" if head is None else head.boot, 0 if head is None else head.alive_us)
+        self._count_left()
+        return self.tenants
+
+    # --- kinds of records ---
+
+    def _on_lease(self, lease: str, record: Record) -> None:
+        data = record.data
+        if record.kind == Kind.GRANT:
+            self._open[lease] = _Open(
+                _text(data, "tenant"), _count(data, "size_bytes"), record.mono_us, record.boot, record.mono_us
+            )
+        elif record.kind == Kind.ADOPT:
+            self._adopt(lease, record)
+        elif record.kind == Kind.OVER:
+            self._close_by(lease, record)
+            self._ending.add(lease)
+        elif record.kind in ENDS:
+            if lease not in self._ending:
+                self._close_by(lease, record)
+            self._ending.discard(lease)
+        elif (opened := self._open.get(lease)) is not None and opened.boot == record.boot:
+            opened.seen_us = max(opened.seen_us, record.mono_us)
+            if record.kind != Kind.DENY:
+                opened.doubt_us = None
+
+    def _close_by(self, lease: str, record: Record) -> None:
+        """End a lease by a record that tells when; it tells enough for one whose grant is not in the log."""
+        data = record.data
+        over_us = _count(data, "over_us") or record.mono_us
+        if (left := self._left.pop(lease, None)) is not None:
+            self._count(left.opened, left.end_us)
+            return
+        opened = self._open.pop(lease, None)
+        if opened is None and _count(data, "granted_us"):
+            granted_us = _count(data, "granted_us")
+            opened = _Open(_text(data, "tenant"), _count(data, "size_bytes"), granted_us, record.boot, granted_us)
+        if opened is not None:
+            self._count(opened, over_us if opened.boot == record.boot else opened.seen_us)
+
+    def _on_start(self, previous: Any, boot: str) -> None:
+        known: dict[str, Any] = previous if isinstance(previous, dict) else {}
+        self._leave_all(_text(known, "boot"), _count(known, "alive_us"))
+        self._count_left(boot)
+        self._ending.clear()
+
+    def _adopt(self, lease: str, record: Record) -> None:
+        """It goes on; one that no record has granted counts from here."""
+        left = self._left.get(lease)
+        if left is not None and left.opened.boot == record.boot:
+            self._open[lease] = self._left.pop(lease).opened
+        elif lease not in self._open:
+            size_bytes = _count(record.data, "size_bytes")
+            opened = _Open(_text(record.data, "tenant"), size_bytes, record.mono_us, record.boot, record.mono_us)
+            self._open[lease] = opened
+        self._open[lease].seen_us = record.mono_us
+        self._open[lease].doubt_us = None
+
+    def _on_gap(self, record: Record) -> None:
+        dropped = record.data.get("dropped")
+        if not isinstance(dropped, dict) or not dropped.keys() & ENDS:
+            return
+        since_us = _count(record.data, "since_us")
+        for opened in self._open.values():
+            if opened.doubt_us is None and opened.boot == record.boot:
+                opened.doubt_us = since_us
+
+    # --- sums ---
+
+    def _leave_all(self, boot: str, until_us: int) -> None:
+        """A daemon is gone: what is open ended then, unless it is adopted."""
+        for lease, opened in self._open.items():
+            end_us = max(opened.seen_us, self._last_us.get(opened.boot, 0), until_us if boot == opened.boot else 0)
+            if opened.doubt_us is not None:
+                end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
+            if (twice := self._left.pop(lease, None)) is not None:
+                self._count(twice.opened, twice.end_us)
+            self._left[lease] = _Left(opened, end_us)
+        self._open.clear()
+
+    def _count_left(self, boot: str = "") -> None:
+        """Count those that no daemon can adopt any more, in the boot that is now."""
+        for lease, left in list(self._left.items()):
+            if left.opened.boot != boot:
+                self._count(left.opened, left.end_us)
+                del self._left[lease]
+
+    def _count(self, opened: _Open, until_us: int) -> None:
+        used, span_us = self._used(opened.tenant), max(0, until_us - opened.since_us)
+        used.leases += 1
+        used.lease_us += span_us
+        used.byte_us += span_us * opened.size_bytes
+
+    def _used(self, tenant: str) -> Used:
+        return self.tenants.setdefault(tenant, Used())
+
+
+def _count(data: dict[str, Any], key: str) -> int:
+    value = data.get(key)
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _text(data: dict[str, Any], key: str) -> str:
+    value = data.get(key)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,197 @@
+"""Whether a log is what was written: lines in, what is wrong with them out. No I/O.
+
+What it finds: an edited, inserted, removed, repeated or moved record, wherever it is; an end that was cut off, as far
+as the head tells; and records before the first that were removed other than by the daemon. What it can't find: a log
+that was rewritten from some record on together with its head. Keep heads where the log's writer can't reach them.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpulease.daemon.record.audit.records import FORMAT, Kind, Link, NotARecord, Record, hash_of, read_record
+
+MAX_FINDINGS: Final = 100
+"""Told one by one; more are counted. A log that is another file altogether has one a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        file: In which file; "" if in none.
+        offset_bytes: Where its line begins.
+        seq: The record there, or the one that should be; 0 if that can't be said.
+        problem: A sentence.
+    """
+
+    file: str
+    offset_bytes: int
+    seq: int
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}, byte {self.offset_bytes}" if self.file else "the log"
+        return f"{where}, record {self.seq}: {self.problem}" if self.seq else f"{where}: {self.problem}"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        findings: What is wrong, at most `MAX_FINDINGS`; nothing, if the log is whole.
+        omitted: Findings beyond these.
+        notes: What is not wrong and worth knowing.
+        records: How many there are.
+        end: The last record.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    omitted: int = 0
+    notes: list[str] = field(default_factory=list)
+    records: int = 0
+    end: Link = field(default_factory=Link)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+@dataclass(slots=True)
+class _Scrap:
+    """Bytes that are no record, and may be what a crash left."""
+
+    file: str
+    offset_bytes: int
+    seq: int
+    problem: str
+    size_bytes: int = 0
+    newline: bytes = b""
+    digest: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, data: bytes) -> None:
+        """More of it. The last newline does not count: whoever wrote on put it there."""
+        self.digest.update(self.newline)
+        self.size_bytes += len(self.newline)
+        body = data.removesuffix(b"\n")
+        self.newline = data[len(body) :]
+        self.digest.update(body)
+        self.size_bytes += len(body)
+
+
+class Verifier:
+    """Takes the lines of a log, file by file, oldest first.
+
+    Args:
+        head: What the log must reach, if that is known.
+    """
+
+    def __init__(self, head: Link | None = None) -> None:
+        self.verdict = Verdict()
+        self._head = head
+        self._is_head_met = head is None or head.seq == 0
+        self._before: Link | None = None
+        self._removed: set[Link] = set()
+        self._scrap: _Scrap | None = None
+
+    def take(self, file: str, offset_bytes: int, line: bytes) -> Record | None:
+        """One line with its newline, if it has one; the record in it, if it is one."""
+        try:
+            if not line.endswith(b"\n"):
+                raise NotARecord("it has no newline: it was cut off, or is being written")
+            record = read_record(line[:-1])
+        except NotARecord as error:
+            self._keep_scrap(file, offset_bytes, line, str(error))
+            return None
+        self._judge_scrap(record, file, offset_bytes)
+        self._check_place(record, file, offset_bytes)
+        if record.kind == Kind.PRUNE:
+            last, last_hash = record.data.get("last"), record.data.get("hash")
+            if isinstance(last, int) and isinstance(last_hash, str):
+                self._removed.add(Link(last, last_hash))
+        if record.kind == Kind.START and record.data.get("format") != FORMAT:
+            self._find(file, offset_bytes, record.seq, f"it is of another format than {FORMAT}")
+        self.verdict.end = Link(record.seq, hash_of(line[:-1]))
+        self.verdict.records += 1
+        self._check_head(file, offset_bytes)
+        return record
+
+    def finish(self) -> Verdict:
+        """The verdict, once every line was taken."""
+        verdict = self.verdict
+        self._judge_scrap(None, "", 0)
+        if self._before is not None and self._before.seq and self._before not in self._removed:
+            self._find(
+                "", 0, 0, f"it begins with record {self._before.seq + 1}, and no record tells of removing those before"
+            )
+        if not self._is_head_met and self._head is not None:
+            if verdict.end.seq < self._head.seq:
+                self._find(
+                    "", 0, 0, f"it ends with record {verdict.end.seq}, and its head is {self._head.seq}: it was cut"
+                )
+            else:
+                self._find("", 0, 0, f"it has no record {self._head.seq} with the hash that its head tells")
+        elif self._head is not None and verdict.end.seq > self._head.seq:
+            verdict.notes.append(f"{verdict.end.seq - self._head.seq} records follow the head")
+        return verdict
+
+    def _check_place(self, record: Record, file: str, offset_bytes: int) -> None:
+        end, seq = self.verdict.end, record.seq
+        if not self.verdict.records:
+            self._before = Link(seq - 1, record.prev)
+            if seq == 1 and record.prev != Link().hash:
+                self._find(file, offset_bytes, seq, "the first record tells of one before it")
+            return
+        if seq > end.seq + 1:
+            self._find(file, offset_bytes, seq, f"records {end.seq + 1} to {seq - 1} are missing before it")
+        elif seq <= end.seq:
+            self._find(file, offset_bytes, seq, f"it follows record {end.seq}: it was moved or repeated")
+        elif record.prev != end.hash:
+            self._find(
+                file, offset_bytes, seq, f"it does not tell the hash of record {end.seq}: one of the two was edited"
+            )
+
+    def _check_head(self, file: str, offset_bytes: int) -> None:
+        head, end = self._head, self.verdict.end
+        if head is not None and not self._is_head_met and end.seq == head.seq:
+            self._is_head_met = end.hash == head.hash
+            if not self._is_head_met:
+                self._find(file, offset_bytes, end.seq, "it is not the record that the head tells of")
+                self._is_head_met = True
+
+    # --- what is no record ---
+
+    def _keep_scrap(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
+        if self._scrap is not None and self._scrap.file != file:
+            self._judge_scrap(None, "", 0)
+        if self._scrap is None:
+            self._scrap = _Scrap(file, offset_bytes, self.verdict.end.seq + 1, problem)
+        self._scrap.add(line)
+
+    def _judge_scrap(self, record: Record | None, file: str, offset_bytes: int) -> None:
+        """Bytes that are no record are right only if the record behind them says that they are there."""
+        scrap, self._scrap = self._scrap, None
+        torn = None if record is None else record.data.get("torn")
+        if scrap is None:
+            if torn is not None and record is not None:
+                self._find(file, offset_bytes, record.seq, "it tells of a torn line that is not there")
+            return
+        sha256 = scrap.digest.hexdigest()
+        told = {"offset": scrap.offset_bytes, "size_bytes": scrap.size_bytes, "sha256": sha256}
+        if torn == told and scrap.file == file:
+            self.verdict.notes.append(f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a line, as told")
+            return
+        if record is None and not scrap.newline and self._is_head_met:
+            # Behind all that is known to be durable: the next start of the daemon tells of it.
+            self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
+            return
+        self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is no record: {scrap.problem}")
+
+    def _find(self, file: str, offset_bytes: int, seq: int, problem: str) -> None:
+        if len(self.verdict.findings) < MAX_FINDINGS:
+            self.verdict.findings.append(Finding(file, offset_bytes, seq, problem))
+        else:
+            self.verdict.omitted += 1

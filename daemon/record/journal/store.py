@@ -1,0 +1,481 @@
+"""A journal that can't be used, as its operator is told.
+
+The folder of a daemon's state: who may read it, that one daemon has it, and the journal's head.
+
+The head is a small file beside the journal that tells how many commits there were. SQLite takes whatever it finds in
+its log up to the first frame that does not check, as if there had never been more; by the head a loss shows. It is
+written after each commit and never synced: a daemon that is killed leaves it exact, a host that dies leaves an older
+one, and neither leaves one that is ahead.
+
+The journal's file: an SQLite database of one connection, read and checked as a whole once, then only written.
+
+Rules:
+
+1. The log is written ahead (WAL) and synced at each commit (`synchronous=FULL`): a commit that returned is on the disk
+   (sqlite.org/pragma.html). Every pragma is asked for after it was set: SQLite ignores what it does not know.
+2. Nobody else may open it (`locking_mode=EXCLUSIVE`); so the log's index is never a file, and always made anew.
+3. What is committed must be where the next daemon looks: files that somebody moved or removed under this one take no
+   commit, though the disk would.
+4. Each commit writes its number and the sum of all rows' digests; the head tells the number from outside. If either
+   does not agree, nothing is taken from the file.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
+from gpulease.daemon.record.journal.rows import Change, digest_of, put
+
+EX_DATAERR: Final = 65
+"""sysexits(3): what is there is not what was written. A restart would fail the same way."""
+
+EX_UNAVAILABLE: Final = 69
+"""sysexits(3): somebody else has it. A later start may succeed."""
+
+EX_IOERR: Final = 74
+"""sysexits(3): the disk refuses. A later start may succeed."""
+
+EX_CONFIG: Final = 78
+"""sysexits(3): the folder is not one that can be used."""
+
+MOVE_ASIDE: Final = (
+    "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
+    " and forgets their leases and every fence and revocation."
+)
+
+
+class JournalBroken(Exception):
+    """The journal can't be used; the message is a sentence for the operator.
+
+    Attributes:
+        hint: What to do, and what that costs.
+        status: The exit status of a daemon that can't start for it, one of sysexits(3).
+    """
+
+    def __init__(self, message: str, hint: str, status: int) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.status = status
+
+
+def not_whole(path: object, why: str) -> JournalBroken:
+    """What is there is not all that was written, or not only that."""
+    return JournalBroken(f"the journal {path} is broken: {why}", MOVE_ASIDE, EX_DATAERR)
+
+
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+
+LOCK_NAME: Final = "lock"
+JOURNAL_NAME: Final = "journal.db"
+HEAD_NAME: Final = "journal.head"
+
+HEAD_BYTES: Final = 64
+"""Less than a sector, and always the same: a crash leaves the old head or the new one."""
+
+_MAKE_IT: Final = "Make it, or name another: the daemon makes the last folder of a path alone."
+_MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""What a later start meets again, where nobody corrects the setting or the folder."""
+
+_HEAD: Final = re.compile(rb"commits (\d{1,20}) ([0-9a-f]{16}) *\n")
+
+
+def prepare(folder: Path) -> int:
+    """Make the folder if only it is missing, and lock it; the lock's descriptor. Raises JournalBroken."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=FOLDER_MODE)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise JournalBroken(
+                f"the state folder {folder} must be a folder of the daemon's user with mode 0700",
+                "Correct that, or let the daemon make one.",
+                EX_CONFIG,
+            )
+        fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise JournalBroken(
+            f"another daemon has the state folder {folder}", "Stop it, or give this one its own.", EX_UNAVAILABLE
+        ) from None
+    except OSError as error:
+        os.close(fd)
+        raise _unusable(folder, error) from None
+    return fd
+
+
+def sync(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class HeadFile:
+    """How many commits the journal has had, as its last daemon knew.
+
+    Attributes:
+        commits: That number; None if there is no such file.
+
+    Raises:
+        JournalBroken: The file is not as it was written.
+        OSError: It can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / HEAD_NAME
+        self._fd = -1
+        self.commits: int | None = None
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
+        data = os.pread(self._fd, HEAD_BYTES + 1, 0)
+        found = _HEAD.fullmatch(data)
+        if found is None or len(data) != HEAD_BYTES or data != _head_bytes(int(found[1])):
+            self.close()
+            raise not_whole(self._path, "it is not what was written there")
+        self.commits = int(found[1])
+
+    def make(self) -> None:
+        """Begin at 0, durably. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        new = self._path.with_name(f"{HEAD_NAME}.new")
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+        self._fd = os.open(new, flags, FILE_MODE)
+        os.pwrite(self._fd, _head_bytes(0), 0)
+        os.fsync(self._fd)
+        new.rename(self._path)
+        sync(self._path.parent)
+        self.commits = 0
+
+    def write(self, commits: int) -> None:
+        """There were so many. Raises OSError."""
+        os.pwrite(self._fd, _head_bytes(commits), 0)
+        self.commits = commits
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _head_bytes(commits: int) -> bytes:
+    digest = blake2b(b"%d" % commits, digest_size=8).hexdigest().encode()
+    return (b"commits %d %s" % (commits, digest)).ljust(HEAD_BYTES - 1) + b"\n"
+
+
+def _unusable(folder: Path, error: OSError) -> JournalBroken:
+    if error.errno == errno.ENOENT:
+        return JournalBroken(f"there is no folder {folder.parent} for the state folder {folder}", _MAKE_IT, EX_CONFIG)
+    said = f"the state folder {folder} can't be used: {error.strerror}"
+    if error.errno in _MISTAKES:
+        return JournalBroken(said, "Name another, or let the daemon's user in.", EX_CONFIG)
+    return JournalBroken(said, "Look after the disk, or name another.", EX_IOERR)
+
+
+APPLICATION_ID: Final = 0x67704C4A
+"""What file(1) knows the file by ("gpLJ")."""
+
+VERSION: Final = 2
+"""Of the rows and tables; a higher number is another format. Rows of the first one are rows of this one, too."""
+
+_FIRST_VERSION: Final = 1
+
+BUSY_TIMEOUT_S: Final = 1.0
+"""For whoever looks into the file with a tool of their own."""
+
+COPY_PREFIX: Final = "examined-"
+"""Of a folder for a copy of the file, which is looked through before the file itself is opened."""
+
+_MODULUS: Final = 1 << 128
+_SCHEMA: Final = (
+    ENTRY_SCHEMA,
+    "CREATE TABLE state (one INTEGER PRIMARY KEY, boot TEXT NOT NULL, commits INTEGER NOT NULL, total BLOB NOT NULL,"
+    " digest BLOB NOT NULL)",
+)
+_PRAGMAS: Final = (
+    ("locking_mode", "EXCLUSIVE", "exclusive"),
+    ("journal_mode", "WAL", "wal"),
+    ("cell_size_check", "ON", 1),
+    ("trusted_schema", "OFF", 0),
+)
+
+_SYNCHRONOUS: Final = {"FULL": 2, "OFF": 0}
+_OF_THE_DISK: Final = frozenset(
+    {
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+"""Errors that say nothing of what is in the file (sqlite.org/rescode.html); a primary code is an error's low byte."""
+
+Place = tuple[int, int] | None
+"""A file's device and number there; None if there is none."""
+
+TakeRow = Callable[[int, bytes, bytes], None]
+
+
+@dataclass(slots=True)
+class _State:
+    boot: str
+    commits: int = 0
+    total: int = 0
+
+    def digest(self) -> bytes:
+        return blake2b(f"{self.boot} {self.commits} {self.total}".encode(), digest_size=16).digest()
+
+
+class Store:
+    """An open journal; one thread at a time.
+
+    Args:
+        folder: Its folder, which nobody else has.
+        boot: This boot of the host.
+        take: Gets the kind, key and value of every row, in their order; whether all is well is known only afterwards.
+
+    Attributes:
+        last_boot: The boot of the host in which it was last written.
+
+    Raises:
+        JournalBroken: It can't be used. What is there is as it was.
+    """
+
+    def __init__(self, folder: Path, boot: str, take: TakeRow) -> None:
+        self._path = folder / JOURNAL_NAME
+        self._wal = folder / f"{JOURNAL_NAME}-wal"
+        self._files = (self._path, self._wal, folder / HEAD_NAME)
+        self._boot = boot
+        self._connection: sqlite3.Connection | None = None
+        self._head: HeadFile | None = None
+        self._places: tuple[Place, ...] | None = None
+        try:
+            self._head = HeadFile(folder)
+            if self._is_new(self._head):
+                self._make(folder, self._head)
+            _examine(self._path, boot, self._head.commits or 0, take)
+            self._connection = _connect(self._path)
+            self._state = _state_in(self._connection, boot, self._head.commits or 0)
+        except (sqlite3.Error, OSError, ValueError) as error:
+            self.close()
+            raise _broken(self._path, error) from None
+        except JournalBroken:
+            self.close()
+            raise
+        self.last_boot = self._state.boot
+
+    def begin(self, changes: Iterable[Change]) -> None:
+        """Commit what the opening changes, which also shows that the disk can be written. Raises JournalBroken."""
+        try:
+            if self._connection is not None:
+                self._connection.execute(f"PRAGMA user_version={VERSION}")
+            self.apply(changes)
+        except (sqlite3.Error, OSError, ValueError) as error:
+            self.close()
+            raise _broken(self._path, error) from None
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Commit changes, all or none; returned means durable. Raises sqlite3.Error, OSError or ValueError.
+
+        After that it may be called again with the same changes, and those behind them.
+        """
+        if self._head is None:
+            raise OSError("the journal is closed")
+        if self._connection is None:
+            self._connection = _connect(self._path)
+            self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
+        if self._places not in (None, self._look()):
+            raise OSError(f"{self._path}, its log or its head was moved or removed; put them back, or start again")
+        connection = self._connection
+        state = _State(self._boot, self._state.commits + 1, self._state.total)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            state.total = (state.total + put(connection, changes)) % _MODULUS
+            _write_state(connection, state)
+            connection.execute("COMMIT")
+        except BaseException:
+            # What became of a commit that failed is the file's to say: the next try reads it.
+            self._disconnect()
+            raise
+        self._state = state
+        self._head.write(state.commits)
+        if self._places is None:
+            self._places = self._look()
+
+    def close(self) -> None:
+        """Close the files; SQLite then folds its log into the database, if it can."""
+        self._disconnect()
+        if self._head is not None:
+            self._head.close()
+            self._head = None
+
+    def _look(self) -> tuple[Place, ...]:
+        """Which files are where the journal's are."""
+        return tuple(_place(path) for path in self._files)
+
+    def _is_new(self, head: HeadFile) -> bool:
+        is_there = self._path.exists()
+        if is_there and head.commits is None:
+            raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
+        if not is_there and head.commits:
+            raise not_whole(self._path, "it is missing")
+        if not is_there and self._wal.exists():
+            # SQLite would begin a new one and take the log of the old one away.
+            raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
+        return not is_there
+
+    def _make(self, folder: Path, head: HeadFile) -> None:
+        if head.commits is None:
+            head.make()
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+        sync(folder)
+
+    def _disconnect(self) -> None:
+        self._places = None
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+
+def _place(path: Path) -> Place:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _connect(path: Path, synchronous: str = "FULL") -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw",
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=True,
+    )
+    try:
+        for name, wanted, answer in (*_PRAGMAS, ("synchronous", synchronous, _SYNCHRONOUS[synchronous])):
+            connection.execute(f"PRAGMA {name}={wanted}")
+            ((got,),) = connection.execute(f"PRAGMA {name}")
+            if got != answer:
+                raise OSError(f"SQLite sets {name} to {got}, not {wanted}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _examine(path: Path, boot: str, head_commits: int, take: TakeRow) -> None:
+    """Read and check all of it, in a copy: SQLite cuts and folds in what it finds when it opens and closes a file.
+
+    Raises sqlite3.Error, OSError or ValueError.
+    """
+    for left in path.parent.glob(f"{COPY_PREFIX}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path.parent) as folder:
+        for name in (path.name, f"{path.name}-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(path.with_name(name), Path(folder, name))
+        connection = _connect(Path(folder, path.name), "OFF")
+        try:
+            state = _state_in(connection, boot, head_commits)
+            _check_rows(connection, state, take)
+        finally:
+            connection.close()
+
+
+def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _State:
+    """What the file says of itself; the tables are made if there are none and have never been."""
+    ((application,),) = connection.execute("PRAGMA application_id")
+    ((version,),) = connection.execute("PRAGMA user_version")
+    tables = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_schema")]
+    if not (application or version or tables or head_commits):
+        return _make_tables(connection, boot)
+    if application != APPLICATION_ID:
+        raise ValueError("it is not a journal of gpulease, or not all of it is there")
+    if version > VERSION:
+        raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
+    if version < _FIRST_VERSION or tables != list(_SCHEMA):
+        raise ValueError("its tables are not those of a journal")
+    rows = list(connection.execute("SELECT one, boot, commits, total, digest FROM state"))
+    if len(rows) != 1 or [type(value) for value in rows[0]] != [int, str, int, bytes, bytes]:
+        raise ValueError("its state is not what was written")
+    _, last_boot, commits, total, digest = rows[0]
+    state = _State(last_boot, commits, int.from_bytes(total, "big"))
+    if state.digest() != digest:
+        raise ValueError("its state is not what was written")
+    if commits < head_commits:
+        raise ValueError(f"it ends with commit {commits}, and there were {head_commits}")
+    return state
+
+
+def _make_tables(connection: sqlite3.Connection, boot: str) -> _State:
+    state = _State(boot)
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={VERSION}")
+    _write_state(connection, state)
+    connection.execute("COMMIT")
+    return state
+
+
+def _check_rows(connection: sqlite3.Connection, state: _State, take: TakeRow) -> None:
+    ((said,),) = connection.execute("PRAGMA quick_check(1)")
+    if said != "ok":
+        raise ValueError(f"SQLite finds it damaged: {said}")
+    total = 0
+    for kind, key, value in connection.execute("SELECT kind, key, value FROM entry ORDER BY kind, key"):
+        try:
+            total += digest_of(kind, key, value)
+            take(kind, key, value)
+        except (ValueError, TypeError, KeyError):
+            raise ValueError("a row is not what was written") from None
+    if total % _MODULUS != state.total:
+        raise ValueError("its rows are not those that were written")
+
+
+def _write_state(connection: sqlite3.Connection, state: _State) -> None:
+    values = (state.boot, state.commits, state.total.to_bytes(16, "big"), state.digest())
+    connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?, ?)", values)
+
+
+def _broken(path: Path, error: Exception) -> JournalBroken:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if not isinstance(error, OSError) and code not in _OF_THE_DISK:
+        return not_whole(path, str(error))
+    said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return JournalBroken(
+        f"the journal {path} can't be opened: {said}",
+        "Look after the disk, its free space and the file's owner, then start again; nothing was changed.",
+        EX_IOERR,
+    )

@@ -1,0 +1,338 @@
+"""Every metric of the daemon, by family: its name, kind, labels and meaning. The README's table is this one.
+
+Names follow Prometheus's rules (prometheus.io/docs/practices/naming): base units, and `_total` behind a counter's name,
+which is the family's name and that suffix (OpenMetrics 1.0, Counter). So `gpu_lease_acquired` is read as
+`gpu_lease_acquired_total`. Cards are labelled `UUID`, in capitals, as dcgm-exporter labels them, so that the two can be
+joined. No label tells a lease: their number has no bound. So what is told of sessions is told of all that a tenant
+has on a card. The model server's names (`client/serve/models/model_metrics.py`) are its own: no family here has one.
+
+Where numbers gather: one cell for each combination of a family's labels.
+
+The registry, and its text: one family at a time, so that nobody who waits for the loop waits for all of it.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+
+class Kind(Enum):
+    """A family's type, as the exposition names it."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+    SUMMARY = "summary"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of series.
+
+    Attributes:
+        meaning: Its help text.
+        labels: Its labels' names, in the order in which values are given.
+        bounds: A histogram's upper bounds, ascending, in seconds; the last one, infinity, is left out.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def series_names(self) -> tuple[str, ...]:
+        """What its series are called in the exposition."""
+        match self.kind:
+            case Kind.COUNTER:
+                return (f"{self.name}_total",)
+            case Kind.HISTOGRAM:
+                return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+            case Kind.SUMMARY:
+                return (f"{self.name}_sum", f"{self.name}_count")
+        return (self.name,)
+
+
+PAIR: Final = ("UUID", "tenant")
+CARD: Final = ("UUID",)
+
+LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""A context's end takes a card some 100 ms, the embedded driver one or two; after 30 s a slice is fenced at the latest,
+unless the operator says otherwise."""
+
+LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+def _counter(name: str, meaning: str, labels: tuple[str, ...] = PAIR) -> Family:
+    return Family(name, Kind.COUNTER, meaning, labels)
+
+
+def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> Family:
+    return Family(name, Kind.GAUGE, meaning, labels)
+
+
+# --- sessions: what workers say on their control pages ---
+
+SESSION_ALLOCATED_BYTES: Final = _gauge(
+    "gpu_session_mem_alloc_bytes",
+    "Bytes that a tenant's sessions on a card hold now, all together; of one session, `gpulease leases` tells.",
+    PAIR,
+)
+SESSION_LAUNCHES: Final = _counter("gpu_session_launch", "Kernels queued, those of graphs and submits too.")
+SESSION_SYNCS: Final = _counter("gpu_session_sync", "Waits for the card that were answered, failures too.")
+SESSION_SYNC_ERRORS: Final = _counter("gpu_session_sync_errors", "Waits for the card that ended with a failure.")
+SESSION_COPIES: Final = _counter("gpu_session_copy", "Copies to and from the card.")
+SESSION_COPIED_BYTES: Final = _counter("gpu_session_copied_bytes", "Bytes of these copies.")
+SESSION_OPERATIONS: Final = _counter("gpu_session_operation", "Requests that sessions took, of every kind.")
+SESSION_OPERATION_ERRORS: Final = _counter("gpu_session_operation_errors", "Of these, those that failed.")
+SESSION_FAULTS: Final = _counter(
+    "gpu_session_fault", "Contexts that were lost to a fault, those of submits among them."
+)
+
+# --- leases ---
+
+LEASES_ACQUIRED: Final = _counter("gpu_lease_acquired", "Leases granted.")
+LEASES_ADOPTED: Final = _counter("gpu_lease_adopted", "Leases of an earlier daemon that this one took over.")
+LEASES_RENEWED: Final = _counter("gpu_lease_renewed", "Renewals.")
+SUBMITS: Final = _counter("gpu_lease_submits", "Submits whose context was made.")
+LEASES_DROPPED: Final = _counter("gpu_lease_dropped", "Leases that ended, whatever the cause.")
+LEASES_ACTIVE: Final = _gauge("gpu_lease_active", "Leases that can be worked in now.", PAIR)
+LEASES_BYTES: Final = _gauge("gpu_lease_slice_bytes", "Bytes leased: the slices of leases that have not ended.", PAIR)
+LEASE_SECONDS: Final = Family(
+    "gpu_lease_lifetime_seconds", Kind.SUMMARY, "How long leases that ended had lasted, until work was refused.", PAIR
+)
+DENIALS: Final = _counter("gpu_lease_denied", "Requests that were refused.", ("operation", "reason"))
+ACQUIRE_SECONDS: Final = Family(
+    "gpu_lease_acquire_seconds",
+    Kind.HISTOGRAM,
+    "From the request to the grant, waiting in line included.",
+    CARD,
+    (*LATENCY_BOUNDS_S, 60.0, 300.0),
+)
+REVOCATION_SECONDS: Final = Family(
+    "gpu_lease_revocation_seconds",
+    Kind.HISTOGRAM,
+    "From the moment work is refused to the end of the worker's process, by what ended the lease.",
+    ("cause",),
+    LATENCY_BOUNDS_S,
+)
+RECLAIM_SECONDS: Final = Family(
+    "gpu_lease_reclaim_seconds",
+    Kind.HISTOGRAM,
+    "From the moment work is refused to the proof that the memory is free.",
+    CARD,
+    LATENCY_BOUNDS_S,
+)
+EXPIRY_LATENESS_SECONDS: Final = Family(
+    "gpu_lease_expiry_lateness_seconds",
+    Kind.HISTOGRAM,
+    "How long after its deadline an expired lease's work was refused by the broker.",
+    (),
+    LATENESS_BOUNDS_S,
+)
+LEAKED_BYTES: Final = _gauge(
+    "gpu_lease_leaked_bytes", "Bytes that neither a lease, a process nor the start-up accounts for; must be 0."
+)
+FENCED_SLICES: Final = _gauge("gpu_lease_fenced_slices", "Slices locked away, as they could not be proved free.")
+FENCED_BYTES: Final = _gauge("gpu_lease_fenced_bytes", "Bytes of these slices.")
+FENCES: Final = _counter("gpu_lease_fenced", "Slices that were locked away, those let go since included.", CARD)
+
+# --- cards, the pool, the line ---
+
+CARD_INFO: Final = _gauge("gpulease_card_info", "1 for each card, with what it is.", ("UUID", "index", "name"))
+CARD_CAPACITY_BYTES: Final = _gauge("gpulease_card_capacity_bytes", "All that can be leased.")
+CARD_HELD_BYTES: Final = _gauge("gpulease_card_held_bytes", "What leases hold, with their contexts' share.")
+CARD_AVAILABLE_BYTES: Final = _gauge("gpulease_card_available_bytes", "The largest lease that could be granted now.")
+CARD_OTHERS_BYTES: Final = _gauge(
+    "gpulease_card_others_bytes",
+    "Bytes that the driver (`unowned`) or other programs (`outside`) took since the card was measured.",
+    ("UUID", "holder"),
+)
+WARM_CONTEXTS: Final = _gauge(
+    "gpulease_warm_contexts", "Contexts made ahead, and recycled ones, which wait for their tenant.", ("UUID", "state")
+)
+WARM_WANTED: Final = _gauge("gpulease_warm_contexts_wanted", "How many are to be ready.")
+WARM_TAKEN: Final = _counter("gpulease_warm_contexts_taken", "Contexts made ahead that a lease or a submit took.", CARD)
+WARM_LOST: Final = _counter("gpulease_warm_contexts_lost", "Contexts that ended while they waited for a lease.", CARD)
+WARM_RECYCLED: Final = _counter(
+    "gpulease_warm_contexts_recycled", "Contexts that wait for their tenant's next lease, each time.", CARD
+)
+QUEUE_LENGTH: Final = _gauge("gpulease_queue_length", "Acquires that wait for room.", ())
+QUEUE_OLDEST_SECONDS: Final = _gauge("gpulease_queue_oldest_seconds", "How long the first of these has waited.", ())
+
+# --- the daemon ---
+
+READY: Final = _gauge("gpulease_ready", "Whether it can grant leases: all of its checks hold.", ())
+CHECK: Final = _gauge("gpulease_check", "Whether one of them holds.", ("check",))
+DRAINING: Final = _gauge("gpulease_draining", "Whether the node is drained.", ())
+AUDIT_WRITABLE: Final = _gauge("gpulease_audit_writable", "Whether the audit log can be written, if one is kept.", ())
+AUDIT_WAITING: Final = _gauge("gpulease_audit_records_waiting", "Records that are not on the disk yet.", ())
+AUDIT_DROPPED: Final = _counter("gpulease_audit_records_dropped", "Records that found no room: gaps in the log.", ())
+LOOP_LAG_SECONDS: Final = Family(
+    "gpulease_loop_lag_seconds",
+    Kind.HISTOGRAM,
+    "How late the broker's loop came to what was due, looked at once a second.",
+    (),
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
+BUILD_INFO: Final = _gauge("gpulease_build_info", "1, with what runs.", ("version", "driver"))
+
+FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstance(value, Family))
+"""All of them, in the order of this file."""
+
+
+Labels = tuple[str, ...]
+
+OTHERS: Final = "other"
+"""The label of tenants that came once as many as may be told apart were known."""
+
+MAX_TENANT_SERIES: Final = 64
+"""Tenants that are told apart. Stops names, which on a host of many users come and go, from growing the daemon, every
+scrape and Prometheus for ever. Who is known stays: a series that moved would be a counter that goes backwards."""
+
+MAX_PAIR_SERIES: Final = 512
+"""Combinations of cards and tenants: on a host of more than 8 cards fewer tenants are told apart. All of them in all
+families make an exposition of 1 MB."""
+
+MAX_LABEL_CHARS: Final = 128
+"""Of a tenant's name. Whoever writes certificates chooses it."""
+
+
+@dataclass(slots=True)
+class Distribution:
+    """Observations: how many fell under each bound, and behind the last one; their sum and count."""
+
+    counts: list[int]
+    total: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """The distributions of a family, which may be a summary: that has no bounds."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.of: dict[Labels, Distribution] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything was observed."""
+        return bool(self.of)
+
+    def observe(self, labels: Labels, value: float) -> None:
+        """Take in one observation; a negative one, of clocks read in another order, is 0."""
+        found = self.of.get(labels)
+        if found is None:
+            found = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
+        found.total += max(0.0, value)
+        found.counts[bisect_left(self.family.bounds, value)] += 1
+
+
+@dataclass(slots=True)
+class TenantLabels:
+    """The bound on tenants: the first `most` keep their names, all others share one."""
+
+    most: int
+    _known: dict[str, str] = field(default_factory=dict)
+
+    def of(self, tenant: str) -> str:
+        """A tenant's label, the same ever after."""
+        label = self._known.get(tenant)
+        if label is None:
+            if len(self._known) >= self.most:
+                return OTHERS
+            # Names come from settings and certificates; the exposition is UTF-8.
+            label = tenant.encode(errors="backslashreplace").decode()[:MAX_LABEL_CHARS]
+            self._known[tenant] = label
+        return label
+
+
+Counts = defaultdict[Labels, float]
+
+
+def counts() -> Counts:
+    """The values of a counter's series: 0 until something happened."""
+    return defaultdict(float)
+
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
+
+SAMPLES_PER_CHUNK: Final = 256
+"""A line takes some 3 us to make."""
+
+Content = Mapping[Family, Mapping[Labels, float] | Histogram]
+"""The values of each family; of one that is missing, or empty, there is nothing to tell."""
+
+
+class NodeCollector(Collector):
+    """Gives a registry the node's families. `read` is asked for their values once a scrape."""
+
+    def __init__(self, read: Callable[[], Content]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterator[Metric]:
+        """All there are, without values: a registry asks when it is given the collector."""
+        for family in FAMILIES:
+            yield Metric(family.name, family.meaning, family.kind.value)
+
+    def collect(self) -> Iterator[Metric]:
+        """Those that have values, each made when it is come to."""
+        content = self._read()
+        for family in FAMILIES:
+            values = content.get(family)
+            if values:
+                yield _metric(family, values)
+
+
+def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
+    """The text of all that is registered, in pieces that take a millisecond or so each."""
+    for metric in registry.collect():
+        samples = metric.samples
+        for first in range(0, len(samples), SAMPLES_PER_CHUNK):
+            metric.samples = samples[first : first + SAMPLES_PER_CHUNK]
+            text = generate_latest(_Alone(metric))
+            # What a family is, is told once, in its first two lines.
+            yield text if first == 0 else text.split(b"\n", 2)[2]
+
+
+class _Alone(Collector):
+    """One family, as the library's renderer wants it."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._metric,)
+
+
+def _metric(family: Family, values: Mapping[Labels, float] | Histogram) -> Metric:
+    metric = Metric(family.name, family.meaning, family.kind.value)
+    if isinstance(values, Histogram):
+        for labels, distribution in values.of.items():
+            _add_distribution(metric, family, dict(zip(family.labels, labels, strict=True)), distribution)
+        return metric
+    (name,) = family.series_names
+    for labels, value in values.items():
+        metric.add_sample(name, dict(zip(family.labels, labels, strict=True)), float(value))
+    return metric
+
+
+def _add_distribution(metric: Metric, family: Family, labels: dict[str, str], distribution: Distribution) -> None:
+    below = 0
+    if family.kind is Kind.HISTOGRAM:
+        for bound, count in zip((*map(str, family.bounds), "+Inf"), distribution.counts, strict=True):
+            below += count
+            metric.add_sample(f"{family.name}_bucket", labels | {"le": bound}, below)
+    metric.add_sample(f"{family.name}_sum", labels, distribution.total)
+    metric.add_sample(f"{family.name}_count", labels, distribution.count)

@@ -1,0 +1,139 @@
+"""What the node is at the moment of a scrape, as gauges. Facts in, values out."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.leases import CardSnapshot, LeaseSnapshot, LeaseState, WaiterSnapshot, WarmSnapshot, WarmState
+from gpulease.daemon.record.metrics import families
+from gpulease.daemon.record.metrics.families import Family, Labels
+
+NS_PER_S: Final = 1_000_000_000
+
+RECYCLED: Final = "recycled"
+"""The state of a context that is ready, for the tenant alone whom it has served."""
+
+Values = Mapping[Labels, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One moment of the node.
+
+    Attributes:
+        pair_of: A live lease's card and tenant, as labels.
+        pairs: Those that had a lease at any time: they are told with 0 when they have none.
+        allocated_bytes: What sessions hold, by lease.
+        charged_bytes: What live leases hold of their cards by the books, by lease.
+        stray_bytes: What no process holds and is not booked, by card; one that could not be looked at is missing.
+        checks: What readiness hangs on, by name.
+        audit: The audit log's figures, None if none is kept.
+    """
+
+    now_ns: int
+    leases: Sequence[LeaseSnapshot]
+    cards: Sequence[CardSnapshot]
+    warm: Sequence[WarmSnapshot]
+    waiting: Sequence[WaiterSnapshot]
+    pair_of: Mapping[int, Labels]
+    pairs: Iterable[Labels]
+    allocated_bytes: Mapping[int, int]
+    charged_bytes: Mapping[int, int]
+    stray_bytes: Mapping[str, int]
+    checks: Mapping[str, bool]
+    is_draining: bool
+    audit: "AuditFacts | None"
+    version: str
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFacts:
+    """The audit log's: records that wait, and those that found no room."""
+
+    is_writable: bool
+    waiting: int
+    dropped: int
+
+
+def gauges(facts: NodeFacts) -> dict[Family, Values]:
+    """The values of every family that tells a state; of those that do not apply, none."""
+    return _of_tenants(facts) | _of_cards(facts) | _of_pool_and_line(facts) | _of_daemon(facts)
+
+
+def _of_tenants(facts: NodeFacts) -> dict[Family, Values]:
+    active: Counter[Labels] = Counter()
+    leased: Counter[Labels] = Counter()
+    held: Counter[Labels] = Counter()
+    for lease in facts.leases:
+        pair = facts.pair_of[lease.lease_id]
+        active[pair] += lease.state is LeaseState.ACTIVE
+        if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
+            leased[pair] += lease.size_bytes
+        held[pair] += facts.allocated_bytes.get(lease.lease_id, 0)
+    return {
+        families.LEASES_ACTIVE: {pair: active[pair] for pair in facts.pairs},
+        families.LEASES_BYTES: {pair: leased[pair] for pair in facts.pairs},
+        families.SESSION_ALLOCATED_BYTES: {pair: held[pair] for pair in facts.pairs},
+    }
+
+
+def _of_cards(facts: NodeFacts) -> dict[Family, Values]:
+    booked: Counter[str] = Counter()
+    fenced: Counter[str] = Counter()
+    for lease in facts.leases:
+        booked[lease.card_uuid] += facts.charged_bytes.get(lease.lease_id, 0)
+        fenced[lease.card_uuid] += lease.state is LeaseState.FENCED
+    for context in facts.warm:
+        fenced[context.card_uuid] += context.state is WarmState.FENCED
+    cards = facts.cards
+    return {
+        families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
+        families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
+        families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
+        families.CARD_AVAILABLE_BYTES: {
+            (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
+        },
+        families.CARD_OTHERS_BYTES: {
+            (card.uuid, holder): held
+            for card in cards
+            for holder, held in (("unowned", card.unowned_bytes), ("outside", card.outside_bytes))
+        },
+        families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
+        families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
+        families.LEAKED_BYTES: {
+            (card.uuid,): abs(card.held_bytes - booked[card.uuid]) + facts.stray_bytes[card.uuid]
+            for card in cards
+            if card.uuid in facts.stray_bytes
+        },
+        families.WARM_WANTED: {(card.uuid,): card.warm_wanted for card in cards},
+    }
+
+
+def _state_of(context: WarmSnapshot) -> str:
+    return RECYCLED if context.is_recycled and context.state is WarmState.READY else context.state.value
+
+
+def _of_pool_and_line(facts: NodeFacts) -> dict[Family, Values]:
+    contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
+    states = [(card.uuid, state) for card in facts.cards for state in (*(state.value for state in WarmState), RECYCLED)]
+    oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
+    return {
+        families.WARM_CONTEXTS: {labels: contexts[labels] for labels in states},
+        families.QUEUE_LENGTH: {(): len(facts.waiting)},
+        families.QUEUE_OLDEST_SECONDS: {(): max(0, facts.now_ns - oldest_ns) / NS_PER_S},
+    }
+
+
+def _of_daemon(facts: NodeFacts) -> dict[Family, Values]:
+    audit = facts.audit
+    return {
+        families.READY: {(): all(facts.checks.values())},
+        families.CHECK: {(name,): holds for name, holds in facts.checks.items()},
+        families.DRAINING: {(): facts.is_draining},
+        families.AUDIT_WRITABLE: {} if audit is None else {(): audit.is_writable},
+        families.AUDIT_WAITING: {} if audit is None else {(): audit.waiting},
+        families.AUDIT_DROPPED: {} if audit is None else {(): audit.dropped},
+        families.BUILD_INFO: {(facts.version, facts.driver): 1},
+    }

@@ -1,0 +1,36 @@
+"""`python -m gpulease.daemon.remote CHANNEL_FD PARENT_PID MAX MAX_PER_TENANT FILES...`: started by the broker."""
+
+import signal
+import socket
+import sys
+
+from gpulease.daemon.host.processes import die_with_parent, set_name
+from gpulease.daemon.ipc import ChannelClosed, send_message
+from gpulease.daemon.log.writer import go_on_logging
+from gpulease.daemon.remote.acceptor import Gate, get_ready
+from gpulease.daemon.remote.identity import BadIdentity, IdentityFiles
+
+
+def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenant: int, files: list[str]) -> int:
+    """Read the files, say ready, serve. Returns the exit status."""
+    die_with_parent(parent_pid)
+    set_name("gpul-gate")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    go_on_logging("gate")
+    channel = socket.socket(fileno=channel_fd)
+    try:
+        gate = Gate(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
+        get_ready()
+        send_message(channel, {"op": "ready"})
+        gate.run()
+    except BadIdentity as error:
+        send_message(channel, {"op": "broken", "reason": str(error)})
+        return 1
+    except ChannelClosed:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    channel, parent, most, most_per_tenant = map(int, sys.argv[1:5])
+    sys.exit(main(channel, parent, most, most_per_tenant, sys.argv[5:]))

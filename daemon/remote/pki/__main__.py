@@ -1,0 +1,75 @@
+"""`python -m gpulease.daemon.remote.pki`: what `gpulease pki` runs."""
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+from gpulease.daemon.remote.pki.certificates import AUTHORITY_LIFE, LEAF_LIFE, Authority, PkiError
+
+_FOLDER = click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+EXIT_CANNOT_WRITE: Final = 74
+"""EX_IOERR of sysexits(3): a file can't be read or written."""
+
+MAX_DAYS: Final = 36_500
+"""A hundred years: more is a typing mistake, and can be past the last year that a certificate can name."""
+
+_DAYS = click.FloatRange(min=0, min_open=True, max=MAX_DAYS)
+
+
+class _Group(click.Group):
+    """Shows an expected failure as a sentence, never as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PkiError as error:
+            click.echo(f"gpulease pki: {error}", err=True)
+            sys.exit(1)
+        except OSError as error:
+            about = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            click.echo(f"gpulease pki: {about}", err=True)
+            sys.exit(EXIT_CANNOT_WRITE)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """A test authority in a folder DIR: certificates for nodes and for remote tenants."""
+
+
+@main.command()
+@_FOLDER
+@click.option("--days", type=_DAYS, default=AUTHORITY_LIFE.days, show_default=True, help="How long it lasts.")
+def init(folder: Path, days: float) -> None:
+    """Make an authority."""
+    authority = Authority.create(folder, datetime.timedelta(days=days))
+    click.echo(f"{authority.certificate_path}\n{authority.crl_path}")
+
+
+@main.command()
+@_FOLDER
+@click.option("--server", multiple=True, metavar="HOST", help="For a node that is reached by this name; repeatable.")
+@click.option("--tenant", metavar="NAME", help="For a tenant of that name.")
+@click.option("--days", type=_DAYS, default=LEAF_LIFE.days, show_default=True, help="How long it lasts.")
+def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float) -> None:
+    """Make a certificate and its key."""
+    if bool(server) == bool(tenant):
+        raise click.UsageError("say --server HOST or --tenant NAME")
+    authority, life = Authority.load(folder), datetime.timedelta(days=days)
+    issued = authority.issue_tenant(tenant, life) if tenant else authority.issue_server(server, life)
+    click.echo(f"{issued.certificate}\n{issued.key}")
+
+
+@main.command()
+@_FOLDER
+@click.argument("certificate", type=click.Path(dir_okay=False, path_type=Path))
+def revoke(folder: Path, certificate: Path) -> None:
+    """Put a CERTIFICATE on the authority's list: a daemon that has it as `crl` takes it no more."""
+    Authority.load(folder).revoke(certificate)
+    click.echo(f"{folder / 'crl.pem'}")
+
+
+if __name__ == "__main__":
+    main(prog_name="gpulease pki")

@@ -1,0 +1,252 @@
+"""Certificates of one authority: made, and taken back.
+
+Keys are ECDSA P-256, in files that only their owner reads; nothing is ever overwritten but the list of revoked
+certificates. A server's certificate is good for servers alone and a tenant's for clients alone (extended key usage, RFC
+5280, 4.2.1.12), so that no tenant can pass for the node.
+"""
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gpulease.daemon.config import check_tenant
+from gpulease.daemon.remote.identity import TENANT_PREFIX
+
+AUTHORITY_LIFE: Final = datetime.timedelta(days=365)
+LEAF_LIFE: Final = datetime.timedelta(days=30)
+"""A certificate that leaked is of use for so long, where nobody notices and revokes it."""
+
+BACKDATED: Final = datetime.timedelta(minutes=5)
+"""Certificates hold from so long ago: the clocks of two hosts differ."""
+
+_CA = "ca.pem"
+_CA_KEY = "ca.key"
+_CRL = "crl.pem"
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*")
+_SIGNING = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=False,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+_ISSUING = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
+class PkiError(Exception):
+    """It can't be done; the message is a sentence for whoever asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A certificate and its key, as files."""
+
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """One, in its folder: `ca.pem`, `ca.key`, `crl.pem`, and what it issued."""
+
+    folder: Path
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @property
+    def certificate_path(self) -> Path:
+        """What others need to believe it."""
+        return self.folder / _CA
+
+    @property
+    def crl_path(self) -> Path:
+        """The list of revoked certificates."""
+        return self.folder / _CRL
+
+    @classmethod
+    def create(cls, folder: Path, life: datetime.timedelta = AUTHORITY_LIFE) -> Self:
+        """A new one. Raises PkiError if the folder holds one."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (folder / file for file in (_CA, _CA_KEY, _CRL)):
+            if path.exists():
+                raise PkiError(f"{path} is there already, and nothing is overwritten")
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gpulease test authority")])
+        builder = _builder(key.public_key(), name, name, life)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_ISSUING, critical=True)
+        certificate = builder.sign(key, hashes.SHA256())
+        _write_key(folder / _CA_KEY, key)
+        _write(folder / _CA, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        authority = cls(folder, certificate, key)
+        authority._write_crl([], 1)
+        return authority
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The one in a folder. Raises PkiError."""
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / _CA).read_bytes())
+            key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise PkiError(
+                f"{folder} holds no authority that can be used: {_said(error)}; `gpulease pki init` makes one"
+            ) from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise PkiError(f"{folder / _CA_KEY} is no key of this program's")
+        return cls(folder, certificate, key)
+
+    def issue_server(self, hosts: Sequence[str], life: datetime.timedelta = LEAF_LIFE) -> Issued:
+        """A node's, for the names and IP addresses by which tenants reach it. Raises PkiError."""
+        if not hosts:
+            raise PkiError("a server's certificate needs the names that tenants reach it by")
+        names = [_host_name(host) for host in hosts]
+        return self._issue(f"server-{_file_name(hosts[0])}", hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, life)
+
+    def issue_tenant(self, tenant: str, life: datetime.timedelta = LEAF_LIFE) -> Issued:
+        """A tenant's. Raises PkiError."""
+        try:
+            uri = TENANT_PREFIX.removeprefix("URI:") + check_tenant(tenant)
+        except ValueError as error:
+            raise PkiError(str(error)) from None
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri)]
+        return self._issue(f"tenant-{tenant}", tenant, names, ExtendedKeyUsageOID.CLIENT_AUTH, life)
+
+    def revoke(self, certificate: Path) -> None:
+        """Put a certificate of this authority's on its list. Raises PkiError."""
+        try:
+            revoked = x509.load_pem_x509_certificate(certificate.read_bytes())
+            old = x509.load_pem_x509_crl(self.crl_path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise PkiError(f"it can't be revoked: {_said(error)}") from None
+        if revoked.issuer != self.certificate.subject:
+            raise PkiError(f"{certificate} is not of this authority")
+        if revoked.serial_number == self.certificate.serial_number:
+            raise PkiError(f"{certificate} is the authority's own; make another authority instead")
+        if old.get_revoked_certificate_by_serial_number(revoked.serial_number) is not None:
+            raise PkiError(f"{certificate} is revoked already")
+        entry = (
+            x509.RevokedCertificateBuilder()
+            .serial_number(revoked.serial_number)
+            .revocation_date(datetime.datetime.now(datetime.UTC))
+            .build()
+        )
+        number = old.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        self._write_crl([*old, entry], number + 1)
+
+    def _issue(
+        self, stem: str, name: str, names: list[x509.GeneralName], use: x509.ObjectIdentifier, life: datetime.timedelta
+    ) -> Issued:
+        issued = Issued(self.folder / f"{stem}.pem", self.folder / f"{stem}.key")
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+        builder = _builder(key.public_key(), subject, self.certificate.subject, life)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(_SIGNING, critical=True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=True)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        builder = builder.add_extension(self._key_identifier(), critical=False)
+        certificate = builder.sign(self.key, hashes.SHA256())
+        _write_key(issued.key, key)
+        _write(issued.certificate, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        return issued
+
+    def _write_crl(self, revoked: Sequence[x509.RevokedCertificate], number: int) -> None:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now - BACKDATED)
+            .next_update(self.certificate.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(number), critical=False)
+            .add_extension(self._key_identifier(), critical=False)
+        )
+        for entry in revoked:
+            builder = builder.add_revoked_certificate(entry)
+        text = builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        new = self.folder / f"{_CRL}.new"
+        new.unlink(missing_ok=True)
+        _write(new, text, 0o644)
+        # A daemon that looks now sees the old list or the new one.
+        new.replace(self.crl_path)
+
+    def _key_identifier(self) -> x509.AuthorityKeyIdentifier:
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+
+
+def _builder(
+    key: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, life: datetime.timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    begin = min(now - BACKDATED, now + life - BACKDATED)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(now + life)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if _HOST.fullmatch(host) is None:
+        raise PkiError(f"{host!r} is no name of a host: use letters, digits, dashes and dots, or an IP address")
+    return x509.DNSName(host)
+
+
+def _file_name(host: str) -> str:
+    return "".join(char if char.isalnum() or char in ".-" else "_" for char in host)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    _write(path, text, 0o600)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise PkiError(f"{path} is there already, and nothing is overwritten") from None
+    with open(fd, "wb") as file:
+        file.write(data)
+
+
+def _said(error: Exception) -> str:
+    """What is wrong with a file: the library's own words speak of its internals."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return "what is in its file is no certificate or key in PEM"

@@ -1,0 +1,535 @@
+"""Filters of system calls as the kernel takes them: classic BPF over struct seccomp_data (seccomp(2)).
+
+Numbers of the system calls that the filter names (asm/unistd_64.h of Linux).
+
+System calls by what a worker does with them.
+
+The filter of system calls: those that a worker has a use for (seccomp(2)).
+
+An allow-list, not a deny-list: what one worker can do to another of the same user (limits, priority, affinity, signals
+by many ways) is spread over two dozen calls, and each new kernel has more. The list is what workers were seen to call
+on an H100 and with the embedded driver, and what else the C library, Python and threads may call for the same ends.
+What is not on it fails with EPERM, which callers know how to live with; calls that nothing honest makes end the
+process; calls newer than this list do not exist, so that the C library takes the older ones.
+
+The program is our own, because it is small and depends on the worker's process id; a library for it would be one more
+that a GPU host need not have. Pages may be made executable: the embedded driver's kernels are compiled in the worker.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import socket
+import struct
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Final
+
+from gpulease.daemon.sandbox.measures import prctl
+
+Code = list[tuple[int, int, int, int]]
+"""Instructions: operation, instructions to skip if true, if false, constant (struct sock_filter)."""
+
+# struct seccomp_data: the call's number, the architecture, the instruction pointer, six arguments of 8 bytes.
+_NUMBER_AT: Final = 0
+_ARCHITECTURE_AT: Final = 4
+_ARGUMENTS_AT: Final = 16
+
+_LOAD: Final = 0x20
+_AND: Final = 0x54
+_IF_EQUAL: Final = 0x15
+_IF_NOT_LESS: Final = 0x35
+_RETURN: Final = 0x06
+
+ALLOW: Final = 0x7FFF0000
+KILL: Final = 0x80000000
+"""SECCOMP_RET_KILL_PROCESS: ends the process as an uncaught SIGSYS would."""
+
+_FAIL: Final = 0x00050000
+
+X32_BIT: Final = 0x40000000
+"""Set in the numbers of the x32 ABI, which are other calls to a filter that looks at numbers alone."""
+
+
+def fail(errno: int) -> int:
+    """The call is not made and gives this error."""
+    return _FAIL | errno
+
+
+def result(action: int) -> Code:
+    """The end."""
+    return [(_RETURN, 0, 0, action)]
+
+
+def head(architecture: int) -> Code:
+    """Kill what calls by another ABI than the process's own; then have the call's number ready."""
+    return [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_IF_EQUAL, 1, 0, architecture),
+        *result(KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_IF_NOT_LESS, 0, 1, X32_BIT),
+        *result(KILL),
+    ]
+
+
+def on(number: int, then: Code) -> Code:
+    """What to do about one call; `then` ends in a result."""
+    return [(_IF_EQUAL, 0, len(then), number), *then]
+
+
+def beyond(number: int, action: int) -> Code:
+    """What to do about calls with higher numbers."""
+    return [(_IF_NOT_LESS, 0, 1, number + 1), *result(action)]
+
+
+def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, mask: int = 0xFFFFFFFF) -> Code:
+    """By the low half of an argument, which is all that the kernel looks at of an int."""
+    code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
+    for value in values:
+        code += [(_IF_EQUAL, 0, 1, value & 0xFFFFFFFF), *result(then)]
+    return code + result(otherwise)
+
+
+def unless_argument(place: int, value: int, then: int) -> Code:
+    """Go on if the low half of an argument is this value."""
+    return [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_IF_EQUAL, 1, 0, value), *result(then)]
+
+
+def unless_null(place: int, then: int) -> Code:
+    """Go on if an argument is a null pointer: both halves are zero."""
+    halves = (_ARGUMENTS_AT + 8 * place, _ARGUMENTS_AT + 8 * place + 4)
+    return [step for at in halves for step in ((_LOAD, 0, 0, at), (_IF_EQUAL, 1, 0, 0), *result(then))]
+
+
+def assemble(code: Code) -> bytes:
+    """As struct sock_filter[]."""
+    return b"".join(struct.pack("=HBBI", *step) for step in code)
+
+
+NEWEST: Final = 450
+"""The last call that was known when the list was made: set_mempolicy_home_node, Linux 5.17."""
+
+X86_64: Final = MappingProxyType(
+    {
+        "read": 0,
+        "write": 1,
+        "open": 2,
+        "close": 3,
+        "stat": 4,
+        "fstat": 5,
+        "lstat": 6,
+        "poll": 7,
+        "lseek": 8,
+        "mmap": 9,
+        "mprotect": 10,
+        "munmap": 11,
+        "brk": 12,
+        "rt_sigaction": 13,
+        "rt_sigprocmask": 14,
+        "rt_sigreturn": 15,
+        "ioctl": 16,
+        "pread64": 17,
+        "pwrite64": 18,
+        "readv": 19,
+        "writev": 20,
+        "access": 21,
+        "pipe": 22,
+        "select": 23,
+        "sched_yield": 24,
+        "mremap": 25,
+        "msync": 26,
+        "mincore": 27,
+        "madvise": 28,
+        "dup": 32,
+        "dup2": 33,
+        "nanosleep": 35,
+        "getpid": 39,
+        "socket": 41,
+        "connect": 42,
+        "accept": 43,
+        "sendto": 44,
+        "recvfrom": 45,
+        "sendmsg": 46,
+        "recvmsg": 47,
+        "shutdown": 48,
+        "bind": 49,
+        "listen": 50,
+        "getsockname": 51,
+        "getpeername": 52,
+        "socketpair": 53,
+        "setsockopt": 54,
+        "getsockopt": 55,
+        "clone": 56,
+        "exit": 60,
+        "kill": 62,
+        "uname": 63,
+        "fcntl": 72,
+        "flock": 73,
+        "ftruncate": 77,
+        "getcwd": 79,
+        "rename": 82,
+        "mkdir": 83,
+        "unlink": 87,
+        "symlink": 88,
+        "readlink": 89,
+        "gettimeofday": 96,
+        "getrlimit": 97,
+        "getrusage": 98,
+        "sysinfo": 99,
+        "times": 100,
+        "ptrace": 101,
+        "getuid": 102,
+        "getgid": 104,
+        "geteuid": 107,
+        "getegid": 108,
+        "getppid": 110,
+        "getpgrp": 111,
+        "getgroups": 115,
+        "getresuid": 118,
+        "getresgid": 120,
+        "rt_sigpending": 127,
+        "rt_sigtimedwait": 128,
+        "rt_sigsuspend": 130,
+        "sigaltstack": 131,
+        "statfs": 137,
+        "fstatfs": 138,
+        "sched_getparam": 143,
+        "sched_getscheduler": 145,
+        "sched_get_priority_max": 146,
+        "sched_get_priority_min": 147,
+        "mlock": 149,
+        "munlock": 150,
+        "pivot_root": 155,
+        "prctl": 157,
+        "arch_prctl": 158,
+        "chroot": 161,
+        "mount": 165,
+        "umount2": 166,
+        "swapon": 167,
+        "swapoff": 168,
+        "reboot": 169,
+        "iopl": 172,
+        "ioperm": 173,
+        "init_module": 175,
+        "delete_module": 176,
+        "gettid": 186,
+        "time": 201,
+        "futex": 202,
+        "sched_setaffinity": 203,
+        "sched_getaffinity": 204,
+        "getdents64": 217,
+        "set_tid_address": 218,
+        "restart_syscall": 219,
+        "fadvise64": 221,
+        "clock_gettime": 228,
+        "clock_getres": 229,
+        "clock_nanosleep": 230,
+        "exit_group": 231,
+        "epoll_wait": 232,
+        "epoll_ctl": 233,
+        "tgkill": 234,
+        "mbind": 237,
+        "set_mempolicy": 238,
+        "get_mempolicy": 239,
+        "kexec_load": 246,
+        "openat": 257,
+        "mkdirat": 258,
+        "newfstatat": 262,
+        "unlinkat": 263,
+        "renameat": 264,
+        "readlinkat": 267,
+        "faccessat": 269,
+        "pselect6": 270,
+        "ppoll": 271,
+        "unshare": 272,
+        "set_robust_list": 273,
+        "utimensat": 280,
+        "epoll_pwait": 281,
+        "fallocate": 285,
+        "accept4": 288,
+        "eventfd2": 290,
+        "epoll_create1": 291,
+        "dup3": 292,
+        "pipe2": 293,
+        "rt_tgsigqueueinfo": 297,
+        "prlimit64": 302,
+        "setns": 308,
+        "getcpu": 309,
+        "process_vm_readv": 310,
+        "process_vm_writev": 311,
+        "finit_module": 313,
+        "renameat2": 316,
+        "getrandom": 318,
+        "memfd_create": 319,
+        "kexec_file_load": 320,
+        "bpf": 321,
+        "membarrier": 324,
+        "mlock2": 325,
+        "statx": 332,
+        "rseq": 334,
+        "io_uring_setup": 425,
+        "io_uring_enter": 426,
+        "io_uring_register": 427,
+        "clone3": 435,
+        "close_range": 436,
+        "faccessat2": 439,
+        "futex_waitv": 449,
+    }
+)
+
+
+ALLOWED: Final = (
+    # Descriptors and sockets that are open, and waiting for them.
+    "read",
+    "write",
+    "readv",
+    "writev",
+    "pread64",
+    "pwrite64",
+    "close",
+    "close_range",
+    "lseek",
+    "dup",
+    "dup2",
+    "dup3",
+    "pipe",
+    "pipe2",
+    "eventfd2",
+    "poll",
+    "ppoll",
+    "select",
+    "pselect6",
+    "epoll_create1",
+    "epoll_ctl",
+    "epoll_wait",
+    "epoll_pwait",
+    "recvmsg",
+    "recvfrom",
+    "sendmsg",
+    "sendto",
+    "shutdown",
+    "getsockname",
+    "getpeername",
+    "getsockopt",
+    "setsockopt",
+    # CUDA keeps an abstract socket that it hands descriptors out by.
+    "bind",
+    "listen",
+    "accept",
+    "accept4",
+    # Memory that a client maps too.
+    "memfd_create",
+    "ftruncate",
+    "fallocate",
+    # Memory of its own.
+    "brk",
+    "mmap",
+    "munmap",
+    "mremap",
+    "mprotect",
+    "madvise",
+    "mincore",
+    "msync",
+    "mlock",
+    "mlock2",
+    "munlock",
+    "membarrier",
+    "get_mempolicy",
+    "set_mempolicy",
+    "mbind",
+    # Files, as far as they can be reached.
+    "open",
+    "openat",
+    "stat",
+    "lstat",
+    "fstat",
+    "newfstatat",
+    "statx",
+    "statfs",
+    "fstatfs",
+    "access",
+    "faccessat",
+    "faccessat2",
+    "readlink",
+    "readlinkat",
+    "getdents64",
+    "getcwd",
+    "fadvise64",
+    "flock",
+    # Threads of its own.
+    "futex",
+    "set_robust_list",
+    "rseq",
+    "set_tid_address",
+    "arch_prctl",
+    "sched_yield",
+    "sched_getaffinity",
+    "sched_getparam",
+    "sched_getscheduler",
+    "sched_get_priority_max",
+    "sched_get_priority_min",
+    "getcpu",
+    "exit",
+    "exit_group",
+    # Signals to itself.
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "rt_sigpending",
+    "rt_sigtimedwait",
+    "rt_sigsuspend",
+    "rt_sigreturn",
+    "sigaltstack",
+    "restart_syscall",
+    # Time.
+    "clock_gettime",
+    "clock_getres",
+    "clock_nanosleep",
+    "nanosleep",
+    "gettimeofday",
+    "time",
+    "times",
+    "getrusage",
+    # What it is.
+    "getpid",
+    "getppid",
+    "gettid",
+    "getpgrp",
+    "getuid",
+    "geteuid",
+    "getgid",
+    "getegid",
+    "getgroups",
+    "getresuid",
+    "getresgid",
+    "getrlimit",
+    "sysinfo",
+    "uname",
+    "getrandom",
+)
+
+FOR_FILES: Final = ("mkdir", "mkdirat", "unlink", "unlinkat", "rename", "renameat", "renameat2", "utimensat")
+"""Where an operator gives workers a folder to keep compiled code in."""
+
+FATAL: Final = (
+    "ptrace",
+    "process_vm_readv",
+    "process_vm_writev",
+    "bpf",
+    "mount",
+    "umount2",
+    "pivot_root",
+    "chroot",
+    "setns",
+    "unshare",
+    "init_module",
+    "finit_module",
+    "delete_module",
+    "kexec_load",
+    "kexec_file_load",
+    "reboot",
+    "swapon",
+    "swapoff",
+    "iopl",
+    "ioperm",
+)
+"""What neither a driver, nor a library, nor we have a use for."""
+
+UNKNOWN: Final = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "futex_waitv")
+"""What callers do without where a kernel is too old for it."""
+
+
+MACHINE: Final = "x86_64"
+"""The one that there is a filter for, as platform.machine() has it."""
+
+_X86_64: Final = 0xC000003E
+"""AUDIT_ARCH_X86_64 of linux/audit.h."""
+
+_PR_SET_SECCOMP: Final = 22
+_MODE_FILTER: Final = 2
+
+_DENY: Final = fail(errno.EPERM)
+_ABSENT: Final = fail(errno.ENOSYS)
+
+_NOT_THERE: Final = result(fail(errno.ENOENT))
+
+_CLONE_THREAD: Final = 0x00010000
+_CLONE_NAMESPACES: Final = 0x7E020080
+"""CLONE_NEWTIME, _NEWNS, and _NEWCGROUP to _NEWNET."""
+
+_TERMINAL_INPUT: Final = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX: typing into the terminal that the daemon was started from."""
+
+_SIGNAL_OWNERS_BY_IOCTL: Final = (0x8901, 0x8902)
+_SIGNAL_OWNERS_BY_FCNTL: Final = (8, 10, 15)
+"""FIOSETOWN and SIOCSPGRP; F_SETOWN, F_SETSIG and F_SETOWN_EX: having the kernel send a signal of one's choice to any
+process of the same user when a descriptor becomes ready."""
+
+_PRCTL: Final = (15, 16, 0x53564D41)
+"""PR_SET_NAME, PR_GET_NAME, PR_SET_VMA. Not PR_SET_PDEATHSIG, which would let it outlive its zygote, nor
+PR_SET_DUMPABLE."""
+
+_SOCKET_KIND: Final = 0xF
+"""Of a socket's type; the rest of it are flags."""
+
+
+class NoFilter(Exception):
+    """There is no filter for this machine; the message says why."""
+
+
+def install(*, writes_files: bool) -> None:
+    """Put this process under the filter; no_new_privs must be set. Raises NoFilter and OSError."""
+    program = filter_for(os.getpid(), writes_files=writes_files)
+    code = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog.
+    head_of_it = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(head_of_it))
+
+
+def filter_for(pid: int, *, writes_files: bool) -> bytes:
+    """The filter of the process of that id. Raises NoFilter."""
+    machine = platform.machine()
+    if machine != MACHINE:
+        raise NoFilter(f"there is no filter for {machine}, only for {MACHINE}")
+    code = head(_X86_64)
+    for name, then in _by_arguments(pid, writes_files=writes_files).items():
+        code += on(X86_64[name], then)
+    for names, action in (
+        (ALLOWED, ALLOW),
+        (FOR_FILES if writes_files else (), ALLOW),
+        (FATAL, KILL),
+        (UNKNOWN, _ABSENT),
+    ):
+        for name in names:
+            code += on(X86_64[name], result(action))
+    return assemble(code + beyond(NEWEST, _ABSENT) + result(_DENY))
+
+
+def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
+    """Calls that are allowed for some ends; first, because some of them are the most frequent.
+
+    And those that CUDA makes in vain, and gives up if they fail by anything but there being no such file.
+    """
+    of_itself = (pid,)
+    unix = unless_argument(0, socket.AF_UNIX, _DENY)
+    # A datagram socket could be written to anybody's; one of the two others only to whom it is connected.
+    pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+    return {
+        "ioctl": if_argument(1, (*_TERMINAL_INPUT, *_SIGNAL_OWNERS_BY_IOCTL), _DENY, ALLOW),
+        "fcntl": if_argument(1, _SIGNAL_OWNERS_BY_FCNTL, _DENY, ALLOW),
+        # Threads, and no processes. clone3 can't be looked into, so it is said not to exist.
+        "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
+        "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
+        "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
+        # As if there were none: CUDA asks for an MPS daemon this way, and does without.
+        "connect": _NOT_THERE,
+        "kill": if_argument(0, of_itself, ALLOW, _DENY),
+        "tgkill": if_argument(0, of_itself, ALLOW, _DENY),
+        "rt_tgsigqueueinfo": if_argument(0, of_itself, ALLOW, _DENY),
+        "sched_setaffinity": if_argument(0, (0, pid), ALLOW, _DENY),
+        "prlimit64": unless_null(2, _DENY) + if_argument(0, (0, pid), ALLOW, _DENY),
+        "prctl": if_argument(0, _PRCTL, ALLOW, _DENY),
+        **dict.fromkeys(() if writes_files else FOR_FILES, _NOT_THERE),
+        "symlink": _NOT_THERE,
+    }

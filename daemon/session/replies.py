@@ -1,0 +1,153 @@
+"""Why a session did not do what it was asked: errors and ended leases as failures a tenant can read.
+
+A session's replies as frames.
+"""
+
+from typing import Final
+
+from gpulease.daemon.drivers.interface import DriverError, ImageRejected, LaunchRejected
+from gpulease.daemon.session.ledger import Refused
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.failures import Failure
+from gpulease.protocol.fastpath import HANDLE, MIDDLE_AT, REQUEST_ID_OFFSET
+from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_frame
+from gpulease.protocol.messages import Body
+from gpulease.protocol.opcodes import Flag, Opcode, Status
+
+_REFUSAL_TEXT: Final = {
+    Status.LEASE_EXPIRED: ("the lease has expired", "Acquire a new lease, and renew it in time."),
+    Status.REVOKED: ("the lease was revoked", "Ask the operator why before you acquire another."),
+    Status.LEASE_FREED: ("the lease was freed", "Acquire a new lease."),
+    Status.DISCONNECTED: ("the daemon is stopping", "Acquire a new lease once it is back, or on another node."),
+    Status.DRAINED: ("the node was drained", "Acquire a new lease on another node."),
+    Status.TIMED_OUT: (
+        "the submit took more time than it was given",
+        "Give it more: .timeout_secs(seconds); or make the kernel shorter.",
+    ),
+    Status.DENIED: (
+        "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
+        "Get a new token and attach again.",
+    ),
+    Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
+}
+
+REFUSALS: Final = tuple(_REFUSAL_TEXT)
+"""The statuses that a control page's word is known to have, and what is answered to a guest whose token is over."""
+
+_DRIVER_STATUS: Final[dict[int, Status]] = {
+    Opcode.MEM_ALLOC: Status.ALLOC_FAILED,
+    Opcode.MODULE_LOAD: Status.LOAD_FAILED,
+    Opcode.LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.GRAPH_CREATE: Status.LAUNCH_FAILED,
+    Opcode.GRAPH_LAUNCH: Status.LAUNCH_FAILED,
+    Opcode.SYNC: Status.SYNC_FAILED,
+    Opcode.STREAM_CREATE: Status.ALLOC_FAILED,
+    Opcode.STREAM_SYNC: Status.SYNC_FAILED,
+    Opcode.SUBMIT_RUN: Status.ALLOC_FAILED,
+}
+
+
+def refusal_of(status: Status, reason: str = "") -> Failure:
+    """Why every operation is refused from now on, by the control page's word and what the page says besides."""
+    message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
+    return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
+
+
+def failure_of(error: Exception, op: int) -> Failure:
+    """What an operation's error was. Raises the error if it is none that an operation may end with."""
+    match error:
+        case Refused():
+            return error.failure
+        case BodyError():
+            return Failure(error.status, str(error))
+        case ImageRejected():
+            return Failure(Status.LOAD_FAILED, str(error), hint=error.hint, log=error.log, line=error.line)
+        case LaunchRejected():
+            return Failure(Status.LAUNCH_FAILED, str(error), hint=error.hint)
+        case DriverError():
+            return Failure(_DRIVER_STATUS.get(op, Status.SESSION_FAILED), str(error), hint=error.hint)
+    raise error
+
+
+# A plain integer: an operation on an enum's member costs more than the rest.
+_REPLY: Final = int(Flag.REPLY)
+
+NO_NUMBER: Final = bytes(8)
+"""The request id that no request may have."""
+
+_EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
+"""By operation: a session, and its successful reply without a body before and behind the request id."""
+
+
+_REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in REFUSALS}
+"""By status: the payload. Building one takes ten times as long as all else between a lease's end and its telling."""
+
+
+class SyncPattern:
+    """What a session's SYNC and its successful reply look like but for the number, to know one without parsing it."""
+
+    def __init__(self, session_id: int) -> None:
+        request = build_frame(Opcode.SYNC, request_id=0, session_id=session_id)
+        reply = build_frame(Opcode.SYNC, request_id=0, session_id=session_id, flags=_REPLY)
+        self._front, self._tail = request[:REQUEST_ID_OFFSET], request[MIDDLE_AT:]
+        self._reply_front, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT:]
+
+    @property
+    def texts(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """What stands before and behind the number: of the SYNC, and of its reply."""
+        return self._front, self._tail, self._reply_front, self._reply_tail
+
+    def number(self, reader: FrameReader) -> bytes:
+        """The number of a SYNC at the front of what has arrived, as it travels; nothing if there is none."""
+        start, stands_at = reader.start, reader.buffer.startswith
+        if reader.end - start < HEADER_BYTES or not stands_at(self._front, start):
+            return b""
+        return bytes(reader.buffer[start + REQUEST_ID_OFFSET : start + MIDDLE_AT]) * stands_at(
+            self._tail, start + MIDDLE_AT
+        )
+
+    def reply(self, number: bytes) -> bytes:
+        """Its reply."""
+        return b"".join((self._reply_front, number, self._reply_tail))
+
+
+def done(frame: Frame, body: Body) -> bytes:
+    """The request succeeded with this body."""
+    return build_frame(
+        frame.op, build_body(body), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
+    )
+
+
+def number(frame: Frame, value: int) -> bytes:
+    """The request succeeded with a handle: the same as `done`, in a fraction of the time."""
+    return build_frame(
+        frame.op, HANDLE.pack(value), request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY
+    )
+
+
+def empty(frame: Frame) -> bytes:
+    """The request succeeded and has nothing to say; no bytes at all if it was quiet."""
+    if frame.flags:
+        return b""
+    op, session_id = frame.op, frame.session_id
+    known = _EMPTY_REPLIES.get(op)
+    if known is None or known[0] != session_id:
+        whole = build_frame(op, request_id=0, session_id=session_id, flags=_REPLY)
+        known = _EMPTY_REPLIES[op] = (session_id, whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:])
+    return b"".join((known[1], frame.request_id.to_bytes(8, "big"), known[2]))
+
+
+def refused(frame: Frame, status: Status, reason: str) -> bytes:
+    """The lease is over; `reason` is what is said of that, if anything."""
+    payload = None if reason else _REFUSALS.get(status)
+    if payload is None:
+        return failed(frame, refusal_of(status, reason))
+    return build_frame(
+        frame.op, payload, request_id=frame.request_id, session_id=frame.session_id, flags=_REPLY, status=status
+    )
+
+
+def failed(frame: Frame, failure: Failure) -> bytes:
+    """The request failed."""
+    return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)

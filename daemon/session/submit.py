@@ -1,0 +1,171 @@
+"""What a submit does: its image, its buffers, one kernel, its outputs; in a context that nothing else is in."""
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.drivers.interface import DriverError, Module
+from gpulease.daemon.session.launches import Planner, launch_failed
+from gpulease.daemon.session.ledger import Desk, Holdings, Refused
+from gpulease.daemon.session.modules import ModuleDesk, parameter_types
+from gpulease.daemon.session.native.launch_fast_path import LeaseOver
+from gpulease.daemon.session.replies import done
+from gpulease.protocol.codec import build_body, parse_body
+from gpulease.protocol.errors import BodyError
+from gpulease.protocol.framing import Frame
+from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_SUBMIT_OUTPUT_BYTES
+from gpulease.protocol.messages import Launch, SubmitArgument, SubmitDone, SubmitRun
+from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, ParameterType
+
+_MORE: Final = "Acquire the lease with more for its submits: GpuBuilder().submits(bytes)."
+_POINTER: Final = struct.Struct("<Q")
+_TYPED: Final = {TYPED_VALUE + kind: kind for kind in ParameterType if kind}
+_KINDS: Final = frozenset(int(kind) for kind in ArgumentKind)
+_FILLED: Final = frozenset({ArgumentKind.INPUT, ArgumentKind.INOUT})
+_ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
+
+
+class SubmitDesk(Desk):
+    """See Desk.
+
+    Attributes:
+        is_spent: It has run, well or not: nothing more is done in this context.
+        is_peer_gone: Whether who waits for the outputs has left; looked at while something is waited for.
+        on_growth: Called when the context was made to do what can take memory of the card by itself.
+    """
+
+    def __init__(self, holdings: Holdings, planner: Planner, modules: ModuleDesk, counters: memoryview) -> None:
+        super().__init__(holdings)
+        self.is_spent = False
+        self.is_peer_gone: Callable[[], bool] = lambda: False
+        self.on_growth: Callable[[], None] = lambda: None
+        self._planner = planner
+        self._modules = modules
+        self._counters = counters
+
+    def run(self, frame: Frame) -> bytes:
+        """SUBMIT_RUN. What its kernel wrote is answered whole, or not at all."""
+        if frame.flags:
+            raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
+        if self.is_spent:
+            raise BodyError("a submit runs once: its context ends with it")
+        self.is_spent = True
+        body = parse_body(SubmitRun, frame.payload)
+        types = tuple(map(_type_of, body.arguments))
+        body = replace(body, arguments=tuple(map(_untyped, body.arguments)))
+        _check(body.arguments)
+        module, loaded = self._modules.take(body.image)
+        self.on_growth()
+        _check_types(body, types, loaded)
+        places = [self._place(argument) for argument in body.arguments]
+        self._launch(module, body, places, frame.request_id)
+        self._wait()
+        outputs = tuple(
+            self._read(place, _size(argument))
+            for argument, place in zip(body.arguments, places, strict=True)
+            if argument.kind in _ANSWERED
+        )
+        return done(frame, SubmitDone(outputs))
+
+    def _wait(self) -> None:
+        try:
+            self._context.sync(self._look)
+        except DriverError:
+            self._counters[Counter.SYNC_ERRORS] += 1
+            raise
+        self._counters[Counter.SYNCS] += 1
+
+    def _look(self) -> None:
+        self._check_lease()
+        if self.is_peer_gone():
+            raise LeaseOver
+
+    def _place(self, argument: SubmitArgument) -> int:
+        """A buffer for it on the card, with what is to be in it; 0 for a value, which is passed by itself."""
+        if argument.kind == ArgumentKind.VALUE:
+            return 0
+        size_bytes, ledger = _size(argument), self._ledger
+        try:
+            ledger.check_alloc(size_bytes)
+        except Refused as refused:
+            raise Refused(replace(refused.failure, hint=_MORE)) from None
+        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._look)
+        ledger.add_allocation(address, size_bytes)
+        self._count()
+        if argument.kind in _FILLED:
+            self._context.mem_write(address, memoryview(argument.data), self._look)
+            self._count_copy(size_bytes)
+        return address
+
+    def _launch(self, module: int, body: SubmitRun, places: list[int], tag: int) -> None:
+        packed = [_POINTER.pack(place) if place else a.data for a, place in zip(body.arguments, places, strict=True)]
+        launch = Launch(
+            module,
+            body.kernel,
+            body.grid_x,
+            body.grid_y,
+            body.grid_z,
+            body.block_x,
+            body.block_y,
+            body.block_z,
+            body.shared_bytes,
+            b"".join(packed),
+            tuple(map(len, packed)),
+        )
+        plan, args = self._planner.plan(memoryview(build_body(launch)))
+        self._context.launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, plan.lay_out(args), tag)
+        self._counters[Counter.LAUNCHES] += 1
+        self.on_growth()
+
+    def _read(self, address: int, size_bytes: int) -> bytes:
+        into = bytearray(size_bytes)
+        self._context.mem_read(address, memoryview(into), self._look)
+        self._count_copy(size_bytes)
+        return bytes(into)
+
+
+def _size(argument: SubmitArgument) -> int:
+    return argument.size_bytes if argument.kind == ArgumentKind.OUTPUT else len(argument.data)
+
+
+def _type_of(argument: SubmitArgument) -> ParameterType:
+    """What its client says of it; of what is no value, that it is a pointer."""
+    if argument.kind in _TYPED:
+        return _TYPED[argument.kind]
+    return ParameterType.UNTOLD if argument.kind == ArgumentKind.VALUE else ParameterType.POINTER
+
+
+def _untyped(argument: SubmitArgument) -> SubmitArgument:
+    return replace(argument, kind=int(ArgumentKind.VALUE)) if argument.kind in _TYPED else argument
+
+
+def _check_types(body: SubmitRun, types: tuple[ParameterType, ...], module: Module) -> None:
+    """Raises Refused for a float where the image's PTX declares an integer or a pointer, or the other way round."""
+    declared = dict(zip(module.kernels, parameter_types(body.image, module.kernels), strict=True)).get(body.kernel, b"")
+    for index, (given, byte) in enumerate(zip(types, declared, strict=False)):
+        wanted = ParameterType(byte)
+        if given.clashes_with(wanted):
+            raise launch_failed(
+                f"{body.kernel}: argument {index} is {given.text}, the kernel's parameter is {wanted.text}",
+                kernel=body.kernel,
+                hint="Give a float for a float, and an integer or bytes for an integer or a pointer.",
+            )
+
+
+def _check(arguments: tuple[SubmitArgument, ...]) -> None:
+    """Raises BodyError for what makes no sense, before anything is allocated for it."""
+    passed_bytes = output_bytes = 0
+    for index, argument in enumerate(arguments):
+        if argument.kind not in _KINDS:
+            raise BodyError(f"argument {index}: kind {argument.kind} is not known")
+        is_output = argument.kind == ArgumentKind.OUTPUT
+        if bool(argument.data) == is_output or bool(argument.size_bytes) != is_output:
+            raise BodyError(f"argument {index}: an OUTPUT has a size and no data, any other data and no size")
+        passed_bytes += len(argument.data) if argument.kind == ArgumentKind.VALUE else _POINTER.size
+        output_bytes += _size(argument) if argument.kind in _ANSWERED else 0
+    if passed_bytes > MAX_ARGUMENT_BYTES:
+        raise BodyError(f"{passed_bytes} bytes of arguments; at most {MAX_ARGUMENT_BYTES} are allowed")
+    if output_bytes > MAX_SUBMIT_OUTPUT_BYTES:
+        raise BodyError(f"{output_bytes} bytes of outputs; at most {MAX_SUBMIT_OUTPUT_BYTES} are allowed")

@@ -1,0 +1,1 @@
+"""The worker processes as the broker sees them: started, watched, scrubbed, adopted, proved gone."""

@@ -1,0 +1,180 @@
+"""What becomes of what an earlier daemon left: leases that were kept, and workers that zygotes tell of.
+
+`reconcile` decides, from what is known of both; `adopt` carries it out. What can't be told apart from somebody else's
+is ended: a lease goes on only if it was kept and its own worker lives.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpulease.daemon.broker.refusal import cause_of
+from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.host.processes import has_ended, name_of
+from gpulease.daemon.leases import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.log.writer import tell
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.zygote_discovery import FoundWorker
+
+MAX_RENEWALS_AHEAD: Final = 1 << 20
+"""How far a page's generation may be ahead of the kept one: renewals that were not on the disk yet. More is not a
+broker's doing."""
+
+STRAY_TIMEOUT_S: Final = 5.0
+"""For a worker that lost its zygote to be gone: the kernel kills it with its parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One worker, with what its page says, or said when it ended."""
+
+    worker: FoundWorker
+    page: PageState
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.worker.reason is None
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether its lease was granted, so that its tenant may have been told."""
+        return self.page.deadline_ns > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """One thing to tell the lease table, and the worker it is about, None if there is none."""
+
+    event: LeaseRestored | WorkerFound | SubmitFound
+    worker: FoundWorker | None
+
+
+def reconcile(
+    kept: Sequence[KeptLease],
+    left: Sequence[Left],
+    overheads: Mapping[str, int],
+    latest_ns: int,
+    draw: Callable[[], int],
+) -> list[Adoption]:
+    """What becomes of each lease and of each worker.
+
+    Args:
+        kept: What the journal has.
+        left: What zygotes have.
+        overheads: Of each card's contexts, by uuid, in bytes.
+        latest_ns: The latest deadline a broker could have given.
+        draw: A lease id that nobody has.
+    """
+    adoptions = []
+    others = list(left)
+    for lease in kept:
+        own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
+        # A lease has a second one for the moment in which a context that hung was replaced; that has no deadline.
+        best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
+        if best is None:
+            adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
+            continue
+        others.remove(best)
+        on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
+        restored = LeaseRestored(on_page, has_worker=best.is_alive, has_session=best.page.has_session)
+        adoptions.append(Adoption(restored, best.worker))
+    taken = {adoption.event.kept.lease_id for adoption in adoptions if isinstance(adoption.event, LeaseRestored)}
+    open_for_submits = {lease.lease_id for lease in kept if lease.state is not LeaseState.FENCED}
+    for one in others:
+        spec = one.worker.spec
+        if spec.submit_of in open_for_submits:
+            # One more of the same lease is what an operator vouched for: nobody's.
+            open_for_submits.discard(spec.submit_of)
+            is_running = one.is_alive and one.is_leased and one.page.word is None
+            submit = SubmitFound(
+                spec.lease_id, spec.submit_of, spec.card_uuid, is_running, spec.timeout_ms, spec.size_bytes
+            )
+            adoptions.append(Adoption(submit, one.worker))
+            continue
+        is_one_more = bool(spec.submit_of) or spec.lease_id in taken
+        number = draw() if is_one_more else spec.lease_id
+        taken.add(number)
+        charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
+        beside = (spec.submit_of or spec.lease_id) if is_one_more else 0
+        found = WorkerFound(number, spec.card_uuid, charge_bytes, beside)
+        adoptions.append(Adoption(found, one.worker))
+    return adoptions
+
+
+def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
+    """The worker is bound by its page, written before the journal is: a renewal, or an end, may be there alone."""
+    if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
+        lease = lease._replace(
+            deadline_ns=max(lease.deadline_ns, min(page.deadline_ns, latest_ns)),
+            generation=max(lease.generation, min(page.generation, lease.generation + MAX_RENEWALS_AHEAD)),
+        )
+    if page.word is not None and lease.state is LeaseState.ACTIVE:
+        cause = Cause.KERNEL_TIMEOUT if overran else cause_of(page.word, page.cause)
+        reason = overran or "it was ended just before the daemon was"
+        lease = lease._replace(state=LeaseState.DRAINING, cause=cause, reason=reason)
+    return lease
+
+
+def adopt(
+    kept: Sequence[KeptLease],
+    workers: Workers,
+    overheads: Mapping[str, int],
+    latest_ns: int,
+    post: Callable[[Event], None],
+) -> None:
+    """Take over all that was left: every worker is known by its number, and the lease table is told of everything.
+
+    Blocks for as long as strays take to end.
+    """
+    left = [Left(worker, worker.page()) for worker in workers.found()]
+    adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1)
+    for adoption in adoptions:
+        event, worker = adoption.event, adoption.worker
+        number = event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id
+        if worker is not None:
+            workers.adopt(worker, number)
+        elif isinstance(event, LeaseRestored) and event.kept.worker_pid:
+            end_stray(number, event.kept.worker_pid)
+            workers.remember_ended(number, event.kept.worker_pid)
+    for adoption in adoptions:
+        post(adoption.event)
+        if isinstance(adoption.event, LeaseRestored) and adoption.event.kept.state is LeaseState.FENCED:
+            # Its bytes stay fenced, whoever still holds them.
+            fenced = adoption.event.kept
+            workers.kill(fenced.lease_id)
+            workers.fence(fenced.lease_id, fenced.card_uuid, fenced.lease_id)
+            workers.settle(fenced.lease_id)
+    going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
+    if adoptions:
+        tell(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)
+
+
+def end_stray(lease_id: int, pid: int) -> None:
+    """End a lease's worker that no zygote tells of, if it still runs: whoever it came from is gone, or can't be found.
+
+    Its number may be another process's by now, so it is known by its name too.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if name_of(pid) != worker_name(lease_id):
+            return
+        tell(LogEvent.WORKER_STRAY, lease_id=lease_id, worker_pid=pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        has_ended(pidfd, STRAY_TIMEOUT_S)
+    finally:
+        os.close(pidfd)
+
+
+def worker_name(lease_id: int) -> str:
+    """What a lease's worker is called: the kernel keeps 15 bytes."""
+    return f"gpul-{lease_id:032x}"[:15]

@@ -1,0 +1,127 @@
+"""Start-up's proof that contexts can be made, and what one costs.
+
+One worker is made on each card by the very path that leases take, and ended; what the card says it held, and what a
+session may make the driver take besides, is what every lease there will cost the node besides its tenant's bytes.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
+from gpulease.daemon.leases import Event, SessionFaulted, WorkerExited, WorkerFailed, WorkerReady
+from gpulease.daemon.leases.devices import Others
+from gpulease.daemon.workers.memory_monitor import UnlistedSince
+from gpulease.daemon.workers.registry import Workers
+
+PROBE_TIMEOUT_S: Final = 60.0
+"""For one context to be made; a cold driver takes seconds."""
+
+PROOF_TIMEOUT_S: Final = 10.0
+"""For its bytes to come back."""
+
+_LOOK_S: Final = 0.02
+_OF_WORKERS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
+
+
+async def measure_overhead(source: CardSource, workers: Workers, cards: list[CardFacts]) -> list[int]:
+    """Bytes one context may cost on each card: what it had when made, and what the driver may take besides later.
+
+    Raises CardsUnavailable if one can't be made, or does not go away.
+    """
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    workers.deliver_to(events.put_nowait)
+    numbers = itertools.count(1)
+
+    async def attempt(card: CardFacts) -> int:
+        return await _Probe(source, workers, events, card, next(numbers)).measure()
+
+    return [await insist(partial(attempt, card)) for card in cards]
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """One worker, by its number, on one card."""
+
+    source: CardSource
+    workers: Workers
+    events: asyncio.Queue[Event]
+    card: CardFacts
+    number: int
+
+    async def measure(self) -> int:
+        """What its context costs; it is gone when this returns. Raises CardsUnavailable."""
+        self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
+        started = await self._next()
+        pid = self.workers.pid(self.number)
+        if not isinstance(started, WorkerReady):
+            await self._end(started)
+            raise await self._why(started)
+        overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
+        await self._end(started)
+        await _wait_for_proof(self.source, self.card, pid)
+        self.workers.settle(self.number)
+        return overhead + self.source.reserve_bytes
+
+    async def _end(self, started: Event) -> None:
+        if not isinstance(started, WorkerExited):
+            self.workers.kill(self.number)
+            while not isinstance(await self._next(), WorkerExited):
+                pass
+
+    async def _why(self, started: Event) -> CardsUnavailable:
+        """The driver's own reason, if it has one."""
+        self.workers.settle(self.number)
+        driver_says = await asyncio.to_thread(self.source.why_no_context)
+        if driver_says is not None:
+            return driver_says
+        reason = started.reason if isinstance(started, WorkerFailed | WorkerExited) else "its worker lost its context"
+        card = self.card
+        return CardsUnavailable(
+            f"no context can be made on card {card.index} ({card.uuid}, {card.name}): {reason}",
+            hint="Check that the driver works there, and without which measure of the sandbox (sandbox_without), or "
+            "start with --driver cpu.",
+        )
+
+    async def _next(self) -> Event:
+        """What is told next of this worker: of one before it some may be told late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                while True:
+                    event = await self.events.get()
+                    if isinstance(event, _OF_WORKERS) and event.lease_id == self.number:
+                        return event
+        raise CardsUnavailable(
+            f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
+            hint="Check that the driver works there, or start with --driver cpu.",
+        )
+
+
+async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
+    """Return once the card shows the probe's bytes back, by the rules that leases' bytes are proved free by."""
+    until = time.monotonic() + PROOF_TIMEOUT_S
+    unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
+    while True:
+        looked_ns = time.monotonic_ns()
+        try:
+            reading = await asyncio.to_thread(source.read, card.uuid)
+        except CardsUnavailable as error:
+            missing = str(error)
+        else:
+            missing = unlisted.missing(reading, looked_ns)
+            if not missing:
+                seen = unlisted.event(0, card.uuid, reading, looked_ns)
+                if others.is_shown_free(seen.unowned_bytes, seen.least_bytes, seen.since_ns, seen.looked_ns):
+                    return
+                missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
+        if time.monotonic() > until:
+            raise CardsUnavailable(
+                f"card {card.index} ({card.uuid}) does not give memory back: {missing}",
+                hint="See what nvidia-smi lists there.",
+            )
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,121 @@
+"""What is special about the store in a file."""
+
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import InvalidRequest
+from gpulease.client.serve.gateway import SqliteStore, StoreUnavailable
+from gpulease.client.serve.gateway.ledger import Moment, Reservation
+from gpulease.client.serve.gateway.settings import open_store
+from gpulease.client.serve.gateway.sqlite_store import host_clock
+
+HASH = bytes(32)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_its_files_are_its_owners_alone(path: Path) -> None:
+    store = SqliteStore(path)
+    store.reserve("k", HASH, 1)
+    modes = {stat.S_IMODE(found.stat().st_mode) for found in path.parent.glob("store*")}
+    store.close()
+    assert modes == {0o600}
+
+
+def test_it_syncs_each_commit_of_a_write_ahead_log(path: Path) -> None:
+    store = SqliteStore(path)
+    pragmas = store._do(
+        lambda connection: [
+            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
+        ]
+    )
+    store.close()
+    assert pragmas == ["wal", 2]
+
+
+def test_callers_that_wait_share_a_commit(path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    began = threading.Event()
+    commit = SqliteStore._commit
+
+    def noted(store: SqliteStore, connection: sqlite3.Connection, group: list[object]) -> None:
+        groups.append(len(group))
+        commit(store, connection, group)  # type: ignore[arg-type]
+
+    def slow_clock() -> Moment:
+        began.set()
+        gate.wait()
+        return host_clock()
+
+    monkeypatch.setattr(SqliteStore, "_commit", noted)
+    store = SqliteStore(path, clock=slow_clock)
+    first = threading.Thread(target=store.reserve, args=("first", HASH, 1))
+    first.start()
+    began.wait()
+    others = [threading.Thread(target=store.reserve, args=(f"key {number}", HASH, 1)) for number in range(20)]
+    for thread in others:
+        thread.start()
+    while store._jobs.qsize() < len(others):
+        pass
+    gate.set()
+    for thread in (first, *others):
+        thread.join()
+    store.close()
+    assert groups == [1, 20]
+
+
+@pytest.mark.parametrize("content", [b"this is no database, and never was one" * 40, None])
+def test_what_can_not_be_opened(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StoreUnavailable, match="store"):
+        SqliteStore(path)
+
+
+def test_a_file_of_another_format(path: Path) -> None:
+    SqliteStore(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 7")
+    connection.close()
+    with pytest.raises(StoreUnavailable, match="format 7"):
+        SqliteStore(path)
+
+
+def test_another_process_that_keeps_it_locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.client.serve.gateway.sqlite_store.BUSY_S", 0.05)
+    store = SqliteStore(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable, match="locked"):
+        store.reserve("k", HASH, 1)
+    other.execute("ROLLBACK")
+    other.close()
+    assert isinstance(store.reserve("k", HASH, 1), Reservation)
+    store.close()
+
+
+def test_its_url(path: Path) -> None:
+    store = open_store(f"sqlite:{path}")
+    store.reserve("k", HASH, 1)
+    store.close()
+    assert path.exists()
+    for url in ("", "sqlite:", str(path), "redis://x"):
+        with pytest.raises(InvalidRequest, match="no store"):
+            open_store(url)

@@ -1,0 +1,140 @@
+"""Inputs and outputs as JSON's numbers: what is taken is what the kernel gets; all else is refused with a sentence."""
+
+import json
+import math
+import struct
+import tracemalloc
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.client.serve.models.json_numbers import (
+    FORMATS,
+    MAX_NUMBER_CHARS,
+    MAX_NUMBERS,
+    NumbersRefused,
+    pack,
+    parsed_input,
+    size_of,
+    unpack,
+)
+
+DTYPES = {kind: np.dtype(f"<{kind[0]}{size_of(kind)}") for kind in FORMATS}
+
+
+def asked(value: object) -> bytes:
+    return json.dumps({"input": value}).encode()
+
+
+def taken(body: bytes, kind: str = "f32", numbers: int = 2, items: int = 3) -> bytes:
+    return pack(parsed_input(body, items, numbers), kind, numbers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", FORMATS)
+@given(data=st.data())
+def test_the_numbers_are_the_kernels(kind: str, data: st.DataObject) -> None:
+    dtype = DTYPES[kind]
+    if dtype.kind == "f":
+        widths: dict[int, Literal[16, 32, 64]] = {2: 16, 4: 32, 8: 64}
+        number = st.floats(width=widths[dtype.itemsize], allow_nan=False, allow_infinity=False)
+    else:
+        bounds = np.iinfo(dtype)
+        number = st.integers(int(bounds.min), int(bounds.max))
+    items = data.draw(st.lists(st.lists(number, min_size=2, max_size=2), min_size=1, max_size=3))
+    payload = taken(asked(items), kind)
+    assert payload == np.array(items, dtype).tobytes()
+    assert unpack(payload, kind, 2, is_several=True) == items
+    assert taken(asked(items[0]), kind) == payload[: 2 * dtype.itemsize]
+    assert unpack(payload[: 2 * dtype.itemsize], kind, 2, is_several=False) == items[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "said"),
+    [
+        (b'{"input": [NaN, 1]}', "f32", "NaN is no number of JSON."),
+        (b'{"input": [-Infinity, 1]}', "f32", "-Infinity is no number of JSON."),
+        (b'{"input": [1, 1e999]}', "f64", "The input has Infinity at 1, which is no f64."),
+        (b'{"input": [1, 1e39]}', "f32", "has 1e+39 at 1, which is no f32."),
+        (b'{"input": [[1, 2], [1, 70000]]}', "f16", "Item 1 has 70000 at 1, which is no f16."),
+        (asked([1, 10**400]), "f64", "which is no f64."),
+        (b'{"input": [1, %s]}' % (b"9" * 5000), "f64", "It is no JSON: "),
+        (b'{"input": [1, 256]}', "u8", "The input has 256 at 1, which is no u8."),
+        (b'{"input": [-1, 1]}', "u64", "has -1 at 0, which is no u64."),
+        (b'{"input": [1.0, 1]}', "i32", "has 1.0 at 0, which is no i32."),
+        (b'{"input": [true, 1]}', "f32", "has true at 0, which is no f32."),
+        (b'{"input": [null, 1]}', "f32", "has null at 0"),
+        (b'{"input": ["1", 1]}', "f32", 'has "1" at 0'),
+        (asked(["x" * 900, 1]), "f32", "xxx... at 0"),
+        (b'{"input": []}', "f32", "The input has 0 numbers; there must be 2."),
+        (b'{"input": [1]}', "f32", "The input has 1 numbers; there must be 2."),
+        (b'{"input": [[1, 2], [1]]}', "f32", "Item 1 has 1 numbers; there must be 2."),
+        (b'{"input": [[1, 2], 1]}', "f32", "Item 1 is no array, and others are."),
+        (b'{"input": [[1, [2]], [3, 4]]}', "f32", "has [2] at 1"),
+        (b'{"input": [1, [2]]}', "f32", "has [2] at 1"),
+        (b'{"input": [1, 2, 3, 4, 5, 6, 7]}', "f32", "It has more than 6 numbers"),
+        (asked([[1, 2]] * 4), "f32", "It has more than 6 numbers"),
+        (b'{"input": [{}, 1]}', "f32", "It has more than 6 numbers, or arrays"),
+        (b'{"input": 5}', "f32", 'an object of one array, "input"'),
+        (b'{"input": [1, 2], "more": 1}', "f32", "an object of one array"),
+        (b'[1, 2]', "f32", "an object of one array"),
+        (b'"', "f32", "It is no JSON: "),
+        (b"\xff\xfe\xff", "f32", "It is no JSON: "),
+        (b"", "f32", "It is no JSON: "),
+    ],
+)  # fmt: skip
+def test_what_is_refused(body: bytes, kind: str, said: str) -> None:
+    with pytest.raises(NumbersRefused) as raised:
+        taken(body, kind)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789.eE+-input ntrufals', max_size=80).map(str.encode))
+def test_any_body_is_taken_or_refused(body: bytes) -> None:
+    try:
+        payload = taken(body)
+    except NumbersRefused:
+        return
+    assert len(payload) in (8, 16, 24)
+
+
+JSON_NUMBER = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+
+
+@given(st.recursive(JSON_NUMBER, lambda inner: st.lists(inner, max_size=4), max_leaves=12), st.sampled_from([*FORMATS]))
+def test_any_value_is_taken_or_refused(value: Any, kind: str) -> None:
+    try:
+        payload = taken(asked(value), kind)
+    except NumbersRefused:
+        return
+    assert all(map(math.isfinite, struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)))
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b"0,", b'"",', b"[", b'{"":'])
+def test_no_body_takes_much_more_memory_than_its_own(part: bytes) -> None:
+    body = b'{"input": [' + part * (64 * MAX_NUMBER_CHARS * 1024 // len(part))
+    tracemalloc.start()
+    try:
+        with pytest.raises(NumbersRefused):
+            parsed_input(body, 1, 64 * 1024)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4 * len(body)
+
+
+def test_as_many_as_there_may_be() -> None:
+    items = [[0] * 1024 for _ in range(MAX_NUMBERS // 1024)]
+    assert taken(asked(items), "u8", 1024, 4096) == bytes(MAX_NUMBERS)
+    with pytest.raises(NumbersRefused, match=f"more than {MAX_NUMBERS} numbers"):
+        taken(asked([*items, items[0]]), "u8", 1024, 4096)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_an_output_that_json_can_not_say(number: float) -> None:
+    with pytest.raises(NumbersRefused, match="ask in base64"):
+        unpack(struct.pack("<2f", 1, number), "f32", 2, is_several=False)

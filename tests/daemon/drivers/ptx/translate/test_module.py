@@ -1,0 +1,116 @@
+from types import ModuleType
+
+import pytest
+
+from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.limits import MAX_OPTIMISED_ACCESSES, MAX_OPTIMISED_ACCESSES_PER_IMAGE
+from gpulease.daemon.drivers.ptx.parse.parser import parse
+from gpulease.daemon.drivers.ptx.translate import module, thread
+from gpulease.daemon.drivers.ptx.translate.module import translate
+from gpulease.daemon.native.compiler import Effort
+
+HEAD = ".version 8.0\n.target sm_75\n"
+
+
+def kernel(name: str, accesses: int) -> str:
+    """Adds up so many numbers, with a barrier in the middle, and stores the sum behind them."""
+    loads = [f"ld.global.u32 %x, [%p+{4 * k}]; add.u32 %s, %s, %x;\n" for k in range(accesses)]
+    loads.insert(accesses // 2, "bar.sync 0;\n")
+    return f"""
+    .entry {name}(.param .u64 numbers)
+    {{
+        .reg .b32 %x, %s; .reg .b64 %p;
+        ld.param.u64 %p, [numbers];
+        {"".join(loads)}
+        st.global.u32 [%p+{4 * accesses}], %s;
+        ret;
+    }}
+    """
+
+
+def test_large_kernels_are_compiled_plainly_and_quickly_and_run_alike(context: CpuContext) -> None:
+    accesses = 2000
+    module = context.module_load((HEAD + kernel("large", accesses) + kernel("small", 10)).encode())
+    address = context.mem_alloc(4 * accesses + 4)
+    context.mem_write(address, memoryview(b"\1\0\0\0" * accesses))
+    params = address.to_bytes(8, "little")
+    context.launch(module.kernels["large"], (1, 1, 1), (2, 1, 1), 0, params, 1)
+    into = bytearray(4)
+    context.mem_read(address + 4 * accesses, memoryview(into))
+    assert int.from_bytes(into, "little") == accesses
+    context.launch(module.kernels["large"], (1, 1, 1), (1, 1, 1), 0, (address + 4).to_bytes(8, "little"), 1)
+    with pytest.raises(KernelFault, match="4-byte store"):
+        context.sync(lambda: None)
+
+
+@pytest.mark.parametrize("body", ["", "ret;", "L:", ".reg .pred %p; @%p ret;"])
+def test_a_kernel_with_little_or_nothing_in_it(context: CpuContext, body: str) -> None:
+    text = f".version 8.0\n.target sm_75\n.address_size 64\n.entry k() {{ {body} }}"
+    context.launch(context.module_load(text.encode()).kernels["k"], (2, 1, 1), (33, 1, 1), 0, b"", 1)
+    context.sync()
+
+
+def test_an_image_has_a_share_of_optimising() -> None:
+    count = MAX_OPTIMISED_ACCESSES_PER_IMAGE // 100
+    text = HEAD + "".join(kernel(f"k{k}", 98) for k in range(count + 3)) + kernel("large", MAX_OPTIMISED_ACCESSES)
+    optimised, plain = translate(parse(text))
+    assert (optimised.effort is Effort.LEAST, plain.effort is Effort.LEAST) == (False, True)
+    assert len(optimised.runners) == count
+    assert set(plain.runners) == {*(f"k{count + k}" for k in range(3)), "large"}
+
+
+@pytest.mark.exhaustive
+def test_what_all_waits_together_keep_is_bounded(context: CpuContext) -> None:
+    """Each wait saves what is live there: many waits with many live registers would be gigabytes of code."""
+    count, waits = 400, 800
+    loads = "".join(f"ld.volatile.global.u32 %r{n}, [%p];\n" for n in range(count))
+    stores = "".join(f"st.global.u32 [%p], %r{n};\n" for n in range(count))
+    text = f"""
+.version 8.0
+.target sm_75
+.address_size 64
+.visible .entry greedy(.param .u64 at)
+{{
+    .reg .b32 %r<{count}>;
+    .reg .b64 %p;
+    ld.param.u64 %p, [at];
+    {loads}
+    {"bar.sync 0;" * waits}
+    {stores}
+    ret;
+}}
+"""
+    with pytest.raises(ImageRejected, match="live at all waits together"):
+        context.module_load(text.encode())
+
+
+def test_registers_that_live_everywhere_are_bounded(context: CpuContext) -> None:
+    count = 600
+    body = "".join(
+        f"L{n}: add.u32 %q{n}, %q{n * 31 % count}, %q{n * 17 % count}; setp.eq.u32 %p, %q{n * 13 % count}, 1;"
+        f" @%p bra L{n * 7 % count};"
+        for n in range(count)
+    )
+    stores = "".join(f"st.shared.u32 [0], %q{n};" for n in range(count))
+    text = HEAD + f".entry k() {{ .reg .b32 %q<{count}>; .reg .pred %p; .shared .u32 x; {body} {stores} }}"
+    with pytest.raises(ImageRejected, match="live where control flows together"):
+        context.module_load(text.encode())
+
+
+@pytest.mark.parametrize(("place", "share"), [(module, 2), (thread, 4)])
+def test_lines_are_bounded_in_one_function_and_in_all(
+    monkeypatch: pytest.MonkeyPatch, place: ModuleType, share: int
+) -> None:
+    monkeypatch.setattr(module, "MAX_LANE_INSTRUCTIONS", 0)
+    image = parse(HEAD + kernel("a", 40) + kernel("b", 40))
+    lines = sum(part.text.count("\n") for part in translate(image))
+    monkeypatch.setattr(place, "MAX_IR_LINES", lines // share)
+    with pytest.raises(ImageRejected, match="steps"):
+        translate(image)
+
+
+@pytest.mark.exhaustive
+def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
+    body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
+    context.module_load(f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}".encode())

@@ -1,0 +1,66 @@
+"""What a journal would have on its disk, as rows, and what the last event changed of it."""
+
+from collections.abc import Sequence
+
+from gpulease.daemon.leases import Effect, Event, LeaseState, LeaseTable
+from gpulease.daemon.record.journal.journal import Follower
+from gpulease.daemon.record.journal.rows import Contents, RowKind, read_tombstone
+
+Place = tuple[RowKind, bytes]
+
+
+class Disk:
+    """The rows that the real follower of a lease table writes."""
+
+    def __init__(self) -> None:
+        self.is_being_read = False
+        self._follower = Follower()
+        self._rows: dict[Place, bytes] = {}
+        self._before: dict[Place, bytes | None] = {}
+
+    def saw(self, event: Event, effects: Sequence[Effect], table: LeaseTable) -> None:
+        self._before = {}
+        for change in self._follower.changes(event, effects, table, lambda number: number + 1):
+            place = (change.kind, change.key)
+            self._before.setdefault(place, self._rows.get(place))
+            self._write(place, change.value())
+
+    def lose_tail(self) -> None:
+        """What the last event changed had not got there."""
+        for place, value in self._before.items():
+            self._write(place, value)
+
+    def read(self) -> Contents:
+        """What a daemon that comes back finds; it follows from there."""
+        contents = Contents()
+        for (kind, key), value in sorted(self._rows.items()):
+            contents.take(kind, key, value)
+        self._follower = Follower(contents.leases, contents.next_tombstone)
+        self.is_being_read = True
+        return contents
+
+    def buried(self) -> list[int]:
+        """The leases that have tombstones."""
+        return [read_tombstone(value).lease_id for (kind, _), value in self._rows.items() if kind is RowKind.TOMBSTONE]
+
+    def _write(self, place: Place, value: bytes | None) -> None:
+        if value is None:
+            self._rows.pop(place, None)
+        else:
+            self._rows[place] = value
+
+
+def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
+    """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired, and that
+    a drain may have ended one whose timer was late.
+    """
+    is_drain_due = before.drain_ns is not None and before.drain_ns <= now_ns
+    for lease_id in lease_ids:
+        then, now = before.get(lease_id), after.get(lease_id)
+        if then is None or (is_drain_due and then.state is LeaseState.ACTIVE):
+            continue
+        denials = [table.denial_for(lease_id, now_ns) for table in (before, after)]
+        reasons = [denial and denial.reason for denial in denials]
+        assert reasons[0] == reasons[1], "a restart changed an answer"
+        is_over = then.deadline_ns is not None and then.deadline_ns <= now_ns
+        assert then == now or is_over, "a restart changed a lease"

@@ -1,0 +1,77 @@
+"""What is known of contexts that serve again, kept apart from the table's own books."""
+
+from typing import TYPE_CHECKING, Final
+
+from gpulease.daemon.leases import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
+    Cause,
+    KillWorker,
+    LeaseState,
+    RecycleWorker,
+    Recycling,
+    WorkerScrubbed,
+)
+
+if TYPE_CHECKING:
+    from .simulated import Shell
+
+RECYCLING: Final = Recycling(idle_s=2, max_leases=3, max_idle=2, scrub_timeout_ms=400)
+
+
+class RecyclingBooks:
+    """Whom each context has served, and what must never be used again.
+
+    Attributes:
+        bounds: What the table was told; None if no context serves again.
+        tainted: Leases that others than their tenant attached to.
+        renamed: Tenants who may have been other people when a context served them.
+    """
+
+    def __init__(self, bounds: Recycling | None) -> None:
+        self.bounds = bounds
+        self.tainted: set[int] = set()
+        self.renamed: set[str] = set()
+        self._served: dict[int, tuple[str, int]] = {}
+        self._on_warm: set[int] = set()
+
+    def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
+        """A lease takes a context that served nobody, or its own tenant; or gives one back that never served it."""
+        served = self._served.pop(from_id, None)
+        assert to_id < FIRST_SUBMIT_ID or served is None, "a submit was given a context that served a lease"
+        if to_id >= FIRST_WARM_ID:
+            self._on_warm.discard(from_id)
+            return
+        self._on_warm.add(to_id)
+        lease = shell.table.get(to_id)
+        if served is not None and lease is not None:
+            assert lease.tenant == served[0], "a context that served one tenant was given to another"
+            assert lease.tenant not in self.renamed, "a context was given to who may be another by now"
+            self._served[to_id] = served
+
+    def scrub(self, lease_id: int, luck: int, shell: "Shell") -> None:
+        """A worker that is asked answers, if it lives."""
+        if lease_id in shell.alive:
+            shell.send(WorkerScrubbed(lease_id, "" if luck % 8 else "the card shows more"))
+
+    def on_recycle(self, effect: RecycleWorker, shell: "Shell") -> None:
+        """Scrubbed and proved so, by a worker that lives, of a lease that its tenant alone had and gave back."""
+        lease_id, warm_id = effect.lease_id, effect.warm_id
+        lease = shell.table.get(lease_id)
+        assert lease is not None
+        assert (lease.state, lease.cause, lease.fault) == (LeaseState.TORNDOWN, Cause.FREED, "")
+        assert lease_id in shell.alive, "a dead worker was recycled"
+        assert (KillWorker, lease_id) not in shell.once, "a worker that is being killed was recycled"
+        assert lease.tenant not in self.renamed, "a context was recycled whose tenant may be another by now"
+        assert lease_id not in self.tainted | shell.revoked, "a context was recycled that was not its tenant's alone"
+        of_lease = [number for number in shell.unproved if shell.submits.leases.get(number) == lease_id]
+        assert not of_lease, "a context was recycled whose lease has a submit that is not proved gone"
+        assert lease_id in self._on_warm, "a context was recycled that was not made ahead"
+        count = self._served.pop(lease_id, ("", 0))[1] + 1
+        assert self.bounds is not None
+        assert count < self.bounds.max_leases
+        self._served[warm_id] = (lease.tenant, count)
+        uuid, _ = shell.unproved.pop(lease_id)
+        shell.hold_on(warm_id, uuid, next(card.overhead_bytes for card in shell.cards if card.uuid == uuid))
+        shell.alive.remove(lease_id)
+        shell.alive.add(warm_id)

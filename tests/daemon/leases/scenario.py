@@ -1,0 +1,137 @@
+"""A lease table with a clock and short words for what happens to it."""
+
+from typing import Self, TypeVar
+
+from gpulease.daemon.leases import (
+    AcquireRequested,
+    ArmTimer,
+    Card,
+    CardSnapshot,
+    CoreLimits,
+    Denial,
+    Denied,
+    Effect,
+    Event,
+    FreeRequested,
+    Granted,
+    LeaseRestored,
+    LeaseSnapshot,
+    LeaseTable,
+    ReclaimProved,
+    SpawnWorker,
+    SubmitFound,
+    TimerFired,
+    TimerKind,
+    WorkerExited,
+    WorkerFound,
+    WorkerReady,
+)
+from gpulease.protocol.opcodes import Exclusivity
+
+MS = 1_000_000
+S = 1_000_000_000
+OVERHEAD = 10
+
+AnyEffect = TypeVar("AnyEffect", bound=Effect)
+
+
+def card(index: int = 0, capacity: int = 110, *, is_partition: bool = False) -> Card:
+    return Card(f"GPU-{chr(97 + index)}", index, "Test Card", capacity, OVERHEAD, is_partition)
+
+
+class Scenario:
+    """Every event is followed by `validate`, so a scenario that only passes through a bad state fails too."""
+
+    def __init__(self, *cards: Card, limits: CoreLimits | None = None) -> None:
+        self.table = LeaseTable(cards or (card(),), limits)
+        self.now_ns = 1000 * S
+        self.requests = 0
+
+    def at(self, seconds: float) -> Self:
+        """Let time pass."""
+        self.now_ns += int(seconds * S)
+        return self
+
+    def do(self, event: Event) -> list[Effect]:
+        before = self.table.charges()
+        effects = self.table.handle(event, self.now_ns)
+        self.table.validate()
+        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+            self.table.validate_charges(before)
+        return effects
+
+    def acquire(
+        self,
+        lease_id: int,
+        size: int = 20,
+        *,
+        tenant: str = "ann",
+        ttl_ms: int = 10_000,
+        exclusivity: Exclusivity = Exclusivity.SHARED,
+        selector: str | None = None,
+        wait_ms: int = 0,
+    ) -> list[Effect]:
+        """The request's number is the lease's id, plus 1000."""
+        return self.do(
+            AcquireRequested(lease_id + 1000, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms)
+        )
+
+    def active(self, lease_id: int, size: int = 20, **more: object) -> LeaseSnapshot:
+        """A lease that has been granted."""
+        self.acquire(lease_id, size, **more)  # type: ignore[arg-type]
+        return one(self.do(WorkerReady(lease_id)), Granted).lease
+
+    def reaped(self, lease_id: int) -> list[Effect]:
+        return self.do(WorkerExited(lease_id, "it was killed"))
+
+    def gone(self, lease_id: int) -> list[Effect]:
+        """A draining lease's worker is reaped and its bytes are proved back."""
+        return self.reaped(lease_id) + self.do(ReclaimProved(lease_id))
+
+    def fire(self, lease_id: int, kind: TimerKind, generation: int = 1) -> list[Effect]:
+        return self.do(TimerFired(lease_id, generation, kind))
+
+    def lease(self, lease_id: int) -> LeaseSnapshot:
+        snapshot = self.table.get(lease_id)
+        assert snapshot is not None
+        return snapshot
+
+    def card(self, index: int = 0) -> CardSnapshot:
+        return self.table.cards()[index]
+
+
+def one(effects: list[Effect], kind: type[AnyEffect]) -> AnyEffect:
+    """The only effect of that kind."""
+    found = [effect for effect in effects if isinstance(effect, kind)]
+    assert len(found) == 1, effects
+    return found[0]
+
+
+def placed(effects: list[Effect]) -> list[tuple[int, str]]:
+    """Which leases were placed, and on which cards."""
+    return [(effect.lease_id, effect.card_uuid) for effect in effects if isinstance(effect, SpawnWorker)]
+
+
+def end(s: Scenario, lease_id: int) -> list[Effect]:
+    """Its tenant frees the lease and its bytes are proved back."""
+    s.do(FreeRequested(50, lease_id, s.lease(lease_id).tenant))
+    return s.gone(lease_id)
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def denied(effects: list[Effect]) -> Denial:
+    denial = one(effects, Denied).denial
+    for text in (denial.message, denial.hint):
+        assert text[0].isupper() or text[0].isdigit(), text
+        assert text.endswith("."), text
+        assert not text.endswith(".."), text
+    return denial
+
+
+def armed(effects: list[Effect], kind: TimerKind) -> ArmTimer:
+    found = [effect for effect in effects if isinstance(effect, ArmTimer) and effect.kind is kind]
+    assert len(found) == 1, effects
+    return found[0]

@@ -1,0 +1,503 @@
+"""A simulated shell that is slow, forgetful and out of order, and what it knows of the node.
+
+It executes effects in any order and at any time, and loses orders to workers. What it knows of the node (which process
+lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
+"""
+
+from gpulease.daemon.leases import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
+    ArmDrainTimer,
+    ArmHoldTimer,
+    ArmPoolTimer,
+    ArmTimer,
+    ArmWaitTimer,
+    Card,
+    CardLooked,
+    Cause,
+    CoreLimits,
+    Denied,
+    DrainSet,
+    DrainTimerFired,
+    Effect,
+    Event,
+    FenceCleared,
+    Freed,
+    Granted,
+    HoldTimerFired,
+    KeptLease,
+    KillWorker,
+    LeaseEnded,
+    LeaseRestored,
+    LeaseState,
+    LeaseTable,
+    PoolTimerFired,
+    ProveReclaimed,
+    ReclaimFailed,
+    ReclaimProved,
+    RecycleWorker,
+    Recycling,
+    RefuseSubmit,
+    RefuseWork,
+    RenameWorker,
+    Renewed,
+    RevokeDone,
+    ScrubWorker,
+    SetDeadline,
+    SpawnSubmit,
+    SpawnWorker,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitFound,
+    SubmitReady,
+    TenantRulesChanged,
+    TimerFired,
+    TimerKind,
+    WaitTimerFired,
+    WarmEnded,
+    WarmUp,
+    Warned,
+    WorkerExited,
+    WorkerFailed,
+    WorkerFound,
+    WorkerReady,
+    WorkerUnlisted,
+)
+from gpulease.daemon.leases.devices import SETTLE_NS
+from gpulease.daemon.leases.model import FIRST_LEFT_ID
+from gpulease.daemon.leases.rules import TenantRules
+from gpulease.protocol.opcodes import Exclusivity
+
+from .disk import Disk, check_answers
+from .recycling_books import RecyclingBooks
+from .submit_books import SubmitBooks
+from .tenant_books import RULES, TenantBooks
+
+MS = 1_000_000
+CARDS = (
+    Card("GPU-a", 0, "Big", 1000, 50),
+    Card("GPU-b", 1, "Small", 400, 90),
+    Card("MIG-c", 2, "Part", 300, 20, is_partition=True),
+)
+LIMITS = CoreLimits(
+    max_ttl_s=8,
+    max_leases=12,
+    max_leases_per_tenant=6,
+    max_waiting=5,
+    max_waiting_per_tenant=3,
+    max_hold_back_s=1,
+    max_wait_s=6,
+    max_tombstones=5,
+    max_story_entries=8,
+    spawn_timeout_s=2,
+    adopt_timeout_s=1,
+    reclaim_timeout_s=3,
+    tenants=RULES,
+)
+ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
+
+AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
+AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveReclaimed
+
+
+class Shell:
+    """What the node looks like from outside, and what is still to be done in it."""
+
+    def __init__(self, warm_contexts: int = 0, recycling: Recycling | None = None) -> None:
+        self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
+        self.cards = CARDS
+        self.warm_contexts = warm_contexts
+        self.recycled = RecyclingBooks(recycling)
+        self.disk = Disk()
+        self.words: dict[int, Cause] = {}
+        self.revoked: set[int] = set()
+        self.revoked_last: set[int] = set()
+        self.now_ns = 5_000 * MS
+        self.open_requests: set[int] = set()
+        self.timers: list[tuple[int, AnyTimer]] = []
+        self.lost_timers: list[tuple[int, AnyTimer]] = []
+        self.jobs: list[AnyJob] = []
+        self.spawned: dict[int, SpawnWorker] = {}
+        self.exclusivity: dict[int, Exclusivity] = {}
+        self.tenants = TenantBooks(LIMITS)
+        self.alive: set[int] = set()
+        self.unproved: dict[int, tuple[str, int]] = {}
+        self.asked_to_prove: set[int] = set()
+        # What of each card others really hold: unowned, and by processes of theirs; and what dead workers' bytes are
+        # still in the card's sum, by number, those that were proved free too.
+        self.others: dict[str, tuple[int, int]] = {card.uuid: (0, 0) for card in CARDS}
+        self.lingering: dict[int, tuple[str, int]] = {}
+        self.unlisted: dict[int, tuple[int, int]] = {}
+        self.deadlines: dict[int, tuple[int, int]] = {}
+        self.ended: set[int] = set()
+        self.remembered: dict[int, tuple[str, int]] = {}
+        self.once: set[tuple[type, int]] = set()
+        self.submits = SubmitBooks()
+
+    def send(self, event: Event) -> list[Effect]:
+        if isinstance(event, WorkerExited):
+            if event.lease_id in self.alive and event.lease_id in self.unproved:
+                self.lingering[event.lease_id] = self.unproved[event.lease_id]
+            self.alive.discard(event.lease_id)
+        if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
+            self.unproved.pop(event.lease_id, None)
+        if isinstance(event, WorkerUnlisted) and self.is_provable(event):
+            self.unproved.pop(event.lease_id, None)
+        charges = self.table.charges()
+        effects = self.table.handle(event, self.now_ns)
+        self.table.validate()
+        if not isinstance(event, LeaseRestored | WorkerFound | SubmitFound):
+            self.table.validate_charges(charges)
+        self.disk.saw(event, effects, self.table)
+        self.revoked_last.clear()
+        # Bytes let go by an operator may be granted by the same call.
+        self.submits.is_cleared = any(isinstance(effect, FenceCleared) for effect in effects)
+        for effect in effects:
+            if isinstance(effect, FenceCleared):
+                of_leases = [number for number, lease_id in self.submits.leases.items() if lease_id in effect.lease_ids]
+                for lease_id in (*effect.lease_ids, *effect.warm_ids, *of_leases):
+                    self.forget(lease_id)
+            elif isinstance(effect, SubmitEnded) and self.submits.is_cleared:
+                self.forget(effect.submit_id)
+        for effect in effects:
+            self.execute(effect)
+        return effects
+
+    def forget(self, number: int) -> None:
+        """An operator vouches for its bytes."""
+        self.unproved.pop(number, None)
+        self.lingering.pop(number, None)
+        self.alive.discard(number)
+
+    def unowned_bytes(self, card_uuid: str) -> int:
+        """What the card shows that no process has."""
+        return self.others[card_uuid][0] + sum(held for uuid, held in self.lingering.values() if uuid == card_uuid)
+
+    def booked_bytes(self, card_uuid: str) -> int:
+        """What the table has booked for others."""
+        card = next(card for card in self.table.cards() if card.uuid == card_uuid)
+        return card.unowned_bytes + card.outside_bytes
+
+    def is_provable(self, event: WorkerUnlisted) -> bool:
+        booked = next(card.unowned_bytes for card in self.table.cards() if card.uuid == event.card_uuid)
+        has_settled = event.looked_ns - event.since_ns >= SETTLE_NS
+        return event.lease_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
+
+    def look(self, card_uuid: str) -> None:
+        self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
+
+    def leave_alone(self) -> None:
+        """Others go, and dead workers' bytes with them; the table sees it."""
+        self.lingering.clear()
+        self.others = dict.fromkeys(self.others, (0, 0))
+        # The first look may end a wait that began when others held more: what lasted from then on is booked.
+        for wait_ns in (0, SETTLE_NS, SETTLE_NS):
+            self.now_ns += wait_ns
+            for card in CARDS:
+                self.look(card.uuid)
+
+    def look_for(self, job: ProveReclaimed) -> None:
+        """A look at the card for a dead worker, and another one later unless that was enough."""
+        number, card_uuid = job.lease_id, job.card_uuid
+        unowned = self.unowned_bytes(card_uuid)
+        since_ns, least = self.unlisted.get(number, (self.now_ns, unowned))
+        self.unlisted[number] = since_ns, min(least, unowned)
+        event = WorkerUnlisted(number, card_uuid, unowned, min(least, unowned), since_ns, self.now_ns)
+        is_enough = self.is_provable(event)
+        self.send(event)
+        if not is_enough:
+            self.now_ns += 100 * MS
+            self.jobs.append(job)
+
+    def change_rules(self, rules: TenantRules, renamed: frozenset[str]) -> None:
+        waiting = {waiter.tenant for waiter in self.table.waiting()}
+        self.tenants.change(rules, waiting | {lease.tenant for lease in self.table.snapshots()})
+        self.recycled.renamed |= renamed
+        self.send(TenantRulesChanged(rules, renamed))
+
+    def request(self, event: Event, number: int) -> None:
+        self.open_requests.add(number)
+        self.send(event)
+
+    def execute(self, effect: Effect) -> None:
+        if isinstance(effect, Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied):
+            assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
+            self.open_requests.remove(effect.request)
+        if isinstance(effect, WarmUp | WarmEnded):
+            self.only_once(type(effect), effect.warm_id)
+        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ScrubWorker | ProveReclaimed):
+            self.only_once(type(effect), effect.lease_id)
+        if isinstance(effect, Granted | LeaseEnded):
+            self.only_once(type(effect), effect.lease.lease_id)
+        if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
+            self.remembered[effect.lease.lease_id] = (effect.lease.card_uuid, effect.lease.size_bytes)
+        if isinstance(effect, SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady):
+            self.only_once(type(effect), effect.submit_id)
+            self.submits.saw(effect, self)
+        elif isinstance(effect, SpawnWorker):
+            self.on_spawn(effect)
+        elif isinstance(effect, WarmUp):
+            self.on_warm_up(effect)
+        elif isinstance(effect, RenameWorker):
+            self.on_rename(effect.from_id, effect.to_id)
+        elif isinstance(effect, RecycleWorker):
+            self.recycled.on_recycle(effect, self)
+        elif isinstance(effect, Granted | Renewed):
+            assert effect.lease.lease_id not in self.ended, "an ended lease came back to life"
+            assert effect.lease.lease_id in self.alive, "a lease was granted without a worker"
+            assert effect.lease.deadline_ns is not None
+            assert isinstance(effect, Renewed) or self.table.drain_ns is None, "a lease was granted in a drain"
+            assert effect.lease.deadline_ns <= self.now_ns + self.tenants.max_ttl_s(effect.lease.tenant) * 1000 * MS
+        elif isinstance(effect, SetDeadline):
+            self.on_deadline(effect)
+        elif isinstance(effect, RefuseWork):
+            self.ended.add(effect.lease_id)
+            self.words.setdefault(effect.lease_id, effect.cause)
+            if effect.cause is Cause.REVOKED:
+                self.revoked.add(effect.lease_id)
+                self.revoked_last.add(effect.lease_id)
+        elif isinstance(effect, KillWorker | ScrubWorker | ProveReclaimed):
+            if isinstance(effect, ProveReclaimed):
+                assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
+                self.asked_to_prove.add(effect.lease_id)
+            self.jobs.append(effect)
+        elif isinstance(effect, Warned):
+            assert self.table.get(effect.lease_id) is not None
+            assert effect.lease_id not in self.ended
+        else:
+            self.on_timer_armed(effect)
+
+    def on_timer_armed(self, effect: Effect) -> None:
+        if isinstance(effect, ArmTimer):
+            fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
+            self.timers.append((effect.due_ns, fired))
+        elif isinstance(effect, ArmWaitTimer):
+            self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
+        elif isinstance(effect, ArmHoldTimer):
+            assert effect.due_ns > self.now_ns, "a hold that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
+            self.timers.append((effect.due_ns, HoldTimerFired()))
+        elif isinstance(effect, ArmDrainTimer):
+            assert effect.due_ns > self.now_ns, "a drain that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
+            self.timers.append((effect.due_ns, DrainTimerFired()))
+        elif isinstance(effect, ArmPoolTimer):
+            assert effect.due_ns > self.now_ns, "a pause that is over already"
+            self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
+            self.timers.append((effect.due_ns, PoolTimerFired()))
+
+    def on_deadline(self, effect: SetDeadline) -> None:
+        generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
+        is_again = effect.generation == generation and (
+            self.disk.is_being_read or effect.lease_id in self.submits.leases
+        )
+        assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
+        self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
+
+    def only_once(self, kind: type, lease_id: int) -> None:
+        assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
+        self.once.add((kind, lease_id))
+
+    def on_spawn(self, effect: SpawnWorker) -> None:
+        card = next(card for card in CARDS if card.uuid == effect.card_uuid)
+        has_worker = effect.lease_id in self.unproved
+        self.hold(effect.lease_id, card, effect.size_bytes + card.overhead_bytes)
+        self.check_room(card)
+        on_card = self.leases_on(card) - {effect.lease_id}
+        for lease_id in on_card:
+            assert self.exclusivity[lease_id] not in ALONE, "a lease was put beside one that is to be alone"
+        assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
+        lease = self.table.get(effect.lease_id)
+        assert lease is not None
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
+        if not has_worker:
+            self.alive.add(effect.lease_id)
+        self.spawned[effect.lease_id] = effect
+        self.jobs.append(effect)
+
+    def on_warm_up(self, effect: WarmUp) -> None:
+        card = next(card for card in CARDS if card.uuid == effect.card_uuid)
+        self.hold(effect.warm_id, card, card.overhead_bytes)
+        self.check_room(card)
+        alone = [lease_id for lease_id in self.leases_on(card) if self.exclusivity[lease_id] in ALONE]
+        assert not alone, "a context was made beside a lease that is to be alone"
+        self.alive.add(effect.warm_id)
+        self.jobs.append(effect)
+
+    def on_rename(self, from_id: int, to_id: int) -> None:
+        """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
+        if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
+            if from_id in self.submits.left:
+                self.submits.on_rename(from_id, to_id, self)
+                return
+            assert (LeaseEnded, from_id) in self.once, "a lease was given away that has not ended"
+            return  # It was proved gone: only the table holds something for it.
+        card = next(card for card in CARDS if card.uuid == self.unproved[from_id][0])
+        self.recycled.on_rename(from_id, to_id, self)
+        del self.unproved[from_id]
+        if from_id in self.lingering:
+            self.lingering[to_id] = self.lingering.pop(from_id)
+        assert to_id not in self.unproved, "two workers of one name"
+        self.hold(to_id, card, card.overhead_bytes)
+        if from_id in self.alive:
+            self.alive.remove(from_id)
+            self.alive.add(to_id)
+        if from_id < FIRST_WARM_ID:
+            # What its worker has yet to say, it says under its old name; the lease gets another worker.
+            self.jobs = [job for job in self.jobs if not (isinstance(job, SpawnWorker) and job.lease_id == from_id)]
+            self.once.discard((SpawnWorker, from_id))
+
+    def hold_on(self, number: int, card_uuid: str, size_bytes: int) -> None:
+        self.hold(number, next(card for card in CARDS if card.uuid == card_uuid), size_bytes)
+
+    def hold(self, number: int, card: Card, size_bytes: int) -> None:
+        """A process may hold that much from now on; all that is not proved back must fit beside it."""
+        self.unproved[number] = (card.uuid, size_bytes)
+        held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
+        assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
+
+    def check_room(self, card: Card) -> None:
+        """Something was granted: all of it, and what others hold by the table's books, is no more than the card has.
+
+        Nor is it with the bytes of workers that are dead and proved free, and that are in the card's sum all the same.
+        """
+        held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
+        assert held + self.booked_bytes(card.uuid) <= card.capacity_bytes, "what others hold was granted"
+        twice = sum(
+            held_bytes
+            for number, (uuid, held_bytes) in self.lingering.items()
+            if uuid == card.uuid and number not in self.unproved
+        )
+        assert held + twice <= card.capacity_bytes, "a dead worker's bytes were granted while they are on the card"
+
+    def leases_on(self, card: Card) -> set[int]:
+        return {number for number, (uuid, _) in self.unproved.items() if uuid == card.uuid and number < FIRST_WARM_ID}
+
+    def do_job(self, job: AnyJob, luck: int) -> None:
+        number = job.warm_id if isinstance(job, WarmUp) else job.lease_id
+        number = job.submit_id if isinstance(job, SpawnSubmit) else number
+        if isinstance(job, KillWorker):
+            self.send(WorkerExited(number, "killed"))
+        elif isinstance(job, ScrubWorker):
+            self.recycled.scrub(number, luck, self)
+        elif isinstance(job, ProveReclaimed):
+            if luck % 6 == 0:
+                self.send(ReclaimFailed(number, "NVML gave an error"))
+            else:
+                self.look_for(job)
+        elif luck % 8 == 0:
+            self.send(WorkerFailed(number, "no context"))
+        elif number in self.alive:
+            self.send(WorkerReady(number))
+
+    def fire(self, event: AnyTimer) -> None:
+        effects = self.send(event)
+        if isinstance(event, TimerFired) and event.lease_id >= FIRST_SUBMIT_ID:
+            return
+        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
+            is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
+            assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
+        drain_ns = self.table.drain_ns
+        if event == DrainTimerFired() and drain_ns is not None and self.now_ns >= drain_ns:
+            active = [lease for lease in self.table.snapshots() if lease.state is LeaseState.ACTIVE]
+            assert not active, "a lease outlived the drain"
+        if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
+            generation, deadline_ns = self.deadlines[event.lease_id]
+            lease = self.table.get(event.lease_id)
+            if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
+                assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
+
+    def restart(self, *, is_tail_lost: bool, is_zygote_told: bool) -> None:
+        """The daemon is killed and comes back: it knows what its journal knows, and what workers and pages show.
+
+        What the last event changed may not have reached the disk, though its effects were carried out; then nobody
+        was told of it.
+        """
+        before = self.table
+        if is_zygote_told:
+            self.remembered.clear()
+        if is_tail_lost:
+            self.disk.lose_tail()
+        contents = self.disk.read()
+        # One that was revoked before its grant, in what was lost: nobody knows its id.
+        if is_tail_lost:
+            self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
+        self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds)
+        self.tenants.change(LIMITS.tenants, (kept.tenant for kept in contents.leases))
+        self.open_requests, self.timers, self.lost_timers, self.jobs = set(), [], [], []
+        self.recycled.renamed, self.asked_to_prove, self.once = (
+            set(),
+            set(),
+            {(kind, number) for kind, number in self.once if kind is Granted},
+        )
+        # What is on the disk as ended ends no second time.
+        self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
+        found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
+        for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
+            if number not in self.ended and (Granted, number) not in self.once:
+                # Nobody was told of it, and its worker went back to the pool: it is nowhere.
+                del self.spawned[number]
+        fenced = {kept.lease_id for kept in contents.leases if kept.state is LeaseState.FENCED}
+        going_on = {kept.lease_id for kept in contents.leases} - fenced
+        of_leases = {number for number in found if self.submits.leases.get(number) in going_on}
+        for kept in contents.leases:
+            was_opened = kept.lease_id in self.submits.opened
+            self.send(LeaseRestored(self.as_its_page_says(kept), kept.lease_id in self.alive, was_opened))
+        for number in sorted(of_leases):
+            is_running = number in self.alive & self.submits.running
+            uuid, held_bytes = self.unproved[number]
+            size_bytes = held_bytes - next(card.overhead_bytes for card in CARDS if card.uuid == uuid)
+            self.send(SubmitFound(number, self.submits.leases[number], uuid, is_running, 1000, size_bytes))
+        for found_as in sorted(found - of_leases - {kept.warm_id for kept in contents.warm}):
+            number = self.submits.renumber(found_as, self)
+            uuid, held_bytes = self.unproved[number]
+            self.tenants.leases.pop(number, None)
+            self.exclusivity[number] = Exclusivity.SHARED
+            self.send(WorkerFound(number, uuid, held_bytes, self.submits.left.get(number, 0)))
+        self.find_ended()
+        self.disk.is_being_read = False
+        self.unlisted.clear()
+        for card in CARDS:
+            self.look(card.uuid)
+        if self.table.drain_ns is not None:
+            self.fire(DrainTimerFired())
+        if not is_tail_lost:
+            assert self.table.drain_ns == before.drain_ns, "a restart changed a drain"
+            lease_ids = {*(kept.lease_id for kept in contents.leases), *self.disk.buried()}
+            check_answers(before, self.table, lease_ids, self.now_ns)
+        self.send(PoolTimerFired())
+
+    def find_ended(self) -> None:
+        """The zygote was not told to forget workers whose leases had ended: they are dead, and told of as ever."""
+        for number, (uuid, size_bytes) in self.remembered.items():
+            lease = self.table.get(number)
+            if lease is not None and lease.state is LeaseState.TORNDOWN:
+                self.send(WorkerFound(number, uuid, size_bytes))
+                assert self.table.get(number) == lease, "an ended lease came back"
+
+    def as_its_page_says(self, kept: KeptLease) -> KeptLease:
+        """What the daemon does when it comes back: the later deadline counts, and a flipped word ends a lease."""
+        generation, deadline_ns = self.deadlines.get(kept.lease_id, (0, 0))
+        if kept.state is not LeaseState.ACTIVE or kept.deadline_ns is None:
+            return kept
+        cause = self.words.get(kept.lease_id)
+        state = LeaseState.ACTIVE if cause is None else LeaseState.DRAINING
+        return kept._replace(
+            generation=max(generation, kept.generation),
+            deadline_ns=max(deadline_ns, kept.deadline_ns),
+            state=state,
+            cause=cause,
+        )
+
+    def finish(self) -> None:
+        """Everything that was slow or lost happens after all, in due order; what was dead is gone."""
+        self.lingering.clear()
+        self.timers += self.lost_timers
+        while self.jobs or self.timers:
+            while self.jobs:
+                self.do_job(self.jobs.pop(0), 1)
+            if self.timers:
+                self.timers.sort(key=lambda timer: timer[0])
+                due_ns, event = self.timers.pop(0)
+                self.now_ns = max(self.now_ns, due_ns)
+                self.fire(event)

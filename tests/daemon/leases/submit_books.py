@@ -1,0 +1,114 @@
+"""What is known of submits, kept apart from the table's own books."""
+
+from typing import TYPE_CHECKING
+
+from gpulease.daemon.leases import (
+    FIRST_SUBMIT_ID,
+    LeaseSnapshot,
+    LeaseState,
+    RefuseSubmit,
+    SessionOpened,
+    SpawnSubmit,
+    SubmitEnded,
+    SubmitFenced,
+    SubmitReady,
+)
+
+if TYPE_CHECKING:
+    from .simulated import Shell
+
+AnySubmitEffect = SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady
+
+
+class SubmitBooks:
+    """Whose submits there were, which were told of, and whether an operator has just vouched for what is fenced."""
+
+    def __init__(self) -> None:
+        self.leases: dict[int, int] = {}
+        self.running: set[int] = set()
+        self.is_cleared = False
+        # Those that run in place of a session; leases whose session was opened.
+        self.in_place: set[int] = set()
+        self.opened: set[int] = set()
+        # By the number that was drawn for what is left of a submit: its lease.
+        self.left: dict[int, int] = {}
+
+    def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
+        """A submit goes on only while its lease is active, and is forgotten only once its bytes are proved back."""
+        lease = shell.table.get(self.leases.get(effect.submit_id, 0))
+        if isinstance(effect, SpawnSubmit):
+            self._start(effect, shell)
+        elif isinstance(effect, SubmitReady):
+            assert effect.submit_id in shell.alive, "a submit was told of without a worker"
+            assert lease is not None
+            assert lease.state is LeaseState.ACTIVE
+            self.running.add(effect.submit_id)
+        elif isinstance(effect, RefuseSubmit):
+            self.running.discard(effect.submit_id)
+        elif isinstance(effect, SubmitEnded):
+            is_fence = lease is not None and lease.state is LeaseState.FENCED
+            if effect.submit_id in self.in_place and lease is not None and not is_fence:
+                self._give_session_place_back(lease, shell)
+            assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
+
+    def renumber(self, number: int, shell: "Shell") -> int:
+        """What is left of a submit whose lease is not known, or is fenced, gets a number that is drawn."""
+        if number < FIRST_SUBMIT_ID:
+            return number
+        drawn = number - FIRST_SUBMIT_ID + (1 << 64)
+        self.left[drawn] = self.leases[number]
+        self.on_rename(number, drawn, shell)
+        return drawn
+
+    def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
+        """What is left of a submit is known by another number."""
+        shell.unproved[to_id] = shell.unproved.pop(from_id)
+        if from_id in shell.alive:
+            shell.alive.remove(from_id)
+            shell.alive.add(to_id)
+
+    def open_session(self, lease_id: int, shell: "Shell") -> None:
+        """Somebody attaches if the table lets them: then no submit may be where the session's memory is."""
+        shell.send(SessionOpened(lease_id))
+        lease = shell.table.get(lease_id)
+        if lease is None or lease.state is not LeaseState.ACTIVE:
+            return
+        if shell.table.submits.in_place_of_session(lease_id) is None:
+            beside = [number for number in self.in_place & shell.unproved.keys() if self.leases[number] == lease_id]
+            assert not beside, "a session was opened in memory that a submit has"
+            self.opened.add(lease_id)
+
+    def _take_session_place(self, effect: SpawnSubmit, shell: "Shell", overhead_bytes: int) -> int:
+        assert effect.lease_id not in self.opened, "a submit was put where a session's memory is"
+        self.in_place.add(effect.submit_id)
+        shell.hold_on(effect.lease_id, effect.card_uuid, overhead_bytes)
+        return overhead_bytes
+
+    def _give_session_place_back(self, lease: LeaseSnapshot, shell: "Shell") -> None:
+        overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == lease.card_uuid)
+        if lease.lease_id in shell.unproved:
+            shell.hold_on(lease.lease_id, lease.card_uuid, lease.size_bytes + overhead_bytes)
+
+    def _start(self, effect: SpawnSubmit, shell: "Shell") -> None:
+        lease = shell.table.get(effect.lease_id)
+        beside = [number for number in shell.unproved if self.leases.get(number) == effect.lease_id]
+        assert not beside, "two submits of a lease at a time"
+        assert lease is not None
+        own_bytes = shell.unproved[effect.lease_id][1]
+        overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
+        if shell.spawned[effect.lease_id].size_bytes == lease.size_bytes:
+            own_bytes = self._take_session_place(effect, shell, overhead_bytes)
+            sizes = (lease.size_bytes, lease.size_bytes - overhead_bytes)
+            assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"
+        else:
+            assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
+        self.leases[effect.submit_id] = effect.lease_id
+        # An earlier daemon's may have had the number: nothing is kept of those that are gone.
+        shell.deadlines.pop(effect.submit_id, None)
+        assert effect.is_warm == (effect.submit_id in shell.unproved), "a context is there, or it is not"
+        shell.hold_on(effect.submit_id, effect.card_uuid, effect.size_bytes + overhead_bytes)
+        if effect.submit_id in self.in_place and effect.size_bytes == lease.size_bytes:
+            shell.check_room(next(card for card in shell.cards if card.uuid == effect.card_uuid))
+        if not effect.is_warm:
+            shell.alive.add(effect.submit_id)
+        shell.jobs.append(effect)

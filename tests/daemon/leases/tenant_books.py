@@ -1,0 +1,54 @@
+"""What each tenant has, kept apart from the table's own books."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from gpulease.daemon.leases import Card, CoreLimits
+from gpulease.daemon.leases.rules import TenantLimits, TenantRules
+
+RULES = TenantRules(
+    by_name={
+        "ann": TenantLimits(max_vram_bytes=600, max_ttl_s=6),
+        "bob": TenantLimits(devices=("0", "mig-c"), max_leases=4),
+        "cid": TenantLimits(acquires_per_minute=300, acquire_burst=4),
+    }
+)
+
+
+NARROW = TenantRules(default=TenantLimits(max_vram_bytes=200, max_leases=1, max_ttl_s=2, devices=("1",)))
+WIDE = TenantRules()
+"""Others that an operator may change them to."""
+
+
+class TenantBooks:
+    """Leases by their tenants.
+
+    Attributes:
+        exempt: Tenants who had or awaited something when the rules changed.
+    """
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.limits = limits
+        self.leases: dict[int, tuple[str, int]] = {}
+        self.exempt: set[str] = set()
+
+    def change(self, rules: TenantRules, exempt: Iterable[str]) -> None:
+        """Others hold from now on, but for what these tenants have and wait for."""
+        self.limits = replace(self.limits, tenants=rules)
+        self.exempt |= set(exempt)
+
+    def check_spawn(self, lease_id: int, tenant: str, size_bytes: int, card: Card, unproved: Iterable[int]) -> None:
+        """Fails if a lease is one more than its tenant may have; `unproved` are all that may hold bytes."""
+        self.leases[lease_id] = tenant, size_bytes
+        if tenant in self.exempt:
+            return
+        own = self.limits.tenants.of(tenant)
+        sizes = [size for other in unproved for name, size in (self.leases.get(other, ("", 0)),) if name == tenant]
+        assert sum(sizes) <= (own.max_vram_bytes or sum(sizes)), "a tenant has more bytes than it may have"
+        assert len(sizes) <= (own.max_leases or self.limits.max_leases_per_tenant), "a tenant has too many leases"
+        assert own.devices is None or any(map(card.answers_to, own.devices)), "a tenant is on a card it may not use"
+
+    def max_ttl_s(self, tenant: str) -> int:
+        """The longest time to live that the tenant may be granted."""
+        own = None if tenant in self.exempt else self.limits.tenants.of(tenant).max_ttl_s
+        return own or self.limits.max_ttl_s

@@ -1,0 +1,217 @@
+"""A node that is drained: who is let in, who is told what, and who is ended when."""
+
+import pytest
+
+from gpulease.daemon.leases import (
+    ArmDrainTimer,
+    Card,
+    Cause,
+    DenialReason,
+    Denied,
+    DrainCancelled,
+    DrainRequested,
+    DrainSet,
+    DrainTimerFired,
+    Effect,
+    FreeRequested,
+    LeaseState,
+    PoolTimerFired,
+    ReclaimProved,
+    RefuseWork,
+    Renewed,
+    RenewRequested,
+    RevokeRequested,
+    SpawnWorker,
+    TimerKind,
+    WarmUp,
+    Warned,
+    WorkerExited,
+    WorkerReady,
+    ends_ns,
+)
+from gpulease.daemon.leases.admission import RENEWAL_SLACK_MS
+from gpulease.daemon.leases.rules import DRAINS, ENDS_SOON
+from gpulease.protocol.opcodes import Phase
+
+from .scenario import MS, S, Scenario, denied, one
+
+SLACK_NS = RENEWAL_SLACK_MS * MS
+
+
+def drain(s: Scenario, within_s: float = 5) -> list[Effect]:
+    return s.do(DrainRequested(90, int(within_s * 1000)))
+
+
+def renew(s: Scenario, ttl_ms: int) -> list[Effect]:
+    return s.do(RenewRequested(91, 1, "ann", ttl_ms))
+
+
+def test_nobody_is_let_in() -> None:
+    s = Scenario()
+    s.acquire(1, 60)
+    s.do(WorkerReady(1))
+    s.acquire(2, 20)
+    s.acquire(3, 90, wait_ms=9000)
+    out = drain(s)
+    refused = {effect.request: effect.denial for effect in out if isinstance(effect, Denied)}
+    assert set(refused) == {1002, 1003}, "who waits, and who has no worker yet"
+    assert {denial.reason for denial in refused.values()} == {DenialReason.DRAINED}
+    assert one(out, DrainSet) == DrainSet(90, s.now_ns + 5 * S, 1)
+    denial = denied(s.at(2).acquire(4))
+    assert denial.reason is DenialReason.DRAINED
+    assert "in 3 s" in denial.message
+    assert "another node" in denial.hint
+    s.at(3).do(DrainTimerFired())
+    assert "is drained" in denied(s.acquire(5)).message
+
+
+def test_who_is_there_is_warned_and_ended_at_the_deadline() -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=60_000)
+    out = drain(s)
+    assert one(out, Warned) == Warned(1, Phase.WARNING, 5000)
+    assert one(out, ArmDrainTimer).due_ns == s.now_ns + 5 * S
+    assert one(s.at(4).do(DrainTimerFired()), ArmDrainTimer).due_ns == s.now_ns + S, "an early timer ends nobody"
+    out = s.at(1).do(DrainTimerFired())
+    assert one(out, RefuseWork).cause is Cause.DRAINED
+    assert s.lease(1).reason == "the node is drained"
+    s.fire(1, TimerKind.GRACE)
+    s.gone(1)
+    assert s.lease(1).state is LeaseState.TORNDOWN
+    assert denied(s.do(FreeRequested(92, 1, "ann"))).reason is DenialReason.DRAINED
+    assert not s.do(DrainTimerFired())
+
+
+def test_a_lease_that_ends_by_itself_ends_as_ever() -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=2000)
+    drain(s)
+    assert one(s.at(2).fire(1, TimerKind.EXPIRY), RefuseWork).cause is Cause.EXPIRED
+
+
+@pytest.mark.parametrize(
+    ("had_ms", "asked_ms", "lasts_ns"),
+    [
+        (2000, 3000, 3 * S),
+        (2000, 60_000, 5 * S + SLACK_NS),
+        (60_000, 70_000, 60 * S),
+    ],
+    ids=["all that was asked for", "capped", "what it had"],
+)
+def test_renewals_reach_to_the_deadline(had_ms: int, asked_ms: int, lasts_ns: int) -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=had_ms)
+    drain(s)
+    renewed = one(renew(s, asked_ms), Renewed).lease
+    assert renewed.deadline_ns is not None
+    assert renewed.deadline_ns - s.now_ns == lasts_ns
+    assert ends_ns(renewed.deadline_ns, s.table.drain_ns) == min(s.now_ns + 5 * S, renewed.deadline_ns)
+    s.at(5).do(DrainTimerFired())
+    assert s.lease(1).cause in (Cause.DRAINED, Cause.EXPIRED)
+    assert s.lease(1).cause is Cause.DRAINED or lasts_ns < 5 * S
+
+
+def test_a_worker_stops_by_itself_if_nobody_tells_it_of_the_end() -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=1000)
+    drain(s)
+    renew(s, 8000)
+    out = s.at(5 + RENEWAL_SLACK_MS / 1000).fire(1, TimerKind.EXPIRY, generation=2)
+    assert one(out, RefuseWork).cause is Cause.EXPIRED
+
+
+@pytest.mark.parametrize(("later_s", "left_ms"), [(1, 1000), (9, 9000), (0, 0)])
+def test_asked_again_the_new_deadline_counts(later_s: int, left_ms: int) -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=60_000)
+    drain(s)
+    out = drain(s, later_s)
+    assert one(out, Warned).left_ms == left_ms
+    out += s.at(later_s).do(DrainTimerFired())
+    assert one(out, RefuseWork).cause is Cause.DRAINED
+
+
+def test_cancelled_all_goes_on() -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=60_000)
+    drain(s)
+    out = s.at(1).do(DrainCancelled(93))
+    assert one(out, DrainSet) == DrainSet(93, None, 1)
+    assert one(out, Warned).phase is Phase.ACTIVE
+    assert not s.at(10).do(DrainTimerFired())
+    assert s.lease(1).deadline_ns == s.now_ns + 49 * S, "it has lost none of its time"
+    assert s.active(2, ttl_ms=1000).state is LeaseState.ACTIVE
+    assert one(s.do(DrainCancelled(94)), DrainSet).deadline_ns is None
+
+
+def test_the_pool_is_let_go_and_made_anew() -> None:
+    s = Scenario()
+    s.table = type(s.table)([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
+    warm = one(s.do(PoolTimerFired()), WarmUp)
+    s.do(WorkerReady(warm.warm_id))
+    drain(s)
+    s.do(WorkerExited(warm.warm_id, "killed"))
+    assert not [effect for effect in s.do(ReclaimProved(warm.warm_id)) if isinstance(effect, WarmUp)]
+    assert not s.table.warming()
+    assert one(s.at(60).do(DrainCancelled(95)), WarmUp).warm_id == warm.warm_id + 1
+
+
+def test_a_lease_placed_on_a_warm_context_is_refused_too() -> None:
+    s = Scenario()
+    s.table = type(s.table)([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
+    s.do(WorkerReady(one(s.do(PoolTimerFired()), WarmUp).warm_id))
+    one(s.acquire(1), SpawnWorker)
+    assert denied(drain(s)).reason is DenialReason.DRAINED
+    s.gone(1)
+    assert s.lease(1).cause is Cause.DRAINED
+
+
+# --- where a lease stands ---
+
+
+def standing(s: Scenario, lease_id: int = 1) -> tuple[Phase, int, str, str]:
+    found = s.table.standing(lease_id, s.now_ns)
+    assert found is not None
+    return found.phase, found.left_ms(s.now_ns), found.cause, found.reason
+
+
+@pytest.mark.parametrize(("ttl_s", "warning_s"), [(10, 1), (300, 30), (3600, 30)])
+def test_a_lease_s_own_end_is_warned_of(ttl_s: int, warning_s: int) -> None:
+    s = Scenario()
+    assert s.table.standing(1, s.now_ns) is None
+    s.acquire(1, ttl_ms=ttl_s * 1000)
+    assert s.table.standing(1, s.now_ns) is None, "nobody has it yet"
+    s.do(WorkerReady(1))
+    assert standing(s) == (Phase.ACTIVE, (ttl_s - warning_s) * 1000, "", "")
+    found = s.table.standing(1, s.now_ns)
+    assert found is not None
+    assert found.look_again_ns == s.now_ns + (ttl_s - warning_s) * S
+    s.at(ttl_s - warning_s)
+    assert standing(s) == (Phase.WARNING, warning_s * 1000, "", ENDS_SOON)
+    renew(s, ttl_s * 1000)
+    assert standing(s)[0] is Phase.ACTIVE
+
+
+def test_the_whole_way() -> None:
+    s = Scenario()
+    s.active(1, ttl_ms=60_000)
+    drain(s)
+    assert standing(s) == (Phase.WARNING, 5000, "", DRAINS)
+    s.at(5).do(DrainTimerFired())
+    assert standing(s) == (Phase.GRACE, 20, "drained", "the node is drained")
+    s.at(0.02).fire(1, TimerKind.GRACE)
+    assert standing(s) == (Phase.TEARDOWN, 30_000, "drained", "the node is drained")
+    s.gone(1)
+    assert standing(s) == (Phase.ENDED, 0, "drained", "the node is drained")
+
+
+def test_a_fenced_lease_has_ended() -> None:
+    s = Scenario()
+    s.active(1)
+    s.do(RevokeRequested(96, 1, "because"))
+    s.at(0.02).fire(1, TimerKind.GRACE)
+    s.at(30).fire(1, TimerKind.RECLAIM)
+    assert s.lease(1).state is LeaseState.FENCED
+    phase, _, cause, reason = standing(s)
+    assert (phase, cause) == (Phase.ENDED, "revoked")
+    assert "could not be reaped" in reason

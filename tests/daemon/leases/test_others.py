@@ -1,0 +1,280 @@
+"""What others hold of a card: booked once it lasts, off the capacity, and never in the way of a dead worker's proof."""
+
+from typing import Final
+
+import pytest
+
+from gpulease.daemon.leases import (
+    CapacityChanged,
+    Card,
+    CardLooked,
+    Cause,
+    DenialReason,
+    Effect,
+    FreeRequested,
+    LeaseEnded,
+    LeaseState,
+    LeaseTable,
+    PoolTimerFired,
+    ReclaimProved,
+    WarmState,
+    WorkerExited,
+    WorkerReady,
+    WorkerUnlisted,
+)
+from gpulease.daemon.leases.devices import SETTLE_NS, Growth
+from gpulease.daemon.leases.rules import CoreLimits
+from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S
+
+from .scenario import OVERHEAD, S, Scenario, denied, kinds, one, placed
+
+SETTLE_S: Final = SETTLE_NS / S
+SLACK: Final = 8
+
+
+class Node(Scenario):
+    """A card of 110 bytes whose contexts cost 10; it was looked at once, when there was nobody else."""
+
+    def __init__(self, *, warm: int = 0, spare: int = 0, slack: int = 0, is_looked_at: bool = True) -> None:
+        super().__init__()
+        card = Card("GPU-a", 0, "Test Card", 110, OVERHEAD, spare_bytes=spare, slack_bytes=slack)
+        self.table = LeaseTable((card,), CoreLimits(), warm)
+        self.fill()
+        if is_looked_at:
+            self.look(0)
+
+    def fill(self) -> None:
+        """Let the pool make what it wants."""
+        self.do(PoolTimerFired())
+        while wanted := [one.warm_id for one in self.table.warming() if one.state is WarmState.WARMING]:
+            self.do(WorkerReady(wanted[0]))
+
+    def look(self, unowned: int, outside: int = 0) -> list[Effect]:
+        return self.do(CardLooked("GPU-a", unowned, outside, self.now_ns))
+
+    def settled(self, unowned: int, outside: int = 0) -> list[Effect]:
+        """Two looks that show the same, far enough apart."""
+        self.look(unowned, outside)
+        return self.at(SETTLE_S).look(unowned, outside)
+
+    def dead(self, lease_id: int) -> int:
+        """A lease is given back and its worker reaped; the time."""
+        self.do(FreeRequested(50, lease_id, "ann"))
+        self.reaped(lease_id)
+        return self.now_ns
+
+    def unlisted(self, lease_id: int, unowned: int, since_ns: int, least: int | None = None) -> list[Effect]:
+        """The card does not list the lease's process; so much belongs to nobody."""
+        least = unowned if least is None else least
+        return self.do(WorkerUnlisted(lease_id, "GPU-a", unowned, least, since_ns, self.now_ns))
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """Capacity, and what is booked as unowned and as outside."""
+        card = self.card()
+        return card.capacity_bytes, card.unowned_bytes, card.outside_bytes
+
+
+# --- a dead worker's bytes ---
+
+
+def test_a_dead_workers_bytes_are_granted_only_when_they_are_nobodys_no_more() -> None:
+    """They stay in the card's sum for a while after the process has left the card's list."""
+    s = Node()
+    s.active(1, 90)
+    since = s.dead(1)
+    assert s.unlisted(1, 100, since) == []
+    assert denied(s.acquire(2, 20)).reason is DenialReason.CAPACITY_EXCEEDED
+    s.at(0.074)
+    assert one(s.unlisted(1, 0, since), LeaseEnded).lease.state is LeaseState.TORNDOWN
+    assert placed(s.acquire(3, 100)) == [(3, "GPU-a")]
+    assert s.figures == (110, 0, 0)
+
+
+def test_bytes_that_stay_are_the_nodes_and_the_slice_is_not_fenced() -> None:
+    """As with a managed variable: the driver keeps 15 bytes for as long as any context lives."""
+    s = Node()
+    s.active(1, 60)
+    s.active(2, 10)
+    since = s.dead(1)
+    s.unlisted(1, 15, since)
+    assert s.at(SETTLE_S - 0.1).unlisted(1, 15, since) == []
+    effects = s.at(0.1).unlisted(1, 15, since)
+    assert kinds(effects)[0] is CapacityChanged, "it is booked before anything is let go"
+    assert one(effects, LeaseEnded).lease.state is LeaseState.TORNDOWN
+    assert s.figures == (95, 15, 0)
+    assert s.card().available_bytes == 95 - 20 - OVERHEAD
+
+
+def test_what_is_booked_for_a_proof_is_what_lasted() -> None:
+    """Another worker's bytes, which linger as it dies, are in the last look and not in the first."""
+    s = Node()
+    s.active(1, 20)
+    since = s.dead(1)
+    s.at(SETTLE_S).unlisted(1, 60, since, least=15)
+    assert s.figures == (95, 15, 0)
+    assert s.lease(1).state is LeaseState.TORNDOWN
+
+
+def test_a_worker_that_was_not_reaped_is_not_proved_gone_whatever_the_card_lists() -> None:
+    s = Node()
+    s.active(1, 20)
+    s.do(FreeRequested(50, 1, "ann"))
+    s.at(10).unlisted(1, 0, s.now_ns)
+    assert s.lease(1).state is LeaseState.DRAINING
+
+
+def test_a_warm_contexts_bytes_are_proved_by_the_same_rules() -> None:
+    s = Node(warm=1)
+    (context,) = s.table.warming()
+    s.do(WorkerExited(context.warm_id, "it died"))
+    since = s.now_ns
+    s.unlisted(context.warm_id, 15, since)
+    assert len(s.table.warming()) == 1
+    s.at(SETTLE_S).unlisted(context.warm_id, 15, since)
+    s.at(FIRST_BACK_OFF_S)
+    s.fill()
+    assert s.figures == (95, 15, 0)
+    assert s.card().warm_contexts == 1, "the pool is full again"
+
+
+# --- what others take and give back ---
+
+
+def test_what_lasts_is_booked_and_comes_down_again() -> None:
+    s = Node()
+    s.look(15)
+    assert s.figures == (110, 0, 0)
+    changed = one(s.at(SETTLE_S).look(20), CapacityChanged)
+    assert changed.is_less
+    assert s.figures == (95, 15, 0), "the least of what was seen"
+    s.look(0)
+    assert s.figures == (95, 15, 0)
+    changed = one(s.at(SETTLE_S).look(3), CapacityChanged)
+    assert not changed.is_less
+    assert s.figures == (107, 3, 0), "the most of what was seen"
+
+
+def test_what_does_not_last_is_not_booked() -> None:
+    s = Node()
+    for unowned in (15, 0, 90, 0, 15, 0):
+        s.at(0.9 * SETTLE_S).look(unowned)
+        assert s.figures == (110, 0, 0)
+
+
+def test_other_programs_bytes_are_off_the_capacity_at_once() -> None:
+    s = Node()
+    s.look(0, outside=50)
+    assert s.figures == (60, 0, 50)
+    assert denied(s.acquire(1, 51)).reason is DenialReason.CAPACITY_EXCEEDED
+    # Such a program ends: its bytes are nobody's for a moment, and can't be granted meanwhile.
+    s.look(50)
+    assert s.card().capacity_bytes == 60
+    s.at(0.1).look(0)
+    s.at(SETTLE_S).look(0)
+    assert s.figures == (110, 0, 0)
+
+
+def test_the_first_look_counts_as_it_is() -> None:
+    """A daemon that comes back does not know what its predecessor had booked."""
+    s = Node(is_looked_at=False)
+    s.look(15, outside=20)
+    assert s.figures == (75, 15, 20)
+
+
+def test_a_look_from_before_the_last_proof_counts_for_nothing() -> None:
+    s = Node()
+    s.settled(60)
+    s.look(0)
+    s.active(1, 30)
+    early_ns = s.now_ns + SETTLE_NS
+    s.at(SETTLE_S + 0.01)
+    # While 40 bytes linger, it is proved: as many are booked already.
+    s.unlisted(1, 40, s.dead(1))
+    assert s.lease(1).state is LeaseState.TORNDOWN
+    assert s.do(CardLooked("GPU-a", 0, 0, early_ns)) == []
+    s.look(40)
+    assert s.card().capacity_bytes == 70
+
+
+def test_who_waits_is_served_when_others_leave() -> None:
+    s = Node()
+    s.settled(60)
+    assert s.acquire(1, 60, wait_ms=60_000, ttl_ms=1000) != []
+    assert s.table.get(1) is None
+    s.look(0)
+    assert placed(s.at(SETTLE_S).look(0)) == [(1, "GPU-a")]
+
+
+def test_the_pool_gives_way_to_others_and_comes_back() -> None:
+    s = Node(warm=3)
+    s.active(1, 60)
+    s.at(1)
+    s.fill()
+    assert s.card().warm_contexts == 3
+    s.look(0, outside=25)
+    gone = [context.warm_id for context in s.table.warming() if context.state is WarmState.DROPPING]
+    assert len(gone) == 2
+    for warm_id in gone:
+        s.do(WorkerExited(warm_id, "it was killed"))
+        s.do(ReclaimProved(warm_id))
+    assert s.at(10).card().warm_contexts == 1
+    s.look(0)
+    s.at(SETTLE_S).look(0)
+    s.fill()
+    assert s.card().warm_contexts == 3
+
+
+def test_a_lease_that_waits_for_room_which_others_take_is_refused() -> None:
+    s = Node(warm=2)
+    s.acquire(1, 100)
+    effects = s.look(0, outside=20)
+    assert denied(effects).reason is DenialReason.SESSION_FAILED
+    s.gone(1)
+    assert s.card().held_bytes == 0
+
+
+def test_leases_keep_what_they_were_granted() -> None:
+    s = Node()
+    s.active(1, 90)
+    s.look(0, outside=60)
+    assert s.lease(1).state is LeaseState.ACTIVE
+    assert (s.card().free_bytes, s.card().available_bytes) == (0, 0)
+    s.do(FreeRequested(50, 1, "ann"))
+    s.gone(1)
+    assert s.card().available_bytes == 50 - OVERHEAD
+
+
+def test_what_the_operator_spares_is_taken_first() -> None:
+    s = Node(spare=40)
+    s.settled(15, outside=20)
+    assert s.figures == (110, 15, 20)
+    s.look(15, outside=30)
+    assert s.figures == (105, 15, 30)
+
+
+# --- slack ---
+
+
+def test_what_is_within_the_slack_is_not_booked() -> None:
+    s = Node(slack=SLACK)
+    s.settled(SLACK)
+    assert s.figures == (110, 0, 0)
+    s.active(1)
+    since = s.dead(1)
+    s.unlisted(1, SLACK, since)
+    assert s.lease(1).cause is Cause.FREED
+    assert s.lease(1).state is LeaseState.TORNDOWN
+
+
+@pytest.mark.parametrize("seen", [SLACK + 1, SLACK, SLACK // 2 + 1])
+def test_a_figure_about_the_slack_is_not_booked_and_let_go_in_turns(seen: int) -> None:
+    growth = Growth(SLACK, settles=False)
+    growth.look(SLACK + 1, 0)
+    assert growth.booked_bytes == SLACK + 1
+    growth.look(seen, 1)
+    growth.look(seen, SETTLE_NS + 1)
+    assert growth.booked_bytes == SLACK + 1
+    growth.look(SLACK // 2, SETTLE_NS + 2)
+    growth.look(SLACK // 2, 2 * SETTLE_NS + 2)
+    assert growth.booked_bytes == 0

@@ -1,0 +1,162 @@
+"""What one tenant may have, and what it is told when that is used up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.daemon.leases import (
+    CoreLimits,
+    DenialReason,
+    Denied,
+    Effect,
+    Renewed,
+    RenewRequested,
+    TenantRulesChanged,
+    WorkerReady,
+)
+from gpulease.daemon.leases.rules import NS_PER_MINUTE, AcquireRates, TenantLimits, TenantRules
+
+from .scenario import Scenario, card, one
+
+ANN = "ann"
+
+
+def scene(**own: object) -> Scenario:
+    """Two cards; ann's bounds are her own, nobody else has any."""
+    rules = TenantRules(by_name={ANN: TenantLimits(**own)})  # type: ignore[arg-type]
+    return Scenario(card(0, 110), card(1, 110), limits=CoreLimits(tenants=rules))
+
+
+def check_denied(effects: list[Effect], limit: str, reason: DenialReason = DenialReason.LIMIT) -> str:
+    denial = one(effects, Denied).denial
+    assert denial.reason is reason
+    assert f"(limit {limit} of tenant 'ann')" in denial.message
+    assert denial.hint.endswith(".")
+    return denial.hint
+
+
+def test_bytes() -> None:
+    scenario = scene(max_vram_bytes=50)
+    scenario.active(1, 30)
+    check_denied(scenario.acquire(2, 21), "max_vram")
+    scenario.active(3, 20)
+    scenario.active(4, 60, tenant="bob")
+    check_denied(scenario.acquire(5, 1), "max_vram")
+
+
+def test_bytes_in_line_count() -> None:
+    scenario = scene(max_vram_bytes=150)
+    scenario.active(1, 100, tenant="bob")
+    scenario.active(2, 100, tenant="bob")
+    assert not [effect for effect in scenario.acquire(3, 100, wait_ms=5000) if isinstance(effect, Denied)]
+    check_denied(scenario.acquire(4, 51, wait_ms=5000), "max_vram")
+
+
+def test_leases() -> None:
+    scenario = scene(max_leases=1)
+    scenario.active(1, 1)
+    check_denied(scenario.acquire(2, 1), "max_leases")
+    for lease_id in (3, 4):
+        scenario.active(lease_id, 1, tenant="bob")
+
+
+def test_more_leases_than_tenants_have_as_a_rule() -> None:
+    rules = TenantRules(by_name={ANN: TenantLimits(max_leases=3)})
+    scenario = Scenario(limits=CoreLimits(max_leases_per_tenant=1, tenants=rules))
+    for lease_id in (1, 2, 3):
+        scenario.active(lease_id, 1)
+    check_denied(scenario.acquire(4, 1), "max_leases")
+
+
+def test_time_to_live_at_an_acquire_and_a_renewal() -> None:
+    scenario = scene(max_ttl_s=10)
+    check_denied(scenario.acquire(1, ttl_ms=10_001), "max_ttl_s")
+    scenario.active(2, ttl_ms=10_000)
+    check_denied(scenario.do(RenewRequested(9, 2, ANN, 10_001)), "max_ttl_s")
+    # An operator, too, renews it for its tenant.
+    check_denied(scenario.do(RenewRequested(9, 2, "root", 10_001, is_operator=True)), "max_ttl_s")
+    assert one(scenario.do(RenewRequested(9, 2, ANN, 10_000)), Renewed)
+    scenario.active(3, tenant="bob", ttl_ms=20_000)
+
+
+def test_cards() -> None:
+    scenario = scene(devices=("GPU-B",))
+    for lease_id in (1, 2):
+        assert scenario.active(lease_id, 20).card_uuid == "GPU-b"
+    check_denied(scenario.acquire(3, selector="0"), "devices")
+    # It is told of its own card, not of the room on the other.
+    assert "waits" not in one(scenario.acquire(4, 60), Denied).denial.message
+    assert scenario.active(5, 90, tenant="bob").card_uuid == "GPU-a"
+
+
+def test_a_card_that_is_not_here() -> None:
+    check_denied(scene(devices=("7",)).acquire(1), "devices")
+
+
+def test_rate() -> None:
+    scenario = scene(acquires_per_minute=6, acquire_burst=2)
+    for lease_id in (1, 2):
+        scenario.active(lease_id, 1)
+    assert check_denied(scenario.acquire(3, 1), "acquires_per_minute", DenialReason.RATE) == "Ask again in 10 s."
+    scenario.active(4, 1, tenant="bob")
+    scenario.at(9.9)
+    check_denied(scenario.acquire(5, 1), "acquires_per_minute", DenialReason.RATE)
+    scenario.at(0.1).acquire(6, 1)
+    assert scenario.do(WorkerReady(6))
+    check_denied(scenario.acquire(7, 1), "acquires_per_minute", DenialReason.RATE)
+
+
+@given(
+    st.integers(1, 100_000),
+    st.integers(1, 50),
+    st.lists(st.integers(0, NS_PER_MINUTE // 4), min_size=1, max_size=60),
+)
+def test_no_window_has_more_than_the_burst_and_the_rate(per_minute: int, burst: int, pauses_ns: list[int]) -> None:
+    limits, rates, now_ns = TenantLimits(acquires_per_minute=per_minute, acquire_burst=burst), AcquireRates(), 7
+    interval_ns = NS_PER_MINUTE // per_minute
+    taken: list[int] = []
+    for pause_ns in pauses_ns:
+        now_ns += pause_ns
+        wait_ns = rates.wait_ns(ANN, limits, now_ns)
+        assert 0 <= wait_ns <= interval_ns
+        if wait_ns == 0:
+            taken.append(now_ns)
+            for first, since_ns in enumerate(taken):
+                assert len(taken) - first <= burst + (now_ns - since_ns) // interval_ns
+        else:
+            # It may come when it was told, and not before: looking costs nothing.
+            assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns) == 0
+            assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns - 1) > 0
+
+
+def test_other_bounds_are_for_what_is_asked_for_from_then_on() -> None:
+    scenario = scene(max_vram_bytes=150, max_ttl_s=100)
+    scenario.active(1, 100)
+    scenario.active(2, 50)
+    narrow = TenantLimits(max_vram_bytes=120, devices=("1",), max_leases=1, max_ttl_s=5)
+    scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: narrow})))
+    check_denied(scenario.acquire(3, 1, ttl_ms=5000), "max_leases")
+    check_denied(scenario.do(RenewRequested(9, 1, ANN, 10_000)), "max_ttl_s")
+    scenario.do(TenantRulesChanged(TenantRules()))
+    scenario.active(4, 30)
+
+
+def test_who_waits_stays_in_line_under_other_bounds() -> None:
+    scenario = scene()
+    scenario.active(1, 100, tenant="bob")
+    scenario.active(2, 100, tenant="bob")
+    assert not [effect for effect in scenario.acquire(3, 60, wait_ms=60_000) if isinstance(effect, Denied)]
+    scenario.do(TenantRulesChanged(TenantRules(by_name={ANN: TenantLimits(max_vram_bytes=1)})))
+    check_denied(scenario.acquire(4, 1, wait_ms=60_000), "max_vram")
+
+
+def _copy(rates: AcquireRates) -> AcquireRates:
+    copy = AcquireRates()
+    copy.full_at_ns = dict(rates.full_at_ns)
+    return copy
+
+
+@pytest.mark.parametrize("wrong", [{"max_leases": 0}, {"acquire_burst": 0}, {"devices": ()}, {"max_vram_bytes": -1}])
+def test_bounds_that_make_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TenantLimits(**wrong)  # type: ignore[arg-type]

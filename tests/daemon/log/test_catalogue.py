@@ -1,0 +1,62 @@
+"""What the log may say is a table: the code says nothing else, and the README shows it."""
+
+import ast
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease.daemon.log.catalogue import LogEvent
+
+ROOT = Path(__file__).parents[3]
+README = ROOT / "daemon" / "README.md"
+SAYERS = {"tell", "log", "_say", "_say_of"}
+
+
+def said() -> Iterator[tuple[str, LogEvent, set[str]]]:
+    """Each place where an event is logged, and the fields that it names."""
+    for path in sorted((ROOT / "daemon").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name not in SAYERS:
+                continue
+            for part in ast.walk(node.args[0]):
+                if isinstance(part, ast.Attribute) and getattr(part.value, "id", "") == "LogEvent":
+                    fields = {keyword.arg for keyword in node.keywords if keyword.arg} - {"is_fault"}
+                    yield f"{path.name}:{node.lineno}", LogEvent[part.attr], fields
+
+
+@pytest.mark.exhaustive
+def test_no_event_has_a_field_that_is_not_in_the_table() -> None:
+    assert [where for where, event, fields in said() if fields - set(event.value.fields)] == []
+
+
+def test_every_event_is_logged_somewhere() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "daemon").rglob("*.py") if path.name != "catalogue.py")
+    assert [event.name for event in LogEvent if not re.search(rf"LogEvent\.{event.name}\b", text)] == []
+
+
+def test_names_are_dotted_and_one_of_a_kind() -> None:
+    names = [event.value.name for event in LogEvent]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z]+\.[a-z_]+", name) for name in names)
+    assert len(LogEvent.__members__) == len(list(LogEvent))
+
+
+def test_the_readme_has_the_table() -> None:
+    rows = {}
+    for line in README.read_text().splitlines():
+        if found := re.fullmatch(r"\| `([a-z]+\.[a-z_]+)` \| (\w+) \| (.*) \| (.*) \|", line):
+            rows[found[1]] = found.groups()[1:]
+    assert rows == {
+        kind.name: (
+            logging.getLevelName(kind.level).lower(),
+            kind.message,
+            ", ".join(f"`{name}`" for name in kind.fields),
+        )
+        for kind in (event.value for event in LogEvent)
+    }

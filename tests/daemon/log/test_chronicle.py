@@ -1,0 +1,134 @@
+"""What a tenant repeats at will is bounded, counted, and costs others nothing; nothing is kept of leases that ended."""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Event, LeaseTable, WarmEnded
+from gpulease.daemon.leases.events import (
+    AcquireRequested,
+    FreeRequested,
+    ReclaimProved,
+    RequesterGone,
+    WorkerExited,
+    WorkerReady,
+    WorkerScrubbed,
+)
+from gpulease.daemon.log.writer import ATTRIBUTE
+from gpulease.daemon.record import lease_log
+from gpulease.daemon.record.audit import recorder
+from gpulease.daemon.record.audit.recorder import BURST_RECORDS, Recorder
+from gpulease.daemon.record.lease_log import MAX_COUNTS, Chronicle
+from helpers.waiting import wait_until
+
+SIZE = 1 << 20
+
+
+class Scene:
+    """A lease table whose life is logged."""
+
+    def __init__(self) -> None:
+        self.table = LeaseTable([Card("GPU-0", 0, "card", 10 * SIZE, 0)], CoreLimits())
+        self.chronicle = Chronicle(Recorder(), lambda lease_id: lease_id + 1000)
+        self.chronicle.observe(self.table.get, lambda event: None)
+        self.now_ns = 0
+
+    def post(self, event: Event) -> None:
+        self.now_ns += 1_000_000
+        self.chronicle.saw(event, self.table.handle(event, self.now_ns), self.now_ns)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
+    return [getattr(record, ATTRIBUTE) for record in caplog.records]
+
+
+@pytest.fixture
+def scene(caplog: pytest.LogCaptureFixture) -> Scene:
+    caplog.set_level(logging.INFO)
+    return Scene()
+
+
+def test_a_tenant_that_is_denied_in_a_loop(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    async def flood() -> None:
+        for number in range(1, 2 * BURST_RECORDS + 1):
+            scene.post(AcquireRequested(number, "mallory", number, 11 * SIZE, 1000))
+        scene.post(AcquireRequested(1 << 20, "ann", 1 << 20, 11 * SIZE, 1000))
+        await scene.chronicle.stop()
+
+    asyncio.run(flood())
+    events = Counter((event, fields.get("tenant")) for event, fields in told(caplog))
+    left_out = {fields["of_event"]: fields["count"] for event, fields in told(caplog) if event == "log.suppressed"}
+    for event in ("lease.requested", "request.denied"):
+        assert BURST_RECORDS <= events[event, "mallory"] <= BURST_RECORDS + 60
+        assert events[event, "mallory"] + left_out[event] == 2 * BURST_RECORDS
+        assert events[event, "ann"] == 1
+
+
+def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    async def flood() -> None:
+        scene.post(AcquireRequested(1, "mallory", 7, SIZE, 60_000))
+        scene.post(WorkerReady(7))
+        for number in range(2 * BURST_RECORDS):
+            scene.post(WorkerScrubbed(7, "the card shows more"))
+            gone = WarmEnded(FIRST_WARM_ID + number, "GPU-0", "its tenant has not come back", is_fenced=False)
+            scene.chronicle.saw(WorkerScrubbed(7), [gone], scene.now_ns)
+        await scene.chronicle.stop()
+
+    asyncio.run(flood())
+    events = Counter(event for event, _ in told(caplog))
+    for event in ("warm.refused", "warm.gone"):
+        assert BURST_RECORDS <= events[event] <= BURST_RECORDS + 60
+
+
+def test_counts_are_told_while_it_goes_on(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_log, "COUNT_EVERY_S", 0.01)
+    monkeypatch.setattr(recorder, "BURST_RECORDS", 2)
+    tenants = MAX_COUNTS + 5
+
+    async def flood() -> None:
+        for tenant in range(tenants):
+            for _ in range(5):
+                scene.chronicle.refused("LEASE_ALLOC", f"t{tenant}", 0, "no")
+
+        def is_told() -> bool:
+            return "log.suppressed" in [event for event, _ in told(caplog)]
+
+        await asyncio.to_thread(wait_until, is_told, "it is told")
+        await scene.chronicle.stop()
+
+    asyncio.run(flood())
+    counts = [fields["count"] for event, fields in told(caplog) if event == "log.suppressed"]
+    assert len(counts) == MAX_COUNTS + 1
+    assert sum(counts) == 3 * tenants
+
+
+def test_a_denial_is_found_by_the_lease_that_was_asked_for(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.post(AcquireRequested(1, "ann", 7, 11 * SIZE, 1000))
+    assert [(event, fields["lease_id"]) for event, fields in told(caplog)] == [
+        ("lease.requested", f"{7:032x}"),
+        ("request.denied", f"{7:032x}"),
+    ]
+
+
+def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
+    for lease_id in range(1, 20):
+        scene.post(AcquireRequested(lease_id, "ann", lease_id, SIZE, 60_000, wait_ms=1000))
+        if lease_id == 19:
+            scene.post(AcquireRequested(100, "ann", 100, 10 * SIZE, 60_000, wait_ms=1000))
+            scene.post(RequesterGone(100))
+        scene.post(WorkerReady(lease_id))
+        scene.post(FreeRequested(lease_id + 1000, lease_id, "ann"))
+        scene.post(WorkerExited(lease_id, "killed"))
+        scene.post(ReclaimProved(lease_id))
+    kept = [scene.chronicle._asking, scene.chronicle._asked_ns, scene.chronicle._spawned_ns, scene.chronicle._pids]
+    assert kept == [{}, {}, {}, {}]
+
+
+def test_nothing_the_audit_log_is_told_ends_here() -> None:
+    told = {name for name, member in vars(Recorder).items() if callable(member) and not name.startswith("_")}
+    assert told <= vars(Chronicle).keys()

@@ -1,0 +1,66 @@
+"""Small logs as bytes, and what a reader makes of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from gpulease.daemon.record.audit.records import Draft, Kind, Link, seal
+from gpulease.daemon.record.audit.verification import Verdict, Verifier
+
+ANY_SPEED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""On a host that is busy with other tests an example takes as long as it takes."""
+
+BOOT = "0123456789abcdef" * 2
+OTHER_BOOT = "fedcba9876543210" * 2
+WALL_US = 1_790_000_000_000_000
+FILE = "audit-0000000000000001.jsonl"
+
+
+def draft(kind: Kind, mono_us: int = 1, **data: Any) -> Draft:
+    return Draft(kind, data, WALL_US + mono_us, mono_us)
+
+
+def sealed(drafts: Iterable[Draft], after: Link | None = None, boot: str = BOOT) -> tuple[list[bytes], Link]:
+    """Lines without newlines, and the chain's end."""
+    link, lines = after or Link(), []
+    for one in drafts:
+        line, link = seal(one, link, boot)
+        lines.append(line)
+    return lines, link
+
+
+def text_of(lines: Iterable[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
+def verdict_of(files: Mapping[str, bytes], head: Link | None = None) -> Verdict:
+    """Of whole files, read line by line."""
+    verifier = Verifier(head)
+    for name, data in files.items():
+        offset = 0
+        for line in _lines(data):
+            verifier.take(name, offset, line)
+            offset += len(line)
+    return verifier.finish()
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """`bytes.splitlines` takes a carriage return for an end as well."""
+    parts = [part + b"\n" for part in data.split(b"\n")]
+    parts[-1] = parts[-1][:-1]
+    return [part for part in parts if part]
+
+
+def a_life() -> list[Draft]:
+    """One lease of 1000 bytes, had for 2 s, and one that is denied."""
+    who = {"lease": f"{7:032x}", "tenant": "uid:1000", "size_bytes": 1000}
+    return [
+        draft(Kind.START, 1_000_000, format=1, version="1.0"),
+        draft(Kind.GRANT, 2_000_000, **who, ttl_ms=5000),
+        draft(Kind.RENEW, 2_500_000, **who, ttl_ms=9000),
+        draft(Kind.DENY, 3_000_000, tenant="uid:1001", operation="acquire", message='no room for "größe"\n'),
+        draft(Kind.OVER, 4_000_000, **who, cause="freed", granted_us=2_000_000, over_us=4_000_000),
+        draft(Kind.END, 4_100_000, **who, granted_us=2_000_000, over_us=4_000_000, latency_us=100_000),
+        draft(Kind.STOP, 5_000_000),
+    ]

@@ -1,0 +1,53 @@
+"""Which ends the broker's side of the audit log makes up for, by what the log and the journal have."""
+
+import asyncio
+
+import pytest
+
+from gpulease.daemon.lease_ids import lease_text
+from gpulease.daemon.leases import Cause, LeaseSnapshot, LeaseState
+from gpulease.daemon.record.audit.files import ToldLately
+from gpulease.daemon.record.audit.recorder import LogRecorder
+from gpulease.daemon.record.audit.records import Kind
+from gpulease.protocol.opcodes import Exclusivity
+
+US = 1000
+CUT_US = 100
+
+
+def tombstone(lease_id: int, created_us: int, ended_us: int) -> LeaseSnapshot:
+    return LeaseSnapshot(
+        lease_id, "ann", "GPU-a", 10, Exclusivity.SHARED, 1, LeaseState.TORNDOWN, Cause.FREED, "", "",
+        created_us * US, None, ended_us * US, 1000,
+    )  # fmt: skip
+
+
+def without_end(told: ToldLately, *tombstones: LeaseSnapshot) -> list[int]:
+    async def ask() -> list[int]:
+        return [lease.lease_id for lease in LogRecorder(is_required=False, told=told).without_end(tombstones)]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [(Kind.GRANT, True), (Kind.OVER, True), (Kind.FENCE, False), (Kind.END, False)],
+)
+@pytest.mark.parametrize("ended_us", [CUT_US - 1, CUT_US, CUT_US + 1])
+def test_a_lease_of_which_the_last_records_tell(kind: Kind, lacks: bool, ended_us: int) -> None:
+    told = ToldLately({lease_text(7): kind}, CUT_US)
+    assert without_end(told, tombstone(7, 50, ended_us)) == [7] * lacks
+
+
+def test_a_lease_of_which_they_do_not_tell_lacks_its_end_if_that_came_behind_them() -> None:
+    told = ToldLately({}, CUT_US)
+    before, at, after = tombstone(1, 5, CUT_US - 1), tombstone(2, 5, CUT_US), tombstone(3, 5, CUT_US + 1)
+    assert without_end(told, before, at, after) == [2, 3]
+    # Stopped in good order, or of another boot: all was recorded.
+    assert without_end(ToldLately(), before, at, after) == []
+
+
+def test_ends_of_an_earlier_boot_and_leases_that_the_log_never_knew_are_not_made_up() -> None:
+    told = ToldLately({}, CUT_US)
+    assert without_end(told, tombstone(1, 5, 900), tombstone(2, 5, CUT_US - 1), tombstone(3, 5, 200)) == [3]
+    assert without_end(told, tombstone(4, CUT_US + 1, 200)) == []

@@ -1,0 +1,25 @@
+"""What people read of a log."""
+
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.record.audit.reading import found_text
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            {"torn": {"offset": 3919, "size_bytes": 177, "sha256": "6b"}},
+            "its last 177 bytes, from byte 3919 of its newest file, are no line",
+        ),
+        ({"head": "it is missing", "unanchored": 4}, "its head: it is missing; 4 records are behind its head"),
+        (
+            {"lost": {"first": 5, "last": 7}, "edited": 7},
+            "records 5 to 7 are missing; record 7 is another than was written",
+        ),
+    ],
+)
+def test_what_was_found_is_told_in_words(found: dict[str, Any], said: str) -> None:
+    assert found_text(found) == said

@@ -1,0 +1,92 @@
+"""Journals with something in them, as a daemon that was killed leaves them."""
+
+import os
+import shutil
+from pathlib import Path
+
+from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState
+from gpulease.daemon.record.journal.rows import (
+    DRAIN_KEY,
+    Change,
+    Contents,
+    KeptRelay,
+    RowKind,
+    lease_key,
+    number_key,
+    spent_key,
+)
+from gpulease.daemon.record.journal.store import Store, prepare
+from gpulease.protocol.opcodes import Exclusivity, Waiting
+
+BOOT = "a1" * 16
+RELAY = KeptRelay(70, 12, "ann", "1A2B")
+
+
+def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
+    """A lease of 100 bytes on GPU-a."""
+    cause = None if state is LeaseState.ACTIVE else Cause.EXPIRED
+    ended_ns = 7 if state is LeaseState.FENCED else None
+    values: dict[str, object] = {
+        "lease_id": lease_id,
+        "tenant": "ann",
+        "card_uuid": "GPU-a",
+        "size_bytes": 100,
+        "charge_bytes": 110,
+        "exclusivity": Exclusivity.SHARED,
+        "generation": 2,
+        "state": state,
+        "cause": cause,
+        "reason": "",
+        "fault": "",
+        "created_ns": 5,
+        "deadline_ns": 90,
+        "ended_ns": ended_ns,
+        "ttl_ms": 50,
+        "max_kernel_ms": 3,
+        "waiting": Waiting.BLOCK,
+        "worker_pid": 77,
+    }
+    return KeptLease(**(values | more))  # type: ignore[arg-type]
+
+
+def tombstone(lease_id: int) -> LeaseSnapshot:
+    return LeaseSnapshot(
+        lease_id, "ann", "GPU-a", 100, Exclusivity.SHARED, 1, LeaseState.TORNDOWN, Cause.FREED, "x", "", 1, 2, 3, 4
+    )
+
+
+def put(lease: KeptLease) -> Change:
+    return Change(RowKind.LEASE, lease_key(lease.lease_id), lease)
+
+
+def some_changes() -> list[list[Change]]:
+    """Of several commits: leases, tombstones, revoked ids, a spent token, a drain, a relay; one lease is gone again."""
+    commits = [[put(kept(number))] for number in range(1, 9)]
+    commits.append([Change(RowKind.LEASE, lease_key(3), None), Change(RowKind.TOMBSTONE, number_key(0), tombstone(3))])
+    commits.append([Change(RowKind.REVOKED, number_key(3), 1), put(kept(4, LeaseState.FENCED))])
+    commits.append([Change(kind, spent_key(5, b"nonce"), 1234) for kind in (RowKind.SPENT, RowKind.REVOKED_TOKEN)])
+    commits.append([Change(RowKind.DRAIN, DRAIN_KEY, 4321), Change(RowKind.RELAY, number_key(70), RELAY)])
+    return commits
+
+
+def opened(folder: Path, boot: str = BOOT) -> tuple[Store, Contents]:
+    contents = Contents()
+    return Store(folder, boot, contents.take), contents
+
+
+def left_behind(folder: Path) -> Contents:
+    """Write `some_changes`; what is in it then is returned.
+
+    `folder / "killed"` is as a daemon leaves it that is killed, `folder / "stopped"` as one does that stops.
+    """
+    stopped = folder / "stopped"
+    os.close(prepare(stopped))
+    store, _ = opened(stopped)
+    store.begin([])
+    for changes in some_changes():
+        store.apply(changes)
+    shutil.copytree(stopped, folder / "killed")
+    store.close()
+    again, contents = opened(stopped)
+    again.close()
+    return contents

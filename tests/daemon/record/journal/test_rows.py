@@ -1,0 +1,67 @@
+"""Rows of versions before this one, and of none."""
+
+import json
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.daemon.leases import KeptLease, LeaseSnapshot
+from gpulease.daemon.record.journal.rows import encode, read_lease, read_tombstone
+
+from .scenes import kept
+
+
+def members_of(lease_id: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(encode(kept(lease_id, submit_bytes=40)))
+    return found
+
+
+def test_a_row_is_read_as_it_was_written() -> None:
+    assert read_lease(encode(kept(5, submit_bytes=40))) == kept(5, submit_bytes=40)
+
+
+def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
+    """What a value is: its members by their names, without those that came later and mean nothing."""
+    values = {name: value.value if isinstance(value, Enum) else value for name, value in content._asdict().items()}
+    for later in ("submit_bytes", "orphan_ms"):
+        if values.get(later) == 0:
+            del values[later]
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+@pytest.mark.exhaustive
+@given(
+    st.builds(
+        KeptLease,
+        lease_id=st.integers(0, 2**128 - 1),
+        submit_bytes=st.integers(0, 3),
+        orphan_ms=st.integers(0, 3),
+    )
+)
+def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:
+    assert encode(lease) == by_names(lease)
+    assert read_lease(encode(lease)) == lease
+
+
+@given(st.builds(LeaseSnapshot, lease_id=st.integers(0, 2**128 - 1)))
+def test_a_tombstone_is_written_by_its_names(lease: LeaseSnapshot) -> None:
+    assert encode(lease) == by_names(lease)
+    assert read_tombstone(encode(lease)) == lease
+
+
+def test_a_row_from_before_there_were_submits_keeps_nothing_for_them() -> None:
+    members = members_of(5)
+    del members["submit_bytes"]
+    assert encode(kept(5)) == json.dumps(members, separators=(",", ":")).encode()
+    assert read_lease(encode(kept(5))) == kept(5)
+
+
+@pytest.mark.parametrize("spoil", [{"more": 1}, {"tenant": None}], ids=["a member more", "one less"])
+def test_any_other_row_is_refused(spoil: dict[str, Any]) -> None:
+    members = members_of(5) | spoil
+    lacking = {name: value for name, value in members.items() if value is not None or name not in spoil}
+    with pytest.raises(ValueError, match="it is no KeptLease"):
+        read_lease(json.dumps(lacking).encode())

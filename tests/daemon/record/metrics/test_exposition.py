@@ -1,0 +1,149 @@
+"""The text: what Prometheus's own tools and parser make of it, with every family there is."""
+
+import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpulease.daemon.leases import Cause, DenialReason, WarmState
+from gpulease.daemon.record.metrics.families import (
+    FAMILIES,
+    MAX_LABEL_CHARS,
+    MAX_PAIR_SERIES,
+    SAMPLES_PER_CHUNK,
+    Content,
+    Family,
+    Histogram,
+    Kind,
+    Labels,
+    NodeCollector,
+    chunks,
+)
+from gpulease.protocol.limits import MAX_METRICS_BYTES
+from gpulease.protocol.opcodes import Opcode, Status
+
+README = Path(__file__).parents[4] / "daemon" / "README.md"
+HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
+
+
+def values(family: Family, labels: Labels) -> dict[Labels, float] | Histogram:
+    if family.kind in (Kind.HISTOGRAM, Kind.SUMMARY):
+        histogram = Histogram(family)
+        histogram.observe(labels, 0.3)
+        return histogram
+    return {labels: 7.0}
+
+
+def registry(content: Content) -> CollectorRegistry:
+    made = CollectorRegistry()
+    made.register(NodeCollector(lambda: content))
+    return made
+
+
+def everything(label: str = "x") -> Content:
+    return {family: values(family, (label,) * len(family.labels)) for family in FAMILIES}
+
+
+def text_of(content: Content) -> str:
+    return b"".join(chunks(registry(content))).decode()
+
+
+def test_every_family_is_told_under_its_names() -> None:
+    found = {
+        sample.name for family in text_string_to_metric_families(text_of(everything())) for sample in family.samples
+    }
+    assert found == {name for family in FAMILIES for name in family.series_names}
+
+
+def test_names_are_used_once_and_say_their_units() -> None:
+    names = [name for family in FAMILIES for name in family.series_names]
+    assert len(set(names)) == len(names)
+    for family in FAMILIES:
+        assert re.fullmatch(r"gpu(_lease|_session|lease)_[a-z_]+", family.name), family.name
+        assert family.meaning.endswith("."), family.name
+        assert not re.search("lease_id|_ms$|_ns$|_total$", family.name), family.name
+        assert "lease" not in family.labels, "the number of leases has no bound"
+        if family.kind is Kind.HISTOGRAM:
+            assert family.name.endswith("_seconds")
+            assert list(family.bounds) == sorted(set(family.bounds))
+
+
+def test_the_readme_lists_them() -> None:
+    rows = re.findall(r"^\| `(gpu\w+)` \| (\w+) \|([^|]*)\| ([^|]*) \|$", README.read_text(), flags=re.MULTILINE)
+    told = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning.strip()) for name, kind, labels, meaning in rows
+    }
+    for family in FAMILIES:
+        name = family.series_names[0] if family.kind in (Kind.COUNTER, Kind.GAUGE) else family.name
+        assert told.get(name) == (family.kind.value, family.labels, family.meaning), name
+    assert len(rows) == len(told) == len(FAMILIES)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+@pytest.mark.parametrize("label", ["x", HOSTILE], ids=["plain", "hostile"])
+def test_promtool_finds_nothing_to_mend(label: str) -> None:
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=text_of(everything(label)), capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_a_tenants_name_stays_a_label() -> None:
+    parsed = list(text_string_to_metric_families(text_of(everything(HOSTILE))))
+    assert len(parsed) == len(FAMILIES)
+    told = {
+        value for family in parsed for sample in family.samples for name, value in sample.labels.items() if name != "le"
+    }
+    assert told == {HOSTILE}
+
+
+def test_what_has_no_values_is_not_told() -> None:
+    content: Content = {family: (Histogram(family) if family.bounds else {}) for family in FAMILIES}
+    assert text_of(content) == ""
+
+
+@pytest.mark.parametrize("count", [1, SAMPLES_PER_CHUNK, SAMPLES_PER_CHUNK + 1, 3 * SAMPLES_PER_CHUNK])
+def test_pieces_make_the_whole(count: int) -> None:
+    gauge = next(family for family in FAMILIES if family.kind is Kind.GAUGE and family.labels == ("UUID",))
+    content: Content = {**everything(), gauge: {(f"GPU-{number}",): number for number in range(count)}}
+    assert text_of(content) == generate_latest(registry(content)).decode()
+
+
+def test_the_most_there_can_be_fits_a_reply() -> None:
+    """A host of 64 cards, as many tenants as are told apart, with names as long as UTF-8 makes them, all refused."""
+    cards = [f"GPU-{number:032x}abcd" for number in range(64)]
+    tenants = [f"{number:03d}".ljust(MAX_LABEL_CHARS, "\U0001f4a9") for number in range(MAX_PAIR_SERIES // 64)]
+    choices = {"UUID": cards, "tenant": tenants, "operation": [op.name for op in Opcode]}
+    choices |= {"reason": [reason.value for reason in DenialReason] + [status.name for status in Status]}
+    choices |= {"cause": [cause.value for cause in Cause], "state": [state.value for state in WarmState]}
+    content: dict[Family, dict[Labels, float] | Histogram] = {}
+    for family in FAMILIES:
+        labels = [choices.get(label, ["x" * 96]) for label in family.labels]
+        made = Histogram(family) if family.kind in (Kind.HISTOGRAM, Kind.SUMMARY) else dict[Labels, float]()
+        for one in itertools.product(*labels):
+            if isinstance(made, Histogram):
+                made.observe(one, 1e-9)
+            else:
+                made[one] = 2.0**53 - 1
+        content[family] = made
+    size_bytes = len(text_of(content).encode())
+    assert 1 << 20 < size_bytes < MAX_METRICS_BYTES
+
+
+def test_a_histogram_adds_up() -> None:
+    family = next(family for family in FAMILIES if family.name == "gpu_lease_reclaim_seconds")
+    histogram = Histogram(family)
+    for value in (0.0001, 0.2, 0.2, 1000):
+        histogram.observe(("a",), value)
+    (parsed,) = text_string_to_metric_families(text_of({family: histogram}))
+    buckets = {sample.labels["le"]: sample.value for sample in parsed.samples if "le" in sample.labels}
+    assert (buckets["0.001"], buckets["0.15"], buckets["0.25"], buckets["+Inf"]) == (1, 1, 3, 4)
+    assert {sample.name[len(family.name) :]: sample.value for sample in parsed.samples[-2:]} == {
+        "_count": 4,
+        "_sum": pytest.approx(1000.4001),
+    }

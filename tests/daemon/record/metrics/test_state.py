@@ -1,0 +1,98 @@
+"""One moment of a node, as gauges."""
+
+import re
+from dataclasses import replace
+
+from gpulease.client.serve.models import model_metrics as models
+from gpulease.daemon.leases import FreeRequested, ReclaimFailed, RevokeRequested
+from gpulease.daemon.record.metrics import families
+from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
+
+from ...leases.scenario import OVERHEAD, Scenario  # noqa: TID252  # the core's own scenarios
+
+ANN, BOB, CID = (("GPU-a", name) for name in ("ann", "bob", "cid"))
+
+
+def facts_of(s: Scenario) -> NodeFacts:
+    leases = s.table.snapshots()
+    return NodeFacts(
+        now_ns=s.now_ns,
+        leases=leases,
+        cards=s.table.cards(),
+        warm=s.table.warming(),
+        waiting=s.table.waiting(),
+        pair_of={lease.lease_id: (lease.card_uuid, lease.tenant) for lease in leases},
+        pairs=[ANN, BOB, CID],
+        allocated_bytes={lease.lease_id: 3 for lease in leases},
+        charged_bytes={lease.lease_id: s.table.charge_bytes(lease.lease_id) for lease in leases},
+        stray_bytes={"GPU-a": 0},
+        checks={"journal": True, "zygote": False},
+        is_draining=s.table.drain_ns is not None,
+        audit=None,
+        version="1",
+        driver="cpu",
+    )
+
+
+def busy() -> Scenario:
+    """Ann works in two leases, bob in one that ends, and another of his could not be proved free; cid waits."""
+    s = Scenario()
+    s.active(1, 20)
+    s.active(2, 10)
+    s.active(3, 5, tenant="bob")
+    s.active(4, 5, tenant="bob")
+    s.do(FreeRequested(9, 3, "bob"))
+    s.do(RevokeRequested(10, 4, "because"))
+    s.do(ReclaimFailed(4, "it shows"))
+    s.acquire(5, 90, tenant="cid", wait_ms=5000)
+    s.at(2)
+    return s
+
+
+def test_tenants() -> None:
+    values = gauges(facts_of(busy()))
+    assert values[families.LEASES_ACTIVE] == {ANN: 2, BOB: 0, CID: 0}
+    assert values[families.LEASES_BYTES] == {ANN: 30, BOB: 0, CID: 0}
+    assert values[families.SESSION_ALLOCATED_BYTES] == {ANN: 6, BOB: 6, CID: 0}
+
+
+def test_cards_and_the_line() -> None:
+    values = gauges(facts_of(busy()))
+    assert values[families.CARD_HELD_BYTES] == {("GPU-a",): 40 + 4 * OVERHEAD}
+    assert values[families.FENCED_SLICES] == {("GPU-a",): 1}
+    assert values[families.FENCED_BYTES] == {("GPU-a",): 5 + OVERHEAD}
+    assert values[families.QUEUE_LENGTH] == {(): 1}
+    assert values[families.QUEUE_OLDEST_SECONDS] == {(): 2}
+    empty = gauges(facts_of(Scenario()))
+    assert empty[families.QUEUE_OLDEST_SECONDS] == {(): 0}
+
+
+def test_bytes_that_the_books_hold_for_nobody_are_leaked() -> None:
+    facts = facts_of(busy())
+    assert gauges(facts)[families.LEAKED_BYTES] == {("GPU-a",): 0}
+    forgotten = replace(facts, leases=facts.leases[1:])
+    assert gauges(forgotten)[families.LEAKED_BYTES] == {("GPU-a",): 20 + OVERHEAD}
+    held_too_little = replace(facts, charged_bytes={**facts.charged_bytes, 1: 20 + OVERHEAD + 7})
+    assert gauges(held_too_little)[families.LEAKED_BYTES] == {("GPU-a",): 7}
+    on_the_card = replace(facts, stray_bytes={"GPU-a": 5})
+    assert gauges(on_the_card)[families.LEAKED_BYTES] == {("GPU-a",): 5}
+    assert gauges(replace(facts, stray_bytes={}))[families.LEAKED_BYTES] == {}, "unknown is not none"
+
+
+def test_the_daemon() -> None:
+    facts = facts_of(Scenario())
+    values = gauges(facts)
+    assert values[families.READY] == {(): False}
+    assert values[families.CHECK] == {("journal",): True, ("zygote",): False}
+    assert values[families.AUDIT_WRITABLE] == values[families.AUDIT_DROPPED] == {}, "no log is kept"
+    values = gauges(replace(facts, checks={"zygote": True}, audit=AuditFacts(False, 3, 4), is_draining=True))
+    assert values[families.READY] == {(): True}
+    assert [values[family][()] for family in (families.AUDIT_WAITING, families.AUDIT_DROPPED)] == [3, 4]
+    assert values[families.CARD_AVAILABLE_BYTES] == {("GPU-a",): 0}, "a drained node grants nothing"
+
+
+def test_no_name_is_a_model_servers_too() -> None:
+    theirs = set(re.findall(r"^    ([a-z_]+)\{", models.__doc__ or "", re.MULTILINE))
+    assert "gpu_lease_seconds_total" in theirs
+    ours = {name for family in families.FAMILIES for name in (family.name, *family.series_names)}
+    assert not ours & {*theirs, *(name.removesuffix("_total") for name in theirs)}

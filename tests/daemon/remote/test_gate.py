@@ -1,0 +1,32 @@
+"""What the gate believes of what relays say."""
+
+from typing import Any
+
+import pytest
+
+from gpulease.daemon.remote.acceptor import Holder, _holder_of
+from gpulease.daemon.remote.identity import MAX_NAME_BYTES, MAX_NAMES, MAX_SERIAL_CHARS
+
+NAME = "URI:gpulease:tenant:ann"
+SAID: dict[str, Any] = {"op": "verified", "names": [NAME], "serial": "1F"}
+
+
+def test_whom_a_relay_speaks_of() -> None:
+    assert _holder_of(SAID) == Holder((NAME,), 0x1F)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"names": NAME},
+        {"names": [7]},
+        {"names": [[NAME]]},
+        {"names": [NAME] * (MAX_NAMES + 1)},
+        {"names": ["\U0001f40c" * (MAX_NAME_BYTES // 4 + 1)]},
+        {"serial": 31},
+        {"serial": "snail"},
+        {"serial": "1" * (MAX_SERIAL_CHARS + 1)},
+    ],
+)
+def test_what_no_relay_says(said: dict[str, Any]) -> None:
+    assert _holder_of(SAID | said) is None

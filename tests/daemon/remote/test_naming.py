@@ -1,0 +1,41 @@
+import pytest
+
+from gpulease.daemon.remote.identity import NoTenant, tenant_named
+
+ANN = "URI:gpulease:tenant:ann"
+TABLE = {"URI:spiffe://here/jobs": "jobs", "DNS:build.example": "build"}
+
+TAKEN = [
+    ([ANN], {}, "ann"),
+    (["DNS:host.example", ANN], {}, "ann"),
+    (["DNS:build.example", "DNS:other.example"], TABLE, "build"),
+    (["URI:spiffe://here/jobs", ANN], TABLE, "jobs"),
+]
+REFUSED = [
+    ([], {}, "no name of a tenant"),
+    (["DNS:ann"], {}, "no name of a tenant"),
+    (["URI:gpulease:Tenant:ann"], {}, "no name of a tenant"),
+    (["DNS:gpulease:tenant:ann"], {}, "no name of a tenant"),
+    ([ANN, "URI:gpulease:tenant:bob"], {}, "several names of tenants"),
+    ([ANN, ANN], {}, "several names of tenants"),
+    ([ANN, "DNS:*.example"], {}, "a wildcard"),
+    (["URI:gpulease:tenant:*"], {}, "a wildcard"),
+    (["URI:gpulease:tenant:"], {}, "no name for a tenant"),
+    (["URI:gpulease:tenant:uid:0"], {}, "no name for a tenant"),
+    (["URI:gpulease:tenant:tcp"], {}, "no name for a tenant"),
+    (["URI:gpulease:tenant:ann\nbob"], {}, "no name for a tenant"),
+    ([ANN], TABLE, "no name of a tenant"),
+    (list(TABLE), TABLE, "several names of tenants"),
+]
+
+
+@pytest.mark.parametrize(("names", "tenants", "tenant"), TAKEN)
+def test_one_name_says_whose_it_is(names: list[str], tenants: dict[str, str], tenant: str) -> None:
+    assert tenant_named(names, tenants) == tenant
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("names", "tenants", "why"), REFUSED)
+def test_anything_else_is_nobodys(names: list[str], tenants: dict[str, str], why: str) -> None:
+    with pytest.raises(NoTenant, match=why):
+        tenant_named(names, tenants)

@@ -1,0 +1,145 @@
+"""Who is waited for, for how long, and who is not any more."""
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.daemon.session import connection as backlog
+from gpulease.daemon.session.connection import (
+    STEP_BYTES,
+    UNREAD_BYTES,
+    Backlog,
+    Connection,
+    ConnectionLost,
+    Patience,
+    RingWire,
+    SocketWire,
+)
+from gpulease.daemon.session.server import Server
+from gpulease.protocol.messages import AttachReply
+from helpers.session_rig import Rig, rig
+
+MS = 1_000_000
+LARGE = bytes(range(256)) * (64 << 10)
+
+
+def test_a_peer_is_stale_that_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    found = Backlog(bytes(4 * STEP_BYTES))
+    assert not found.is_stale(160.0)
+    assert found.is_stale(160.1)
+    now_s = 150.0
+    found.keep(found.rest[STEP_BYTES - 1 :])
+    assert found.is_stale(160.1), "a byte short of a step is no step"
+    found.keep(found.rest[1:])
+    assert not found.is_stale(210.0)
+    assert found.is_stale(210.1)
+
+
+def test_it_keeps_its_own_bytes() -> None:
+    reply = bytearray(b"reply")
+    found = Backlog(memoryview(reply))
+    reply[:] = b"other"
+    assert bytes(found.rest) == b"reply"
+
+
+@pytest.mark.parametrize("wait_ns", [0, 30 * MS])
+@pytest.mark.parametrize("kind", [SocketWire, RingWire])
+def test_a_send_waits_no_longer_than_it_may(kind: type[SocketWire | RingWire], wait_ns: int) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        far.setblocking(False)
+        wire = kind(far, Patience())
+        began_ns = time.monotonic_ns()
+        rest = wire.send(LARGE, wait_ns)
+        took_ns = time.monotonic_ns() - began_ns
+        assert rest is not None
+        assert 0 < len(rest) < len(LARGE)
+        assert bytes(rest) == LARGE[len(LARGE) - len(rest) :]
+        assert wait_ns <= took_ns < wait_ns + 60_000 * MS
+        with contextlib.suppress(BlockingIOError):
+            while wire.send(bytes(4096), 0) is None:
+                pass
+        near.close()
+        with pytest.raises(ConnectionLost):
+            wire.send(LARGE, 10_000 * MS)
+        wire.close()
+
+
+class Pair:
+    """A server without a loop, and connections to it."""
+
+    def __init__(self, made: Rig, channel: socket.socket, stack: contextlib.ExitStack) -> None:
+        self.server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=True)
+        self.made = made
+        self.stack = stack
+
+    def connect(self) -> tuple[socket.socket, Connection]:
+        near, far = socket.socketpair()
+        self.stack.callback(near.close)
+        self.stack.callback(far.close)
+        far.setblocking(False)
+        connection = Connection(far, b"", self.made.session.slots, Patience())
+        self.server._connections[connection.fd] = connection
+        self.server._poll.register(far, select.POLLIN)
+        self.server._share_waits()
+        return near, connection
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    channel, broker = socket.socketpair()
+    with contextlib.ExitStack() as stack, rig(is_native=False) as made:
+        stack.callback(channel.close)
+        stack.callback(broker.close)
+        yield Pair(made, channel, stack)
+
+
+def test_who_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, first = pair.connect()
+    assert first.wait_ns == backlog.ALONE_WAIT_NS
+    _, second = pair.connect()
+    assert first.wait_ns == second.wait_ns == backlog.SHARED_WAIT_NS
+    assert not pair.server._send(first, LARGE)
+    assert (first.wait_ns, second.wait_ns) == (0, backlog.SHARED_WAIT_NS)
+    read = near.recv(len(LARGE))
+    while len(read) < len(LARGE):
+        pair.server._serve(first)
+        read += near.recv(len(LARGE))
+    assert read == LARGE
+    assert first.backlog is None
+    assert first.wait_ns == 0, "not so soon"
+    pair.server._look_after_ms()
+    assert first.wait_ns == 0
+    monkeypatch.setattr(first, "distrusted_until_s", time.monotonic() - 1)
+    pair.server._look_after_ms()
+    assert first.wait_ns == backlog.SHARED_WAIT_NS
+    pair.server._drop(second, ConnectionLost("gone"))
+    assert first.wait_ns == backlog.ALONE_WAIT_NS
+
+
+def test_one_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, first = pair.connect()
+    _, second = pair.connect()
+    assert not pair.server._send(first, LARGE)
+    pair.server._look_after_ms()
+    assert first.fd in pair.server._connections
+    monkeypatch.setattr(backlog, "UNREAD_TIMEOUT_S", -1.0)
+    pair.server._look_after_ms()
+    assert list(pair.server._connections) == [second.fd]
+    while data := near.recv(1 << 20):
+        assert data in LARGE + LARGE, "nothing stands behind half a reply"
+
+
+def test_what_is_kept_is_bounded(pair: Pair) -> None:
+    connections = [pair.connect()[1] for _ in range(UNREAD_BYTES // len(LARGE))]
+    for connection in connections:
+        assert not pair.server._send(connection, LARGE)
+    _, last = pair.connect()
+    with pytest.raises(ConnectionLost, match="unread"):
+        pair.server._send(last, bytes(1 << 20) + LARGE)

@@ -1,0 +1,216 @@
+"""serve.ll within guard pages: a byte read or written outside of what it was given ends this process."""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpulease.daemon.native.addresses import address_of
+from gpulease.daemon.session.native.launch_fast_path import serving_code
+from gpulease.daemon.session.native.layout import Desk, Move, Outcome, PlanRecord, RingEnds
+from gpulease.daemon.session.replies import SyncPattern
+from gpulease.protocol.codec import build_body
+from gpulease.protocol.fastpath import LaunchPattern, split_launch
+from gpulease.protocol.framing import HEADER_BYTES, build_frame
+from gpulease.protocol.messages import Launch
+from gpulease.protocol.opcodes import Flag, Opcode
+
+LEASE = 0x55
+RING_BYTES = mmap.PAGESIZE
+BUFFER_BYTES = mmap.PAGESIZE
+PARAM_BYTES = 24
+BODY = build_body(Launch(1, "k", 1, 1, 1, 32, 1, 1, 0, bytes(range(13)), (4, 8, 1)))
+MOVES = ((0, 0, 4), (4, 8, 8), (12, 16, 1))
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
+)
+QUERY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+_LIBC = ctypes.CDLL(None)
+
+
+class Guarded:
+    """Memory with a page before and one behind that nobody may touch; it ends where the one behind begins."""
+
+    def __init__(self, size: int, content: bytes = b"") -> None:
+        pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, pages + 2 * mmap.PAGESIZE)
+        start = address_of(self._map)
+        for guard in (start, start + mmap.PAGESIZE + pages):
+            assert _LIBC.mprotect(ctypes.c_void_p(guard), mmap.PAGESIZE, 0) == 0
+        self.at = start + mmap.PAGESIZE + pages - size
+        self.bytes = (ctypes.c_ubyte * size).from_address(self.at)
+        ctypes.memmove(self.at, content, len(content))
+
+    def close(self) -> None:
+        self._map.close()
+
+
+@dataclass
+class Bench:
+    desk: Desk
+    ends: RingEnds
+    words: "ctypes.Array[ctypes.c_uint64]"
+    reply_words: "ctypes.Array[ctypes.c_uint64]"
+    data: Guarded
+    launches: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def serve(self) -> Outcome:
+        code = serving_code()
+        assert code is not None
+        return Outcome(code.serve_ring(ctypes.addressof(self.desk), ctypes.addressof(self.ends)))
+
+    def put(self, stream: bytes) -> None:
+        tail = self.words[0]
+        for number, byte in enumerate(stream):
+            self.data.bytes[(tail + number) % RING_BYTES] = byte
+        self.words[0] = (tail + len(stream)) & 2**64 - 1
+
+
+def plan_record(text: Callable[[bytes], int]) -> PlanRecord:
+    pattern = LaunchPattern(BODY, LEASE)
+    moves = (Move * len(MOVES))(*(Move(*move) for move in MOVES))
+    plan = PlanRecord(
+        front=text(pattern.front),
+        middle=text(pattern.middle),
+        middle_bytes=len(pattern.middle),
+        tail=text(pattern.tail),
+        tail_bytes=len(pattern.tail),
+        args_bytes=pattern.args_end - pattern.args_at,
+        frame_bytes=pattern.frame_bytes,
+        launch=text(bytes(8)),
+        moves=ctypes.addressof(moves),
+        moves_count=len(moves),
+        param_bytes=PARAM_BYTES,
+    )
+    plan.kept = moves
+    plan.follower = ctypes.addressof(plan)
+    return plan
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    syncs = SyncPattern(LEASE)
+    made: list[Guarded] = []
+
+    def guarded(size: int, content: bytes = b"") -> Guarded:
+        made.append(Guarded(size, content))
+        return made[-1]
+
+    def text(content: bytes) -> int:
+        return guarded(len(content), content).at
+
+    def launch(_driver: int, _record: int, params: int, size: int, tag: int) -> int:
+        it.launches.append((tag, ctypes.string_at(params, size)))
+        return tag % 64 == 63
+
+    launched, asked = LAUNCH(launch), QUERY(lambda _driver: 0)
+    plan = plan_record(text)
+    sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
+    page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(64), guarded(4096), guarded(4096)
+    words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
+    desk = Desk(
+        page=page.at,
+        counters=counters.at,
+        launch=ctypes.cast(launched, ctypes.c_void_p).value or 0,
+        query=ctypes.cast(asked, ctypes.c_void_p).value or 0,
+        scratch=guarded(PARAM_BYTES).at,
+        sync_front=sync_front,
+        sync_tail=sync_tail,
+        reply_front=reply_front,
+        reply_tail=reply_tail,
+        buffer=buffer.at,
+        expected=ctypes.addressof(plan),
+    )
+    ends = RingEnds(
+        words=words.at,
+        data=data.at,
+        capacity=RING_BYTES,
+        reply_words=reply_words.at,
+        reply_data=replies.at,
+        reply_capacity=RING_BYTES,
+        buffer_bytes=BUFFER_BYTES,
+        spins_per_byte=1,
+        spins_per_reply=2,
+        spin_ns=1000,
+        turn_ns=1_000_000,
+    )
+    of_requests, of_replies = ((ctypes.c_uint64 * 32).from_address(memory.at) for memory in (words, reply_words))
+    it = Bench(desk, ends, of_requests, of_replies, data)
+    yield it
+    for memory in made:
+        memory.close()
+
+
+def quiet(number: int, args: bytes) -> bytes:
+    frame = build_frame(Opcode.LAUNCH, BODY, request_id=number, session_id=LEASE, flags=Flag.QUIET)
+    _, usual = split_launch(memoryview(BODY))
+    assert len(args) == len(usual)
+    return frame.replace(usual, args)
+
+
+def laid_out(args: bytes) -> bytes:
+    return args[:4] + bytes(4) + args[4:12] + args[12:] + bytes(PARAM_BYTES - 17)
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.builds(quiet, st.integers(0, 2**64 - 1), st.binary(min_size=13, max_size=13)),
+        st.integers(0, 2**64 - 1).map(lambda number: build_frame(Opcode.SYNC, request_id=number, session_id=LEASE)),
+        st.binary(max_size=300),
+        st.tuples(st.integers(1, 200), st.integers(0, 2**64 - 1)).map(lambda cut: quiet(cut[1], bytes(13))[: cut[0]]),
+    ),
+    max_size=12,
+)
+WORD = st.tuples(st.booleans(), st.sampled_from([0, 8, 16, 24]), st.one_of(st.integers(0, 2**64 - 1), st.just(0)))
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=150, deadline=None)
+@given(rounds=st.lists(st.tuples(PIECES, st.lists(WORD, max_size=2), st.integers(0, 2**64 - 1)), max_size=5))
+def test_nothing_is_touched_but_what_was_given(
+    rounds: list[tuple[list[bytes], list[tuple[bool, int, int]], int]],
+) -> None:
+    with bench() as made:
+        for pieces, words, turned in rounds:
+            # As if the ring had gone round for years.
+            made.ends.head = made.words[0] = turned
+            made.ends.tail = made.ends.reply_head = made.reply_words[8] = turned
+            made.put(b"".join(pieces))
+            for is_reply, word, value in words:
+                (made.reply_words if is_reply else made.words)[word] = value
+            for _ in range(8):
+                outcome = made.serve()
+                assert 0 <= made.desk.start <= made.desk.end <= BUFFER_BYTES
+                assert (made.ends.head - turned) & 2**64 - 1 <= 8 * RING_BYTES
+                if outcome is not Outcome.WAKE_READER:
+                    break
+            # What is left is for Python, which empties the buffer.
+            made.desk.start = made.desk.end = 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numbers=st.lists(st.tuples(st.integers(1, 2**64 - 1), st.binary(min_size=13, max_size=13)), max_size=12),
+    turned=st.integers(0, 2**64 - 1),
+)
+def test_what_is_launched_is_what_was_sent(numbers: list[tuple[int, bytes]], turned: int) -> None:
+    with bench() as made:
+        made.ends.head = made.words[0] = turned
+        made.put(b"".join(quiet(number, args) for number, args in numbers))
+        made.serve()
+        refused = next((place for place, (number, _) in enumerate(numbers) if number % 64 == 63), len(numbers))
+        assert made.launches == [(number, laid_out(args)) for number, args in numbers[: refused + 1]]
+        assert made.desk.end - made.desk.start == (len(numbers) - refused) * len(quiet(1, bytes(13)))
+
+
+def test_a_buffer_smaller_than_the_frame_is_left_to_python() -> None:
+    with bench() as made:
+        made.ends.buffer_bytes = HEADER_BYTES + 1
+        made.put(quiet(1, bytes(13)))
+        assert made.serve() is Outcome.FRAMES
+        assert (made.desk.start, made.desk.end) == (0, HEADER_BYTES + 1)

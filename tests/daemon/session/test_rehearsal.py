@@ -1,0 +1,58 @@
+"""What a worker that was made ahead does before it has a lease."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from gpulease.daemon.drivers.interface import Admit, ImageRejected, Poll, admit_all, keep_waiting
+from gpulease.daemon.drivers.ptx.context import CpuContext
+from gpulease.daemon.drivers.ptx.image import CpuModule
+from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
+
+
+class Deaf(CpuContext):
+    """A context that loads nothing."""
+
+    def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
+        raise ImageRejected("the driver is too old")
+
+
+class Forgetful(CpuContext):
+    """A context that reads nothing but zeros."""
+
+    def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
+        into[:] = bytes(len(into))
+
+
+@pytest.fixture(autouse=True)
+def _thaw() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.mark.exhaustive
+def test_it_leaves_a_context_as_it_was() -> None:
+    context = CpuContext(SLICE_BYTES)
+    try:
+        rehearse(context)
+        assert context.fault() is None
+        # Twice, because one that kept its memory or its module would say so.
+        rehearse(context)
+        context.mem_free(context.mem_alloc(SLICE_BYTES))
+    finally:
+        context.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Deaf, "MODULE_LOAD: the driver is too old"), (Forgetful, "result is not what it wrote")]
+)
+def test_a_context_that_is_of_no_use(kind: type[CpuContext], said: str) -> None:
+    context = kind(SLICE_BYTES)
+    try:
+        with pytest.raises(RehearsalFailed, match=said):
+            rehearse(context)
+    finally:
+        context.close()

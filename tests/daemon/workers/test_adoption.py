@@ -1,0 +1,234 @@
+"""What becomes of leases that were kept and of workers that were found, decided without either."""
+
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.leases import (
+    FIRST_SUBMIT_ID,
+    FIRST_WARM_ID,
+    Cause,
+    KeptLease,
+    LeaseRestored,
+    LeaseState,
+    SubmitFound,
+    WorkerFound,
+)
+from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, Left, reconcile
+from gpulease.daemon.workers.zygote_discovery import FoundWorker
+from gpulease.protocol.opcodes import Exclusivity, Status
+
+CARD = "GPU-a"
+OVERHEAD = 7
+LATEST_NS = 10_000
+ENDED = "was killed by SIGKILL"
+SERIALS = count(1)
+LIVING = PageState(None, 1000, 3)
+
+KEPT = KeptLease(
+    lease_id=5,
+    tenant="ann",
+    card_uuid=CARD,
+    size_bytes=100,
+    charge_bytes=107,
+    exclusivity=Exclusivity.SHARED,
+    generation=3,
+    state=LeaseState.ACTIVE,
+    cause=None,
+    reason="",
+    fault="",
+    created_ns=1,
+    deadline_ns=1000,
+    ended_ns=None,
+    ttl_ms=60_000,
+    worker_pid=77,
+)
+
+
+def left(
+    lease_id: int,
+    page: PageState = LIVING,
+    *,
+    reason: str | None = None,
+    size: int = 100,
+    overran: str = "",
+    submit_of: int = 0,
+) -> Left:
+    spec = WorkerSpec(lease_id, CARD, size, is_shared=True, submit_of=submit_of, timeout_ms=50)
+    return Left(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
+
+
+def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
+    """Events, each with its worker's serial, 0 for none."""
+    draw = count(1000).__next__
+    adoptions = reconcile(kept, workers, {CARD: OVERHEAD}, LATEST_NS, draw)
+    return [(one.event, 0 if one.worker is None else one.worker.serial) for one in adoptions]
+
+
+@pytest.mark.parametrize(
+    ("kept", "page", "expected"),
+    [
+        (KEPT, PageState(None, 1000, 3), KEPT),
+        # A renewal that was not on the disk yet, and one that was not on the page.
+        (KEPT, PageState(None, 2000, 4), KEPT._replace(deadline_ns=2000, generation=4)),
+        (KEPT, PageState(None, 500, 2), KEPT),
+        # Nobody wrote that: a worker that was taken over did.
+        (
+            KEPT,
+            PageState(None, 2**63, 2**63),
+            KEPT._replace(deadline_ns=LATEST_NS, generation=3 + MAX_RENEWALS_AHEAD),
+        ),
+        (KEPT, PageState(Status.REVOKED, 1000, 3), (LeaseState.DRAINING, Cause.REVOKED)),
+        (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3), (LeaseState.DRAINING, Cause.EXPIRED)),
+        (KEPT, PageState(Status.LEASE_FREED, 1000, 3), (LeaseState.DRAINING, Cause.FREED)),
+        (KEPT, PageState(Status.DRAINED, 1000, 3), (LeaseState.DRAINING, Cause.DRAINED)),
+        (KEPT, PageState(Status.SESSION_FAILED, 1000, 3), (LeaseState.DRAINING, Cause.WORKER_DIED)),
+        # The broker named the cause beside the word; a name that is none, or another word's, says nothing.
+        (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3, cause="orphaned"), (LeaseState.DRAINING, Cause.ORPHANED)),
+        (KEPT, PageState(Status.SESSION_FAILED, 1000, 3, cause="over_slice"), (LeaseState.DRAINING, Cause.OVER_SLICE)),
+        (KEPT, PageState(Status.LEASE_EXPIRED, 1000, 3, cause="bored"), (LeaseState.DRAINING, Cause.EXPIRED)),
+        (KEPT, PageState(Status.REVOKED, 1000, 3, cause="orphaned"), (LeaseState.DRAINING, Cause.REVOKED)),
+        # What is kept of an end is why it ended, whatever the page says.
+        (
+            KEPT._replace(state=LeaseState.DRAINING, cause=Cause.OVER_SLICE),
+            PageState(Status.SESSION_FAILED, 9000, 9),
+            (LeaseState.DRAINING, Cause.OVER_SLICE),
+        ),
+        (KEPT._replace(state=LeaseState.FENCED, cause=Cause.FREED), PageState(None, 1000, 3), None),
+    ],
+)
+@pytest.mark.parametrize("reason", [None, ENDED])
+def test_a_kept_lease_with_its_own_worker(
+    kept: KeptLease,
+    page: PageState,
+    expected: KeptLease | tuple[LeaseState, Cause] | None,
+    reason: str | None,
+) -> None:
+    ((event, serial),) = decide([kept], [worker := left(5, page, reason=reason)])
+    assert isinstance(event, LeaseRestored)
+    assert event.has_worker == (reason is None)
+    assert serial == worker.worker.serial
+    if expected is None or isinstance(expected, KeptLease):
+        assert event.kept == (expected or kept)
+    else:
+        assert (event.kept.state, event.kept.cause) == expected
+
+
+@pytest.mark.parametrize("reason", [None, ENDED])
+def test_one_whose_kernel_ran_for_too_long_while_nobody_was_there(reason: str | None) -> None:
+    said = "a kernel ran for more than 2 s"
+    worker = left(5, PageState(Status.SESSION_FAILED, 1000, 3), reason=reason, overran=said)
+    ((event, _),) = decide([KEPT], [worker])
+    assert isinstance(event, LeaseRestored)
+    assert (event.kept.state, event.kept.cause, event.kept.reason) == (LeaseState.DRAINING, Cause.KERNEL_TIMEOUT, said)
+
+
+@pytest.mark.parametrize("has_session", [True, False])
+def test_whether_its_session_was_opened_is_what_its_page_says(has_session: bool) -> None:
+    ((event, _),) = decide([KEPT], [left(5, PageState(None, 1000, 3, has_session=has_session))])
+    assert event == LeaseRestored(KEPT, has_worker=True, has_session=has_session)
+
+
+def test_a_kept_lease_without_a_worker() -> None:
+    assert decide([KEPT], []) == [(LeaseRestored(KEPT, has_worker=False), 0)]
+
+
+@pytest.mark.parametrize("order", [lambda pair: pair, lambda pair: pair[::-1]])
+def test_of_two_workers_the_one_that_was_granted_is_the_leases(order: Callable[[list[Left]], list[Left]]) -> None:
+    hung, own = left(5, PageState(None, 0, 0)), left(5)
+    (restored, serial), (found, other) = decide([KEPT], order([hung, own]))
+    assert isinstance(restored, LeaseRestored)
+    assert (serial, other) == (own.worker.serial, hung.worker.serial)
+    assert found == WorkerFound(1000, CARD, 107, 5)
+
+
+def test_workers_of_nobody_are_told_with_what_they_hold() -> None:
+    warm, pending = left(FIRST_WARM_ID, PageState(None, 0, 0), size=0), left(6, PageState(None, 0, 0))
+    dead = left(8, reason=ENDED)
+    assert decide([], [warm, pending, dead]) == [
+        (WorkerFound(FIRST_WARM_ID, CARD, OVERHEAD), warm.worker.serial),
+        (WorkerFound(6, CARD, 107), pending.worker.serial),
+        (WorkerFound(8, CARD, 107), dead.worker.serial),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "reason", "is_running"),
+    [
+        (LIVING, None, True),
+        (LIVING, ENDED, False),
+        (PageState(None, 0, 0), None, False),
+        (PageState(Status.TIMED_OUT, 1000, 3), None, False),
+    ],
+    ids=["running", "has ended", "not told of", "was ended"],
+)
+def test_a_submit_of_a_kept_lease(page: PageState, reason: str | None, is_running: bool) -> None:
+    own, submit = left(5), left(FIRST_SUBMIT_ID, page, reason=reason, submit_of=5)
+    assert decide([KEPT], [submit, own])[1:] == [
+        (SubmitFound(FIRST_SUBMIT_ID, 5, CARD, is_running, 50, submit.worker.spec.size_bytes), submit.worker.serial)
+    ]
+
+
+def test_a_submit_whose_lease_takes_none_is_nobodys() -> None:
+    fenced = KEPT._replace(state=LeaseState.FENCED, cause=Cause.FREED)
+    submit = left(FIRST_SUBMIT_ID, submit_of=5)
+    assert decide([fenced], [submit])[1:] == [(WorkerFound(1000, CARD, 107, 5), submit.worker.serial)]
+    assert decide([], [submit]) == [(WorkerFound(1000, CARD, 107, 5), submit.worker.serial)]
+    one, another = left(FIRST_SUBMIT_ID, submit_of=5), left(FIRST_SUBMIT_ID + 1, submit_of=5)
+    assert [type(event) for event, _ in decide([KEPT], [one, another])] == [LeaseRestored, SubmitFound, WorkerFound]
+
+
+PAGES = st.builds(
+    PageState,
+    st.sampled_from([None, *Status]),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+WORKERS = st.lists(
+    st.builds(
+        left,
+        st.sampled_from([5, 6, 7, FIRST_WARM_ID]),
+        PAGES,
+        reason=st.sampled_from([None, ENDED]),
+        size=st.sampled_from([0, 100]),
+    )
+    | st.builds(left, st.integers(FIRST_SUBMIT_ID, FIRST_SUBMIT_ID + 9), PAGES, submit_of=st.sampled_from([5, 6, 8])),
+    max_size=6,
+    unique_by=lambda one: one.worker.spec.lease_id if one.worker.spec.submit_of else one.worker.serial,
+)
+ROWS = st.lists(
+    st.builds(
+        lambda lease_id, state, generation: KEPT._replace(
+            lease_id=lease_id,
+            state=state,
+            cause=None if state is LeaseState.ACTIVE else Cause.FREED,
+            generation=generation,
+        ),
+        st.sampled_from([5, 6, 7]),
+        st.sampled_from([LeaseState.ACTIVE, LeaseState.DRAINING, LeaseState.FENCED]),
+        st.integers(1, 5),
+    ),
+    max_size=3,
+    unique_by=lambda kept: kept.lease_id,
+)
+
+
+@given(ROWS, WORKERS)
+def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[Left]) -> None:
+    events = decide(rows, workers)
+    assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
+    numbers = [event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id for event, _ in events]
+    assert len(set(numbers)) == len(numbers)
+    before = {kept.lease_id: kept for kept in rows}
+    for event, _ in events:
+        if isinstance(event, LeaseRestored):
+            kept = before.pop(event.kept.lease_id)
+            assert event.kept.generation >= kept.generation
+            assert kept.state is LeaseState.ACTIVE or event.kept == kept
+            assert (event.kept.deadline_ns or 0) <= max(LATEST_NS, kept.deadline_ns or 0)
+    assert not before

@@ -1,0 +1,170 @@
+"""Looks at a card: for a dead worker until the table has its proof, and for what others hold."""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.leases import CardLooked, Event, ReclaimProved, WorkerUnlisted
+from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.daemon.workers import memory_monitor
+from gpulease.daemon.workers.memory_monitor import CardWatch, Reclaimer
+from gpulease.daemon.workers.registry import Workers
+
+LEASE, PID, STRANGER = 5, 77, 88
+
+
+@dataclass
+class MadeCards:
+    """Says one reading after the other, the last one again and again; None is a card that does not answer."""
+
+    readings: list[CardReading | None]
+    has_others: bool = True
+    on_read: Callable[[], None] = lambda: None
+
+    def read(self, card_uuid: str) -> CardReading:
+        assert card_uuid == "GPU-a"
+        reading = self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+        self.on_read()
+        if reading is None:
+            raise CardsUnavailable("it fell off the bus", hint="")
+        return reading
+
+
+@dataclass
+class MadeWorkers:
+    own: set[int] = field(default_factory=set)
+
+    def pids(self) -> set[int]:
+        return set(self.own)
+
+    def see_listed(self, card_uuid: str, pids: Collection[int]) -> None:
+        pass
+
+
+def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+async def proof(cards: MadeCards, enough: int, pid: int = PID) -> list[Event]:
+    """What is posted until there are so many events; the last of them is the table's proof."""
+    posted: list[Event] = []
+    done = asyncio.Event()
+
+    def post(event: Event) -> None:
+        posted.append(event)
+        if len(posted) == enough:
+            reclaimer.give_up(LEASE)
+            done.set()
+
+    reclaimer = Reclaimer(cast(CardSource, cards), post)
+    reclaimer.prove(LEASE, "GPU-a", pid)
+    await done.wait()
+    await reclaimer.stop()
+    return posted
+
+
+def test_a_listed_process_proves_nothing_and_an_unlisted_one_is_told_of_at_each_look() -> None:
+    async def story() -> None:
+        listed = CardReading(0, {PID: 9, STRANGER: 1})
+        looks = [listed, CardReading(60, {}), None, CardReading(20, {}), CardReading(40, {})]
+        posted = await proof(MadeCards([*looks]), 3)
+        told = [event for event in posted if isinstance(event, WorkerUnlisted)]
+        assert [(event.unowned_bytes, event.least_bytes) for event in told] == [(60, 60), (20, 20), (40, 20)]
+        assert {event.since_ns for event in told} == {told[0].looked_ns}
+        assert told == sorted(told, key=lambda event: event.looked_ns)
+
+    run(story)
+
+
+def test_a_process_that_is_listed_again_begins_anew() -> None:
+    async def story() -> None:
+        looks = [CardReading(60, {}), CardReading(0, {PID: 9}), CardReading(70, {})]
+        first, second = await proof(MadeCards([*looks]), 2)
+        assert isinstance(first, WorkerUnlisted)
+        assert isinstance(second, WorkerUnlisted)
+        assert (second.least_bytes, second.since_ns) == (70, second.looked_ns)
+
+    run(story)
+
+
+def test_a_worker_that_never_had_a_process_needs_no_look() -> None:
+    async def story() -> None:
+        assert await proof(MadeCards([None]), 1, pid=0) == [ReclaimProved(LEASE)]
+
+    run(story)
+
+
+def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker is settled while the card is looked at, another begins: both are the daemon's own."""
+    monkeypatch.setattr(memory_monitor, "ROUND_S", 0.001)
+
+    async def story() -> None:
+        workers = MadeWorkers({PID})
+        cards = MadeCards([CardReading(7, {PID: 10, PID + 1: 20, STRANGER: 30}, earlier_bytes=5)])
+        loop, enough = asyncio.get_running_loop(), asyncio.Event()
+        cards.on_read = lambda: workers.own.symmetric_difference_update({PID, PID + 1})
+        posted: list[Event] = []
+
+        def post(event: Event) -> None:
+            posted.append(event)
+            if len(posted) == 3:
+                loop.call_soon(enough.set)
+
+        watch = CardWatch(cast(CardSource, cards), ["GPU-a"], cast(Workers, workers), post)
+        await watch.start()
+        assert len(posted) == 1, "the first look is over when it has started"
+        cards.readings.insert(0, None)
+        await enough.wait()
+        await watch.stop()
+        told = [event for event in posted if isinstance(event, CardLooked)]
+        assert {(event.unowned_bytes, event.outside_bytes) for event in told} == {(7, 25)}
+
+    run(story)
+
+
+def test_the_watch_goes_on_after_a_fault_and_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_monitor, "ROUND_S", 0.001)
+
+    async def story() -> None:
+        loop, looked = asyncio.get_running_loop(), asyncio.Event()
+        cards = MadeCards([CardReading(7, {})])
+        faults: list[Exception] = [TypeError("no number"), KeyError("GPU-a")]
+
+        def fail() -> None:
+            if faults:
+                raise faults.pop()
+
+        cards.on_read = fail
+
+        def post(event: Event) -> None:
+            loop.call_soon(looked.set)
+
+        watch = CardWatch(cast(CardSource, cards), ["GPU-a"], cast(Workers, MadeWorkers()), post)
+        await watch.start()
+        await looked.wait()
+        await watch.stop()
+
+    with caplog.at_level("ERROR", "gpulease"):
+        run(story)
+    told = [record for record in caplog.records if record.getMessage() == LogEvent.DAEMON_FAULT.value.message]
+    assert len(told) == 2, "one of the first look, one of the first round"
+
+
+def test_pretended_cards_are_not_watched() -> None:
+    async def story() -> None:
+        posted: list[Event] = []
+        cards = MadeCards([None], has_others=False)
+        watch = CardWatch(cast(CardSource, cards), ["GPU-a"], cast(Workers, MadeWorkers()), posted.append)
+        before = asyncio.all_tasks()
+        await watch.start()
+        assert asyncio.all_tasks() == before
+        await watch.stop()
+        assert posted == []
+
+    run(story)

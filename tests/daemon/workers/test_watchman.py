@@ -1,0 +1,90 @@
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.leases import Cause, Event, SessionCondemned
+from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.watchdog import UNRESPONSIVE_AFTER_S, Watchman
+from gpulease.daemon.workers.worker import Worker
+from gpulease.daemon.workers.zygote_client import Zygote
+from gpulease.protocol.opcodes import Opcode
+
+S = 1_000_000_000
+LONG = int(UNRESPONSIVE_AFTER_S) * S
+MAX_LOAD_S = 7
+
+
+@dataclass
+class OneWorker:
+    worker: Worker
+
+    def serving(self) -> list[Worker]:
+        return [self.worker]
+
+
+@dataclass
+class Scene:
+    counters: memoryview
+    watchman: Watchman
+    posted: list[Event]
+
+    def round(self, at_ns: int, *, looked_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
+        self.counters[Counter.LOOKED_NS] = looked_ns
+        self.counters[Counter.KERNEL_SINCE_NS] = since_ns
+        self.counters[Counter.DOING] = doing
+        self.posted.clear()
+        self.watchman.go_round(at_ns)
+        return [event.cause for event in self.posted if isinstance(event, SessionCondemned)]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    page = BrokerPage()
+    worker_page = WorkerPage(page.fds)
+    spec = WorkerSpec(5, "GPU-a", 1, is_shared=False, max_kernel_ms=2000)
+    # No channel and no process: the watchman looks at pages alone.
+    worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
+    posted: list[Event] = []
+    watchman = Watchman(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
+    yield Scene(worker_page.counters, watchman, posted)
+    worker_page.close()
+    page.close()
+
+
+def test_a_kernel_that_was_seen_to_run_for_too_long(scene: Scene) -> None:
+    assert scene.round(13 * S, looked_ns=12 * S - 1, since_ns=10 * S) == []
+    assert scene.round(13 * S, looked_ns=12 * S, since_ns=10 * S) == [Cause.KERNEL_TIMEOUT]
+    assert scene.round(13 * S, looked_ns=12 * S) == []
+
+
+def test_what_nobody_looked_at_may_have_ended(scene: Scene) -> None:
+    """A worker that compiles does not look."""
+    assert scene.round(19 * S, looked_ns=11 * S, since_ns=10 * S, doing=Opcode.MODULE_LOAD) == []
+
+
+@pytest.mark.parametrize(("doing", "ends"), [(0, True), (Opcode.SYNC, True), (Opcode.MODULE_LOAD, False)])
+def test_a_worker_that_goes_round_no_more(scene: Scene, doing: int, ends: bool) -> None:
+    assert scene.round(S, looked_ns=S, doing=doing) == []
+    assert scene.round(LONG, looked_ns=S, doing=doing) == []
+    assert scene.round(S + LONG, looked_ns=S, doing=doing) == [Cause.UNRESPONSIVE] * ends
+    assert scene.round(S + LONG + 1, looked_ns=2 * S, doing=doing) == []
+
+
+def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
+    """A load that waits for a kernel is none: its worker has compiled by then."""
+    scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S
+    assert scene.round(10 * S - 1, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(10 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
+    scene.counters[Counter.COMPILING_SINCE_NS] = 0
+    assert scene.round(11 * S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+
+
+def test_a_known_wait_leaves_time_for_the_next_look(scene: Scene) -> None:
+    assert scene.round(S, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(S + 2 * LONG, looked_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.round(2 * S + 2 * LONG, looked_ns=S) == []

@@ -1,0 +1,184 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
+from gpulease.daemon.leases import (
+    FIRST_WARM_ID,
+    AcquireRequested,
+    Card,
+    Cause,
+    Event,
+    FreeRequested,
+    KillWorker,
+    LeaseTable,
+    PoolTimerFired,
+    Recycling,
+    SessionCondemned,
+    WorkerReady,
+    WorkerScrubbed,
+)
+from gpulease.daemon.workers.memory_monitor import Weigher
+from gpulease.daemon.workers.registry import Workers
+from helpers.waiting import wait_until
+
+SIZE, OVERHEAD, PID = 1000, 50, 77
+
+
+@dataclass
+class MadeCards:
+    """What a card shows for the one process, and how often it was asked."""
+
+    held: int | None
+    looks: int = 0
+    reserve_bytes: int = 1
+
+    def process_bytes(self, card_uuid: str, pid: int) -> int:
+        assert (card_uuid, pid) == ("GPU-a", PID)
+        self.looks += 1
+        if self.held is None:
+            raise CardsUnavailable("NVML does not show it", hint="Look.")
+        return self.held
+
+
+@dataclass
+class MadeWorkers:
+    alive: bool = True
+
+    def pid(self, lease_id: int) -> int:
+        return PID
+
+    def is_alive(self, lease_id: int) -> bool:
+        return self.alive
+
+
+@dataclass
+class Scene:
+    cards: MadeCards
+    workers: MadeWorkers = field(default_factory=MadeWorkers)
+    posted: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)])
+        self.table.handle(AcquireRequested(1, "t", 5, SIZE, 60_000), 0)
+        self.table.handle(WorkerReady(5), 0)
+        self.weigher = Weigher(
+            self.table, cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append
+        )
+
+
+def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(story())
+
+
+async def settled(scene: Scene, looks: int) -> None:
+    while others := asyncio.all_tasks() - {cast(asyncio.Task[None], asyncio.current_task())}:
+        await asyncio.gather(*others)
+        await asyncio.sleep(0)
+    assert scene.cards.looks >= looks
+
+
+@pytest.mark.parametrize(
+    ("held", "alive", "over"),
+    [(SIZE + OVERHEAD, True, False), (SIZE + OVERHEAD + 1, True, True), (None, True, True), (None, False, False)],
+)
+def test_more_than_was_admitted_ends_the_lease(held: int | None, alive: bool, over: bool) -> None:
+    async def story() -> None:
+        scene = Scene(MadeCards(held), MadeWorkers(alive))
+        scene.weigher.look(5)
+        await settled(scene, 1)
+        assert [type(event) for event in scene.posted] == [SessionCondemned] * over
+        for event in scene.posted:
+            effects = scene.table.handle(event, 1)
+            assert KillWorker(5) in effects
+            snapshot = scene.table.get(5)
+            assert snapshot is not None
+            assert snapshot.cause is Cause.OVER_SLICE
+            assert snapshot.reason
+            # The second look at a lease that is over finds nothing to say.
+            scene.weigher.look(5)
+            await settled(scene, 1)
+            assert len(scene.posted) == 1
+
+    run(story)
+
+
+def test_looks_asked_for_meanwhile_are_one_more() -> None:
+    async def story() -> None:
+        scene = Scene(MadeCards(0))
+        for _ in range(5):
+            scene.weigher.look(5)
+        await settled(scene, 2)
+        assert scene.cards.looks == 2
+
+    run(story)
+
+
+def test_between_two_looks_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.PAUSE_S", 3600)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(0))
+        scene.weigher.look(5)
+        await asyncio.to_thread(wait_until, lambda: scene.cards.looks == 1, "it is looked at at once")
+        for _ in range(20):
+            scene.weigher.look(5)
+            await asyncio.to_thread(int)
+        assert scene.cards.looks == 1
+        await scene.weigher.stop()
+
+    run(story)
+
+
+def recycled(scene: Scene) -> int:
+    """Its lease was given back and left a context, whose number this is."""
+    scene.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)], warm_contexts=1, recycling=Recycling())
+    scene.table.handle(PoolTimerFired(), 0)
+    for event in (
+        WorkerReady(FIRST_WARM_ID),
+        AcquireRequested(1, "t", 5, SIZE, 60_000),
+        WorkerReady(5),
+        FreeRequested(2, 5, "t"),
+        WorkerScrubbed(5),
+    ):
+        scene.table.handle(event, 0)
+    (context,) = scene.table.warming()
+    assert context.is_recycled
+    return context.warm_id
+
+
+@pytest.mark.parametrize("more_bytes", [0, 1])
+def test_a_context_that_waits_for_its_tenant_is_held_to_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int
+) -> None:
+    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.ROUND_S", 0.01)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(OVERHEAD + more_bytes))
+        number = recycled(scene)
+        weigher = Weigher(scene.table, cast(CardSource, scene.cards), cast(Workers, scene.workers), scene.posted.append)
+        weigher.start()
+        await asyncio.to_thread(wait_until, lambda: scene.cards.looks >= 2, "it is looked at")
+        await weigher.stop()
+        assert bool(scene.posted) is bool(more_bytes)
+        for event in scene.posted[:1]:
+            assert KillWorker(number) in scene.table.handle(event, 1)
+
+    run(story)
+
+
+@pytest.mark.parametrize("reserve_bytes", [0, 1])
+def test_rounds_find_what_nobody_asked_to_look_at(monkeypatch: pytest.MonkeyPatch, reserve_bytes: int) -> None:
+    monkeypatch.setattr("gpulease.daemon.workers.memory_monitor.ROUND_S", 0.01)
+
+    async def story() -> None:
+        scene = Scene(MadeCards(SIZE + OVERHEAD + 1, reserve_bytes=reserve_bytes))
+        scene.weigher.start()
+        await asyncio.sleep(0.2)
+        await scene.weigher.stop()
+        assert bool(scene.posted) is bool(reserve_bytes)
+
+    run(story)
