@@ -86,8 +86,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts what it runs in the background with interrupts ignored, and each process would pass that on.
+    # A shell starts what it runs in the background with interrupts ignored, nohup with hang-ups ignored: each process
+    # would pass that on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if is_whole(config):
         config.pluginmanager.register(FormsMet())
 

@@ -30,8 +30,8 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
-    "starlette": ("client/serve/gateway/", "client/serve/models/app.py", "daemon/web/"),
-    "uvicorn": ("client/serve/gateway/", "daemon/web/"),
+    "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/app.py", "daemon/web/"),
+    "uvicorn": ("client/serve/http/", "daemon/web/"),
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.

@@ -14,7 +14,7 @@ from gpulease.client.cli.start import run
 PROGRAM: Final = "gpulease"
 
 COMMANDS: Final = {
-    "audit": ("audit:audit", "Read audit logs: verify, show, usage, head."),
+    "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head."),
     "bench": ("bench:bench", "Measure what a lease costs beside the driver called directly."),
     "completion": ("completion:completion", "Print what makes a shell complete commands and lease ids."),
     "demo": ("demo:demo", "Lease a slice, run two kernels on it, let another lease expire."),
@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "install-service": ("service:install_service", "Print or install the units for systemd."),
     "leases": ("node:leases", "List leases: your own, or everybody's if you are the operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics as Prometheus reads them."),
-    "pki": ("pki:pki", "Make a test authority and certificates: init, issue, revoke."),
+    "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "revoke": ("node:revoke", "End a lease at once, whatever it is doing."),
     "run": ("run:run", "Run a program with a lease of its own, which ends with it."),
     "serve": ("serving:serve", "Serve others on leases."),

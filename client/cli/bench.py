@@ -381,12 +381,12 @@ def _bare(card: dict[str, Any], count: int) -> Figures:
 
 def _gate(card: dict[str, Any], flips: int) -> Figures:
     with as_file(files("gpulease.client.cli").joinpath("transform.ptx")) as ptx:
-        return _in_a_process("gate", card["driver"], card["uuid"], str(ptx), str(flips))
+        return _in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))
 
 
 def _in_a_process(module: str, *words: str, standard_input: bytes = b"") -> Figures:
     """What a module of the daemon's measures, run by itself. Raises CannotStart."""
-    command = [sys.executable, "-P", "-m", f"gpulease.daemon.{module}", *words]
+    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
     done = subprocess.run(command, input=standard_input, capture_output=True, timeout=DIRECT_TIMEOUT_S, check=False)
     try:
         figures: Figures = json.loads(done.stdout.splitlines()[0])

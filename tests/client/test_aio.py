@@ -257,8 +257,8 @@ def test_leaving_never_hides_what_went_wrong_inside(peer: ScriptedPeer) -> None:
 
 
 MODULES = {
-    "gpulease.client": ("blocking", "events", "graphs", "keeping", "streams", "submission"),
-    "gpulease.client.aio": ("aio", "aio_events", "aio_graphs", "aio_submission"),
+    "gpulease.client": ("sync.session", "sync.events", "sync.graphs", "sync.streams", "sync.submits"),
+    "gpulease.client.aio": ("aio.session", "aio.events", "aio.graphs", "aio.submits"),
 }
 """Where each face defines what the other defines too, below gpulease.client."""
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.serve.models.instance import Instance
 from gpulease.client.serve.models.model_metrics import ModelMetrics, ServerMetrics
-from gpulease.client.serve.models.queue import WaitingRequest
+from gpulease.client.serve.models.request_queue import WaitingRequest
 from gpulease.client.serve.models.settings import ModelSettings
 from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode

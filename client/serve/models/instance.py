@@ -22,7 +22,7 @@ from gpulease.client.errors import (
     LeaseExpired,
 )
 from gpulease.client.serve.models.model_metrics import ModelMetrics
-from gpulease.client.serve.models.queue import (
+from gpulease.client.serve.models.request_queue import (
     MAX_ATTEMPTS,
     Intake,
     RestartPause,

@@ -29,7 +29,7 @@ def test_words_and_status_are_handed_on(words: list[str], status: int, said: str
 
 
 def test_without_a_daemon_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.cli.daemon_modules.MODULE", "gpulease.nothing.audit")
+    monkeypatch.setattr("gpulease.client.cli.daemon_modules.AUDIT_MODULE", "gpulease.nothing.audit")
     done = CliRunner().invoke(main, ["audit", "verify", "x"])
     assert done.exit_code == 1
     assert "pip install '.[daemon]' in gpulease's repository" in done.output

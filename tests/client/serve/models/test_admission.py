@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.serve.models.queue import HALF_LIFE_S, Estimate, Outlook
+from gpulease.client.serve.models.request_queue import HALF_LIFE_S, Estimate, Outlook
 
 
 def test_an_estimate_is_at_least_what_it_was_made_of_and_settles() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client import LeaseEvent, Phase, errors
-from gpulease.client.serve.models.queue import (
+from gpulease.client.serve.models.request_queue import (
     MAX_PAUSE_S,
     PRESSURE_PAUSE_S,
     RestartPause,

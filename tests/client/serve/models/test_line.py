@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.serve.models.queue import Line, WaitingRequest
+from gpulease.client.serve.models.request_queue import Line, WaitingRequest
 from gpulease.client.serve.rpc import Answer
 
 LOOP = asyncio.new_event_loop()
