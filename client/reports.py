@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from gpulease.client.asking import ask
+from gpulease.client.control import ask
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, Inventory

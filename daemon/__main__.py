@@ -12,9 +12,9 @@ import click
 
 from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.host.processes import NoThread
+from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, tell
-from gpulease.daemon.version import VERSION
+from gpulease.daemon.log.writer import FORMATS, LogStyle, begin_logging, flush_logs, is_for_people, log_event
 
 EXIT_CONFIG: Final = 78
 """EX_CONFIG of sysexits(3): a restart would fail the same way, so a supervisor should not try."""
@@ -78,7 +78,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         from gpulease.daemon.broker.audit_recording import CannotRecord
         from gpulease.daemon.broker.handlers.token_requests import TokensUnavailable
         from gpulease.daemon.broker.listeners import CannotListen
-        from gpulease.daemon.config import ConfigError, load_config
+        from gpulease.daemon.config.settings import ConfigError, load_config
         from gpulease.daemon.gpus.source import CardsUnavailable
         from gpulease.daemon.record.journal import JournalBroken
         from gpulease.daemon.supervisor.lifecycle import Supervised
@@ -113,7 +113,7 @@ def _fail(message: str, hint: str, status: int) -> int:
     if is_for_people():
         click.echo(f"gpuleased: {_with_hint(message, hint)}", err=True)
     else:
-        tell(LogEvent.DAEMON_FAILED, message, hint=hint, status=status)
+        log_event(LogEvent.DAEMON_FAILED, message, hint=hint, status=status)
     return status
 
 

@@ -36,3 +36,8 @@ def lease_id_of(text: str) -> LeaseId:
     if _TEXT.fullmatch(text) is None:
         raise ValueError(f"{text!r} is not a lease id, which has 32 hexadecimal digits")
     return LeaseId(text, 16)
+
+
+def lease_text(lease_id: int) -> str:
+    """A lease's number as 32 hexadecimal digits."""
+    return f"{lease_id:032x}"

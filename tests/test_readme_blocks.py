@@ -26,7 +26,7 @@ import pytest
 from gpulease.client.cli.__main__ import main as gpulease
 from gpulease.client.transport.credentials import VARIABLES
 from gpulease.daemon.__main__ import main as gpuleased
-from gpulease.daemon.config import load_config
+from gpulease.daemon.config.settings import load_config
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import config as audit_config
 from helpers.daemon import python_environment

@@ -27,7 +27,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     "construct": "protocol/",
     "cryptography": "daemon/remote/pki/",
     # Minting and verifying; a holder's own narrowing.
-    "biscuit_auth": ("daemon/capabilities/tokens.py", "client/narrowing.py"),
+    "biscuit_auth": ("daemon/capabilities/tokens.py", "client/token_narrowing.py"),
     # What a gateway alone needs.
     "psycopg": "client/serve/gateway/postgres_store.py",
     "starlette": ("client/serve/http/", "client/serve/gateway/", "client/serve/models/app.py", "daemon/web/"),
@@ -35,7 +35,7 @@ ONLY_IN: dict[str, str | tuple[str, ...]] = {
     # The example's weights are made from what it ships; nothing that serves needs it.
     "sklearn": "client/serve/models/example/digits.py",
     # Reports on the wire; the messages between the daemon's own processes; what is kept of compiled images.
-    "msgpack": ("protocol/primitives.py", "daemon/ipc.py", "daemon/drivers/ptx/image.py"),
+    "msgpack": ("protocol/primitives.py", "daemon/host/ipc.py", "daemon/drivers/ptx/image.py"),
 }
 
 # Put together here, so that this file does not hold what it forbids.

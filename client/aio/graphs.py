@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.engine.graphs import GraphHandle
 from gpulease.client.engine.recording import Recording
-from gpulease.client.engine.session import SessionState
+from gpulease.client.engine.session import SessionCore
 from gpulease.client.engine.steps import Procedure
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Recorder:
             await undisturbed(drive(state.make_graph(self._graph, self._recording.recorded())))
 
 
-async def _finish(state: SessionState, rest: Procedure[int]) -> int:
+async def _finish(state: SessionCore, rest: Procedure[int]) -> int:
     # It took over the lock from `launch`, so that nothing gets between.
     try:
         return await drive(rest)

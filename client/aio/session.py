@@ -12,7 +12,6 @@ from gpulease.client.aio.events import LeaseEvents, WarningWatch
 from gpulease.client.aio.graphs import Recorder
 from gpulease.client.aio.submits import Submission
 from gpulease.client.engine.exchange import CONTROL_REPLY_LIMIT_S, ask_once
-from gpulease.client.engine.forking import register
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import (
     LeaseReport,
@@ -24,11 +23,12 @@ from gpulease.client.engine.lease import (
     by_token,
     keep,
 )
-from gpulease.client.engine.request import Wish, address_of
-from gpulease.client.engine.session import SessionState, SessionView
+from gpulease.client.engine.request import LeaseRequest, address_of
+from gpulease.client.engine.session import SessionCore, SessionView
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.streams import Streamed
 from gpulease.client.engine.tokens import issue_request, token_of
+from gpulease.client.forking import register
 from gpulease.client.handles import StreamHandle
 from gpulease.client.public import (
     Buffer,
@@ -42,7 +42,7 @@ from gpulease.client.sync.events import OnWarning
 from gpulease.client.sync.session import TOKEN_S
 from gpulease.client.sync.submits import Image
 from gpulease.client.transport.ring import wanted_of
-from gpulease.client.transport.spin_policy import patience_of
+from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Body, CapabilityPresent, Empty
 from gpulease.protocol.ring import Wanted
@@ -53,7 +53,7 @@ SPIN_NS: Final = 20_000
 """How long an answer is looked for before the event loop gets a turn: no longer than a callback may take."""
 
 
-class GpuBuilder(Wish):
+class GpuBuilder(LeaseRequest):
     """Asks for a lease: `async with GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire() as lease:`."""
 
     def acquire(self) -> "Opening[GpuLease]":
@@ -154,8 +154,8 @@ class GpuSession(SessionView):
         self.lease = lease
         self._lock = asyncio.Lock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        patience = patience_of(lease._state.waiting, SPIN_NS)
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
+        patience = spin_policy_of(lease._state.waiting, SPIN_NS)
+        self._state = SessionCore(lease._state, self._lock, wanted=wanted, patience=patience)
         self._closing: Callable[[], object] | None = None
         register(self)
 

@@ -15,8 +15,8 @@ from gpulease.client import (
     Module,
     Revoked,
 )
-from gpulease.client.asking import ask
 from gpulease.client.bench.figures import percentile
+from gpulease.client.control import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import LeaseRevoke
 

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.asking import ask
 from gpulease.client.bench.figures import percentile
 from gpulease.client.bench.leased import bulk_copies, hot_path
+from gpulease.client.control import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Ping
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from gpulease.client.asking import ask
 from gpulease.client.cli.endings import EXIT_FAILED
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.cli.tables import seconds_text, shown
+from gpulease.client.control import ask
 from gpulease.client.engine.events import EVERY_LEASE, EventStream, LeaseEvent
 from gpulease.client.engine.request import address_of, milliseconds
 from gpulease.client.errors import Disconnected, InvalidRequest

@@ -9,8 +9,8 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from gpulease.client.asking import ask
 from gpulease.client.cli.tables import shown, size_text
+from gpulease.client.control import ask
 from gpulease.client.errors import InvalidRequest, NotFound
 from gpulease.client.reports import leases_of
 from gpulease.protocol import Opcode

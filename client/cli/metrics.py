@@ -4,8 +4,8 @@ import sys
 
 import click
 
-from gpulease.client.asking import ask
 from gpulease.client.cli.tables import fitted, is_terminal, output_width, shown
+from gpulease.client.control import ask
 from gpulease.client.reports import health_of, json_text
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty

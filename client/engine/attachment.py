@@ -10,20 +10,20 @@ from collections.abc import Container
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from gpulease.client.engine.arena import Arena
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial, receive, send
-from gpulease.client.engine.fast_request import Prompter, SmallRead
-from gpulease.client.engine.forking import OF_PARENT
-from gpulease.client.engine.lease import LEASE_OVER, LeaseState, find_fate
-from gpulease.client.engine.link import LinkEnded
+from gpulease.client.engine.fast_request import FastRequest, SmallRead
+from gpulease.client.engine.lease import LEASE_OVER, LeaseState, find_end_reason
 from gpulease.client.engine.staging import Staging
 from gpulease.client.engine.steps import Limit, Locked, Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
+from gpulease.client.forking import OF_PARENT
 from gpulease.client.handles import Handle
 from gpulease.client.texts import quoted
+from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
 from gpulease.client.transport.ring import share
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Connection, Failure, Opcode, Status
 from gpulease.protocol.capabilities import AttachOption
 from gpulease.protocol.errors import FramingError
@@ -131,7 +131,7 @@ class Attached:
         has_loaded: Whether a module was loaded, so that kernels of its own may run.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: SpinPolicy) -> None:
         """Args: wanted: What to share with the worker. patience: How long to look for an answer before sleeping."""
         self.lease = lease
         self.lock = lock
@@ -148,15 +148,15 @@ class Attached:
         self.quiet_bytes = 0
         self._max_payload_bytes = 0
         self.freed: deque[tuple[int, Opcode, int]] = deque()
-        self._sync = Prompter(Opcode.SYNC, 0, self.session_id)
-        self._alloc = Prompter(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
+        self._sync = FastRequest(Opcode.SYNC, 0, self.session_id)
+        self._alloc = FastRequest(Opcode.MEM_ALLOC, MEM_ALLOC.size, self.session_id, HANDLE.size)
         self.recorder: object = None
         self.lent: list[object] = []
         self.arena: Arena | None = None
         self.staging: Staging | None = None
-        self.arena_write = Prompter(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
+        self.arena_write = FastRequest(Opcode.ARENA_WRITE, ARENA_COPY.size, self.session_id)
         self.small_read = SmallRead()
-        self.arena_read = Prompter(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
+        self.arena_read = FastRequest(Opcode.ARENA_READ, ARENA_COPY.size, self.session_id)
         self.settled_id = 0
         self.fences = ONE_STREAM_FENCES
         self.has_loaded = False
@@ -370,10 +370,10 @@ class Attached:
             failure = self.lease.over
         elif failure.status is Status.SESSION_FAILED:
             # The worker was told that it is over, not why.
-            fate = yield from find_fate(self.lease, failure)
+            fate = yield from find_end_reason(self.lease, failure)
             failure = failure if fate.status is Status.DISCONNECTED else fate
         elif not self.channel.link.is_end_explained:
-            failure = yield from find_fate(self.lease, failure)
+            failure = yield from find_end_reason(self.lease, failure)
         elif self.channel.link.said_goodbye:
             failure = self.lease.heed(failure)
         self.finish(failure)

@@ -15,7 +15,7 @@ from gpulease.protocol.fastpath import ARENA_COPY, mem_read_frame, mem_write_pre
 from gpulease.protocol.messages import Body
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 PROMPT_READ_BYTES: Final = 32 << 10
 """Up to this size a read's reply is looked for in the ring as a whole; it fits there with much to spare."""
@@ -78,7 +78,7 @@ def _flat(view: memoryview) -> memoryview | None:
     return memoryview((ctypes.c_ubyte * view.nbytes).from_buffer(view)).cast("B")
 
 
-def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
+def write(session: "SessionCore", buffer: Buffer, offset: int, data: memoryview) -> Procedure[None]:
     """MEM_WRITEs of a chunk each, quiet but for the last, whose reply answers for all; a small one without a reply."""
     link, limit = session.channel.link, session.limit
     place = None if session.arena is None or len(data) <= session.quiet_bytes else session.arena.offset_of(data)
@@ -115,7 +115,7 @@ def write(session: "SessionState", buffer: Buffer, offset: int, data: memoryview
     session.acknowledge(Opcode.MEM_WRITE, request_id, first_id)
 
 
-def quiet_prefix(session: "SessionState", buffer: Buffer, offset: int, data: memoryview) -> bytes:
+def quiet_prefix(session: "SessionCore", buffer: Buffer, offset: int, data: memoryview) -> bytes:
     """What goes before the data of a write that is not waited for."""
     number = session.connection.next_request_id()
     return mem_write_prefix(
@@ -123,7 +123,7 @@ def quiet_prefix(session: "SessionState", buffer: Buffer, offset: int, data: mem
     )
 
 
-def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
+def read(session: "SessionCore", buffer: Buffer, offset: int, target: memoryview) -> Procedure[None]:
     """MEM_READs of a chunk each, a few in flight at a time, received where they belong."""
     place = None if session.arena is None else session.arena.offset_of(target)
     if place is not None:
@@ -154,7 +154,7 @@ def read(session: "SessionState", buffer: Buffer, offset: int, target: memoryvie
     session.acknowledge(Opcode.MEM_READ, session.connection.last_request_id)
 
 
-def _take(session: "SessionState", request_id: int, failures: list[Failure]) -> Procedure[None]:
+def _take(session: "SessionCore", request_id: int, failures: list[Failure]) -> Procedure[None]:
     result: Body | Failure = yield from receive(session.channel, request_id, session.limit)
     if isinstance(result, Failure):
         failures.append(result)

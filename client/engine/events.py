@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, CONTROL_REPLY_LIMIT_S, TimeLimit, ask, dial, disconnected
-from gpulease.client.engine.link import LinkEnded
 from gpulease.client.engine.steps import Procedure, Wait
 from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Opcode, Phase, Told
 from gpulease.protocol.address import Address
 from gpulease.protocol.lease_ids import LeaseId

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from gpulease.client.engine.link import LinkEnded
 from gpulease.client.engine.steps import Limit, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
 from gpulease.client.transport.credentials import SecuredAddress
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.messages import Body, Hello, HelloReply

@@ -17,7 +17,7 @@ from gpulease.protocol.opcodes import Flag
 from gpulease.protocol.ring import NO_DATA
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 _REPLY: Final = int(Flag.REPLY)
 
@@ -31,7 +31,7 @@ class _Asked:
 
     def _ask(
         self,
-        session: "SessionState",
+        session: "SessionCore",
         request_id: int,
         request: bytes,
         reply: bytes,
@@ -56,11 +56,11 @@ class _Asked:
                 session.settled_id = request_id  # as `acknowledge` does
         return outcome
 
-    def rest(self, session: "SessionState") -> Procedure[None]:
+    def rest(self, session: "SessionCore") -> Procedure[None]:
         """Wait for the reply to what was asked last."""
         yield from self.late_answer(session)
 
-    def late_answer(self, session: "SessionState") -> Procedure[Any]:
+    def late_answer(self, session: "SessionCore") -> Procedure[Any]:
         """The same; its body."""
         result: Body | Failure = yield from receive(session.channel, self._late_id, session.limit)
         session.settle(result, doing_of(self._op))
@@ -68,7 +68,7 @@ class _Asked:
         return result
 
 
-class Prompter(_Asked):
+class FastRequest(_Asked):
     """Asks with a payload of the same size each time."""
 
     def __init__(self, op: Opcode, payload_bytes: int, session_id: int, answer_bytes: int = 0) -> None:
@@ -81,7 +81,7 @@ class Prompter(_Asked):
         self._reply_head, self._reply_tail = reply[:REQUEST_ID_OFFSET], reply[MIDDLE_AT : len(reply) - answer_bytes]
 
     def ask(
-        self, session: "SessionState", payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA
+        self, session: "SessionCore", payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA
     ) -> bool | None:
         """Ask, under the session's lock: True if it is done, False if `rest` is still to be driven.
 
@@ -96,12 +96,12 @@ class Prompter(_Asked):
             session, request_id, request, b"".join((self._reply_head, number, self._reply_tail)), into, more_ns
         )
 
-    def ask_for(self, session: "SessionState", payload: bytes) -> bytes | bool | None:
+    def ask_for(self, session: "SessionCore", payload: bytes) -> bytes | bool | None:
         """The same where a reply carries `answer_bytes`: they stand for True."""
         answer = bytearray(self._answer_bytes)
         return self.ask(session, payload, into=memoryview(answer)) and bytes(answer)
 
-    def do(self, session: "SessionState", payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
+    def do(self, session: "SessionCore", payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Ask, one way or the other, and wait for the reply."""
         is_done = self.ask(session, payload, more_ns)
         if is_done is None:
@@ -116,8 +116,8 @@ class SmallRead(_Asked):
     def __init__(self) -> None:
         super().__init__(Opcode.MEM_READ)
 
-    def ask(self, session: "SessionState", handle: int, offset: int, into: memoryview) -> bool | None:
-        """See Prompter."""
+    def ask(self, session: "SessionCore", handle: int, offset: int, into: memoryview) -> bool | None:
+        """See FastRequest."""
         if not session.is_at_rest:
             return None
         request_id = session.connection.next_request_id()

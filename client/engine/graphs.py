@@ -21,7 +21,7 @@ from gpulease.protocol.messages import Handle as HandleBody
 from gpulease.protocol.opcodes import Flag
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 _LAUNCH: Final = "launch of a graph"
 
@@ -79,11 +79,11 @@ class GraphHandle(Handle):
         """Its recording came to nothing."""
         self._why_not = "was discarded: its recording failed"
 
-    def session(self, doing: str) -> "SessionState":
+    def session(self, doing: str) -> "SessionCore":
         """Its session. Raises InvalidHandle if it has none."""
         if self.owner is None:
             raise InvalidHandle(f"{doing}: the graph {self._why_not}")
-        return cast("SessionState", self.owner)
+        return cast("SessionCore", self.owner)
 
     def let_go(self) -> tuple[Opcode, int]:
         """See Handle; its arrays are kept for as long as queued copies may use them."""
@@ -157,7 +157,7 @@ class Graphed(Streamed):
     def launch_graph(
         self, graph: GraphHandle, values: Mapping[str, Any], stream: StreamHandle | None = None
     ) -> int | Procedure[int]:
-        """Send a graph's launch at once, under the session's lock; see `SessionState.launch`."""
+        """Send a graph's launch at once, under the session's lock; see `SessionCore.launch`."""
         over = self.end or self.lease.over
         if over is not None:
             raise error_of(over, _LAUNCH)

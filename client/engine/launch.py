@@ -15,7 +15,7 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import ParameterType
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 MAX_TEMPLATES: Final = 1024
 """Launch templates kept per module, about half a kilobyte each. A tenant whose grid is never the same twice would fill
@@ -58,7 +58,7 @@ class Latest:
 
 
 def launch_frame(
-    session: "SessionState",
+    session: "SessionCore",
     module: Module,
     kernel: str,
     grid: Sequence[int],
@@ -116,7 +116,7 @@ def _raw(
 
 
 def _make_template(
-    session: "SessionState",
+    session: "SessionCore",
     module: Module,
     kernel: str,
     grid: Sequence[int],
@@ -210,7 +210,7 @@ def _listed(module: Module) -> str:
     return ", ".join(names[:MAX_LISTED_KERNELS]) + more or "none"
 
 
-def _foreign(session: "SessionState", module: Module, kernel: str) -> LaunchFailed:
+def _foreign(session: "SessionCore", module: Module, kernel: str) -> LaunchFailed:
     why = "is unloaded" if module.owner is None else "belongs to another session"
     return _failed(kernel, f"the module {why}", "Load it in this session with module_load()")
 

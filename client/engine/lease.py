@@ -29,8 +29,6 @@ from gpulease.client.engine.exchange import (
     disconnected,
     doing_of,
 )
-from gpulease.client.engine.forking import OF_PARENT, register
-from gpulease.client.engine.link import LinkEnded
 from gpulease.client.engine.request import LEASE_ID_VARIABLE, milliseconds
 from gpulease.client.engine.steps import Locked, Procedure, Sleep
 from gpulease.client.engine.tokens import Grant
@@ -43,7 +41,9 @@ from gpulease.client.errors import (
     InvalidRequest,
     error_of,
 )
+from gpulease.client.forking import OF_PARENT, register
 from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Exclusivity, Failure, Opcode, ProtocolError, Status, Waiting
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import Permission
@@ -630,7 +630,7 @@ def keep(
             delay_s = pause_s
 
 
-FATE_WAIT_S: Final = 2.0
+END_REASON_WAIT_S: Final = 2.0
 """How long the broker may take to notice that a worker is gone. It is told by the kernel, in milliseconds; two seconds
 is a host under heavy load."""
 
@@ -673,7 +673,7 @@ _FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
 """How a lease ended matters more to its tenant than whether its memory came back, except for these."""
 
 
-def fate_of(report: Mapping[str, object]) -> Failure | None:
+def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     """How the lease in a LEASE_QUERY report ended; None if it has not."""
     cause, state = report.get("cause"), report.get("state")
     if cause is None and state != "fenced":
@@ -687,12 +687,12 @@ def fate_of(report: Mapping[str, object]) -> Failure | None:
     return Failure(status, f"{words}: {reason}" if reason else words, hint)
 
 
-def find_fate(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
+def find_end_reason(lease: LeaseState, ended: Failure) -> Procedure[Failure]:
     """How a lease ended whose session's connection did, as `ended` says; never raises for what the broker answers."""
-    last = lease.clock() + FATE_WAIT_S
+    last = lease.clock() + END_REASON_WAIT_S
     try:
         while lease.over is None:
-            lease.over = fate_of((yield from lease.query()))
+            lease.over = end_reason_of((yield from lease.query()))
             if lease.over is not None or lease.clock() >= last:
                 break
             yield Sleep(FATE_POLL_S)

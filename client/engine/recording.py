@@ -10,7 +10,7 @@ from typing import Any, Final
 from gpulease.client.engine import copies
 from gpulease.client.engine.graphs import Recorded, check_parameters, needed
 from gpulease.client.engine.launch import KernelArguments, in_order, launch_frame
-from gpulease.client.engine.session import SessionState
+from gpulease.client.engine.session import SessionCore
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.streams import S, not_recorded
 from gpulease.client.errors import InvalidRequest, error_of
@@ -34,10 +34,10 @@ MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
 """Data of one recorded write: what a node's body has room for behind handle, offset and length."""
 
 
-class Recording(SessionState):
-    """See SessionState, whose place it takes; what it does not know of a session it asks that."""
+class Recording(SessionCore):
+    """See SessionCore, whose place it takes; what it does not know of a session it asks that."""
 
-    def __init__(self, state: SessionState, whose_turn: Callable[[], object]) -> None:
+    def __init__(self, state: SessionCore, whose_turn: Callable[[], object]) -> None:
         """Begin. Raises InvalidRequest if the session records already, or what it ended of.
 
         Args:
@@ -64,7 +64,7 @@ class Recording(SessionState):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def stop(self) -> SessionState:
+    def stop(self) -> SessionCore:
         """Record no more; the session."""
         self._real.recorder = None
         return self._real

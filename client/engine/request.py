@@ -63,7 +63,7 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     return value
 
 
-class Wish:
+class LeaseRequest:
     """Says what a lease should be like; every method but the last returns the builder itself."""
 
     def __init__(self, address: str | None = None) -> None:

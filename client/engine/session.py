@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from gpulease.client.engine import copies
-from gpulease.client.engine.arena import empty
 from gpulease.client.engine.exchange import send
-from gpulease.client.engine.forking import OF_PARENT
 from gpulease.client.engine.graphs import Graphed
 from gpulease.client.engine.launch import KernelArguments, launch_frame
 from gpulease.client.engine.request import MAX_WIRE_BYTES, whole
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.errors import GpuLeaseError, InvalidRequest, error_of
+from gpulease.client.forking import OF_PARENT
 from gpulease.client.handles import BorrowedBuffer, Buffer, Module, StreamHandle
 from gpulease.client.kernel_args import KernelArgs
 from gpulease.client.texts import utf8
+from gpulease.client.transport.arena import empty
 from gpulease.protocol import Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.errors import FramingError
@@ -35,7 +35,7 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 """Of a MODULE_LOAD's payload, what is not the image: its length."""
 
 
-class SessionState(Graphed):
+class SessionCore(Graphed):
     """An open session."""
 
     def mem_alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -128,7 +128,7 @@ class SessionState(Graphed):
     def read_promptly(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Procedure[Any] | None:
         """mem_read into `into` at once, under the session's lock: None if it is done, else what has to be driven."""
         is_done: bool | None = None
-        rest: Callable[[SessionState], Procedure[None]] = self.small_read.rest
+        rest: Callable[[SessionCore], Procedure[None]] = self.small_read.rest
         if (
             type(nbytes) is int
             and 0 < nbytes <= copies.PROMPT_READ_BYTES
@@ -289,7 +289,7 @@ S = TypeVar("S", bound="np.generic")
 class SessionView:
     """What a session's face shows without asking."""
 
-    _state: SessionState
+    _state: SessionCore
     _lock: Any
 
     def disown(self) -> None:

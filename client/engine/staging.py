@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from gpulease.client.engine.arena import Arena
 from gpulease.client.engine.exchange import receive, send
 from gpulease.client.engine.steps import Procedure
+from gpulease.client.transport.arena import Arena
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.fastpath import ARENA_COPY
 from gpulease.protocol.framing import build_frame
@@ -31,7 +31,7 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 MAX_COPIERS: Final = 4
 """Most threads of a session that copy: with four, an H100's host copies faster than the card takes it from the
@@ -171,7 +171,7 @@ class Staging:
         if copiers is not None:
             copiers.close()
 
-    def write(self, session: "SessionState", handle: int, offset: int, data: memoryview) -> Procedure[None]:
+    def write(self, session: "SessionCore", handle: int, offset: int, data: memoryview) -> Procedure[None]:
         """Copy bytes to an allocation."""
         yield from self._settle(session)
         source, slots = _address_of(data), self._slots
@@ -182,7 +182,7 @@ class Staging:
         flow = _Flow(self, session, handle, offset, source, len(data))
         yield from self._run(flow, flow.write(), "mem_write")
 
-    def read(self, session: "SessionState", handle: int, offset: int, into: memoryview) -> Procedure[None]:
+    def read(self, session: "SessionCore", handle: int, offset: int, into: memoryview) -> Procedure[None]:
         """Copy an allocation's bytes."""
         yield from self._settle(session)
         target, slots = _address_of(into), self._slots
@@ -193,7 +193,7 @@ class Staging:
         flow = _Flow(self, session, handle, offset, target, len(into))
         yield from self._run(flow, flow.read(), "mem_read")
 
-    def _settle(self, session: "SessionState") -> Procedure[None]:
+    def _settle(self, session: "SessionCore") -> Procedure[None]:
         if self.is_unsettled:
             yield from session.ask(Opcode.SYNC)
             self.is_unsettled = False
@@ -235,7 +235,7 @@ class _Flow:
     """One copy of several pieces."""
 
     def __init__(
-        self, staging: Staging, session: "SessionState", handle: int, offset: int, address: int, nbytes: int
+        self, staging: Staging, session: "SessionCore", handle: int, offset: int, address: int, nbytes: int
     ) -> None:
         self._staging = staging
         self._session = session

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gpulease.client.engine.attachment import Attached
 from gpulease.client.engine.exchange import send
-from gpulease.client.engine.fast_request import Prompter
+from gpulease.client.engine.fast_request import FastRequest
 from gpulease.client.engine.lease import LeaseState
 from gpulease.client.engine.steps import Limit, Procedure, Step
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 from gpulease.client.handles import Buffer, StreamHandle
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import ARENA_COPY, HANDLE, STREAM_WAIT
@@ -25,7 +25,7 @@ from gpulease.protocol.opcodes import Flag
 from gpulease.protocol.ring import Wanted
 
 if TYPE_CHECKING:
-    from gpulease.client.engine.session import SessionState
+    from gpulease.client.engine.session import SessionCore
 
 T = TypeVar("T")
 S = TypeVar("S", bound=StreamHandle)
@@ -56,11 +56,11 @@ class Streamed(Attached):
             still do so when nobody else knows them any more, so the arena must not give their memory out again.
     """
 
-    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: Patience) -> None:
+    def __init__(self, lease: LeaseState, lock: Any, *, wanted: Wanted, patience: SpinPolicy) -> None:
         super().__init__(lease, lock, wanted=wanted, patience=patience)
         self.selected = DEFAULT
         self.held: dict[int, dict[tuple[int, int], memoryview]] = {}
-        self._stream_sync = Prompter(Opcode.STREAM_SYNC, HANDLE.size, self.session_id)
+        self._stream_sync = FastRequest(Opcode.STREAM_SYNC, HANDLE.size, self.session_id)
 
     def finish(self, failure: Failure) -> None:
         """See Attached. Without the arena nothing gives memory out again."""
@@ -102,7 +102,7 @@ class Streamed(Attached):
         """The same at once, under the session's lock: None if it is done, else what has still to be driven."""
         self._check_recording("sync")
         number = self._number(stream, "sync")
-        session = cast("SessionState", self)
+        session = cast("SessionCore", self)
         is_done = self._stream_sync.ask(session, HANDLE.pack(number))
         if is_done is None:
             return self.stream_sync(stream)

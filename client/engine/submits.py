@@ -8,21 +8,21 @@ from gpulease.client.engine.copies import readable_bytes
 from gpulease.client.engine.exchange import CONNECT_LIMIT_S, TimeLimit, answer_to, dial
 from gpulease.client.engine.launch import MAX_U32, dimensions
 from gpulease.client.engine.lease import (
+    END_REASON_WAIT_S,
     FATE_POLL_S,
-    FATE_WAIT_S,
     LEASE_OVER,
     LeaseReport,
     LeaseState,
     SubmitReport,
     by_token,
-    fate_of,
+    end_reason_of,
 )
-from gpulease.client.engine.link import LinkEnded
 from gpulease.client.engine.request import milliseconds, whole
 from gpulease.client.engine.steps import Procedure, Sleep
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest, TimedOut, error_of
 from gpulease.client.kernel_args import KernelArgs, pack_listed, type_of
 from gpulease.client.texts import kernel_name, quoted, utf8
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.address import Address
 from gpulease.protocol.capabilities import AttachOption
@@ -224,12 +224,12 @@ def _find_out(
         said = lease.heed(failure)
         is_lease_over = said.status in LEASE_OVER or said.status is Status.TIMED_OUT
         return error_of(said if is_lease_over else replace(said, hint=hint), "submit")
-    until = lease.clock() + FATE_WAIT_S
+    until = lease.clock() + END_REASON_WAIT_S
     why = failure.message
     try:
         while True:
             report = yield from lease.query()
-            over, submit = fate_of(report), _submit_in(report, number)
+            over, submit = end_reason_of(report), _submit_in(report, number)
             if over is not None:
                 lease.over = over
                 return error_of(over, "submit")

@@ -7,15 +7,15 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
-from gpulease.client.asking import ask
+from gpulease.client.control import ask
 from gpulease.client.engine.copies import PROMPT_READ_BYTES
-from gpulease.client.engine.forking import register
 from gpulease.client.engine.launch import KernelArguments
 from gpulease.client.engine.lease import LeaseReport, LeaseState, LeaseView, acquire, by_environment, by_token
-from gpulease.client.engine.request import Wish, address_of
-from gpulease.client.engine.session import SessionState, SessionView
+from gpulease.client.engine.request import LeaseRequest, address_of
+from gpulease.client.engine.session import SessionCore, SessionView
 from gpulease.client.engine.tokens import Grant, HeldToken, issue_request, token_of
 from gpulease.client.errors import GpuLeaseError
+from gpulease.client.forking import register
 from gpulease.client.handles import Buffer, Module
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, OnWarning, WarningWatch, keep_alive
@@ -23,7 +23,7 @@ from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.streams import Stream, fence
 from gpulease.client.sync.submits import Image, Submission
 from gpulease.client.transport.ring import wanted_of
-from gpulease.client.transport.spin_policy import patience_of
+from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.messages import CapabilityPresent, Empty
@@ -40,7 +40,7 @@ TOKEN_S: Final = 60.0
 """Life of a token if its issuer does not say."""
 
 
-class GpuBuilder(Wish):
+class GpuBuilder(LeaseRequest):
     """Asks for a lease: `GpuBuilder().min_vram(64 << 20).lease_secs(120).acquire()`."""
 
     def acquire(self) -> "GpuLease":
@@ -158,8 +158,8 @@ class GpuSession(SessionView):
         self.lease = lease
         self._lock = threading.RLock()
         wanted = wanted_of(lease._state.address) if shared_memory else Wanted()
-        patience = patience_of(lease._state.waiting, SPIN_NS)
-        self._state = SessionState(lease._state, self._lock, wanted=wanted, patience=patience)
+        patience = spin_policy_of(lease._state.waiting, SPIN_NS)
+        self._state = SessionCore(lease._state, self._lock, wanted=wanted, patience=patience)
         register(self)
         drive(self._state.attach())
         self._closing = weakref.finalize(self, self._state.close)

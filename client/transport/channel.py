@@ -9,8 +9,8 @@ import struct
 from collections import deque
 from typing import Any, Final
 
-from gpulease.client.engine.forking import OF_PARENT, register
-from gpulease.client.engine.link import Link
+from gpulease.client.forking import OF_PARENT, register
+from gpulease.client.transport.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.ring import MAX_DESCRIPTORS, NO_DATA

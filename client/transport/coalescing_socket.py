@@ -22,7 +22,7 @@ from collections import deque
 from typing import Any, Final
 
 from gpulease.client.transport.channel import Channel
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.ring import NO_DATA
 
 FLUSH_BYTES: Final = 8 << 10
@@ -62,13 +62,13 @@ class _Outbox:
         self.counts: list[int] = []
 
 
-class GatheringChannel(Channel):
+class CoalescingSocket(Channel):
     """See Channel. Takes the place of the one that ATTACH was answered on, with its socket and its link.
 
     Threads: the flusher sends what is in the outbox, under the outbox's own lock; all else is the session's, under its.
     """
 
-    def __init__(self, channel: Channel, patience: Patience) -> None:
+    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
         super().__init__(channel.sock, channel.address, channel.link)
         self._patience = patience
         self._outbox = _Outbox(bytearray())
@@ -236,7 +236,7 @@ class GatheringChannel(Channel):
 
     # --- the flusher's and a fork's ---
 
-    def flush_idle(self, pending: "set[GatheringChannel]") -> bool:
+    def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
         """Send what there is, and leave `pending` unless some is left; whether anything went."""
         if not self._lock.acquire(blocking=False):
             return False  # someone is at it
@@ -295,14 +295,14 @@ class _Flusher:
     """Sends for all channels what nobody else does in time."""
 
     def __init__(self) -> None:
-        self._pending: set[GatheringChannel] = set()
+        self._pending: set[CoalescingSocket] = set()
         self._bell = threading.Lock()
         self._bell.acquire()
         self._is_awake = False
         self._begins_or_ends = threading.RLock()
         self._thread: threading.Thread | None = None
 
-    def notice(self, channel: GatheringChannel) -> None:
+    def notice(self, channel: CoalescingSocket) -> None:
         """Something is about to be put into its empty outbox, under its lock."""
         self._pending.add(channel)
         if not self._is_awake:
@@ -350,7 +350,7 @@ class _Flusher:
 
 
 _flusher = _Flusher()
-_channels: "weakref.WeakSet[GatheringChannel]" = weakref.WeakSet()
+_channels: "weakref.WeakSet[CoalescingSocket]" = weakref.WeakSet()
 
 
 def _before_fork() -> None:

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
-from gpulease.client.engine.arena import Arena
 from gpulease.client.errors import Disconnected
+from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel
-from gpulease.client.transport.coalescing_socket import GatheringChannel
+from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
@@ -43,7 +43,7 @@ def wanted_of(address: Address) -> Wanted:
     return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES)
 
 
-def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple[Channel, Arena | None]:
+def share(channel: Channel, options: Iterable[Tlv], patience: SpinPolicy) -> tuple[Channel, Arena | None]:
     """The channel to go on with, and the arena, of what came with ATTACH's reply. Raises Disconnected."""
     given = Given.from_options(options)
     descriptors = iter(channel.descriptors)
@@ -61,13 +61,13 @@ def share(channel: Channel, options: Iterable[Tlv], patience: Patience) -> tuple
         channel.drop_descriptors()
 
 
-def _gathering(channel: Channel, patience: Patience) -> GatheringChannel:
+def _gathering(channel: Channel, patience: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
-        return GatheringChannel(channel, patience)
+        return CoalescingSocket(channel, patience)
     # Only here, as in `exchange`.
-    from gpulease.client.transport.tls import TlsGatheringChannel
+    from gpulease.client.transport.tls import TlsCoalescingSocket
 
-    return TlsGatheringChannel(channel, patience)
+    return TlsCoalescingSocket(channel, patience)
 
 
 class RingChannel(Channel):
@@ -75,7 +75,7 @@ class RingChannel(Channel):
 
     waits_for_room = False
 
-    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: Patience) -> None:
+    def __init__(self, channel: Channel, fd: int, layout: RingLayout, patience: SpinPolicy) -> None:
         """Raises OSError or ValueError if the memory can't be mapped; `channel` is as it was then."""
         super().__init__(channel.sock, channel.address, channel.link)
         self._map = mmap.mmap(fd, layout.total_bytes)

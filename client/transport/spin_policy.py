@@ -13,7 +13,7 @@ _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SpinPolicy:
     """One session's.
 
     Attributes:
@@ -25,11 +25,11 @@ class Patience:
     yields: bool = False
 
 
-def patience_of(waiting: Waiting | None, spin_ns: int) -> Patience:
+def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
     """As its lease's tenant chose, for a face that looks for `spin_ns` at most."""
     match waiting:
         case None:
-            return Patience(spin_ns if _HAS_CORES else 0)
+            return SpinPolicy(spin_ns if _HAS_CORES else 0)
         case Waiting.BLOCK:
-            return Patience()
-    return Patience(spin_ns, yields=waiting is Waiting.YIELD)
+            return SpinPolicy()
+    return SpinPolicy(spin_ns, yields=waiting is Waiting.YIELD)

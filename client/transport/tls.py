@@ -23,9 +23,9 @@ from typing import Any, Final, cast
 
 from gpulease.client.errors import Denied, Disconnected, GpuLeaseError, InvalidRequest, Untrusted
 from gpulease.client.transport.channel import Channel
-from gpulease.client.transport.coalescing_socket import GatheringChannel
+from gpulease.client.transport.coalescing_socket import CoalescingSocket
 from gpulease.client.transport.credentials import SecuredAddress, TlsFiles
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.address import Address
 
 _NEW_ONE: Final = "Ask the operator of the node for a new certificate"
@@ -344,14 +344,14 @@ class TlsStream:
 
 
 class TlsChannel(Channel):
-    """See Channel. A control connection's; a session goes on with a `TlsGatheringChannel`."""
+    """See Channel. A control connection's; a session goes on with a `TlsCoalescingSocket`."""
 
     def __init__(self, stream: TlsStream, address: Address) -> None:
         super().__init__(cast(socket.socket, stream), address)
         self.stream = stream
 
     @property
-    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in GatheringChannel
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in CoalescingSocket
         """See Channel."""
         return self.stream.has_unsent
 
@@ -397,10 +397,10 @@ def receive_explained(channel: Channel, stream: TlsStream, buffer: memoryview) -
         raise
 
 
-class TlsGatheringChannel(GatheringChannel):
-    """See GatheringChannel. What left the outbox may wait in the stream: then there is something unsent still."""
+class TlsCoalescingSocket(CoalescingSocket):
+    """See CoalescingSocket. What left the outbox may wait in the stream: then there is something unsent still."""
 
-    def __init__(self, channel: Channel, patience: Patience) -> None:
+    def __init__(self, channel: Channel, patience: SpinPolicy) -> None:
         """Args: channel: A TlsChannel."""
         if not isinstance(channel, TlsChannel):
             raise TypeError(f"{channel!r} is no TLS connection's")
@@ -424,7 +424,7 @@ class TlsGatheringChannel(GatheringChannel):
         return can_doze(self.stream, for_room=for_room)
 
     def after_fork(self) -> None:
-        """See GatheringChannel."""
+        """See CoalescingSocket."""
         super().after_fork()
         self.stream.disown()
 

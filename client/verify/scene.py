@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLeaseError
-from gpulease.client.asking import ask
 from gpulease.client.cli.tables import ask_card, card_title
+from gpulease.client.control import ask
 from gpulease.client.reports import first_card, leases_of
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty, LeaseRef

@@ -139,11 +139,11 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     for size in copy_sizes:
         figures |= _copies(context, size, pinned[:size])
     if driver_name == "cuda":
-        from gpulease.daemon.drivers.cuda import memory
+        from gpulease.daemon.drivers.cuda import baseline
 
-        figures["pycuda_call_us"] = memory.call_us(ptx, address, THREADS, launches)
+        figures["pycuda_call_us"] = baseline.call_us(ptx, address, THREADS, launches)
         # What a context gives again is not what the card gives.
-        figures["alloc_free_p50_us"] = _timed_us(memory.alloc_and_free, samples)[samples // 2]
+        figures["alloc_free_p50_us"] = _timed_us(baseline.alloc_and_free, samples)[samples // 2]
     context.close()
     return figures
 

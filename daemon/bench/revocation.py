@@ -27,8 +27,8 @@ from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.drivers.interface import Context, Dim3, Kernel, Module, NativeLaunch
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.host.processes import die_with_parent
+from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode
-from gpulease.daemon.native.kept_code import load_ir
 from gpulease.daemon.session import native
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session

@@ -10,12 +10,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.config import Config, ConfigError
+from gpulease.daemon.config.settings import Config, ConfigError
+from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Card
 from gpulease.daemon.record.audit.files import HEAD_NAME, AuditLog, FolderInUse, LogSettings, ToldLately, told_lately
-from gpulease.daemon.record.audit.recorder import LogRecorder, Recorder, Writer
+from gpulease.daemon.record.audit.recorder import AuditWriter, LogRecorder, Recorder
 from gpulease.daemon.record.audit.records import MAX_INTEGER, canonical_bytes
-from gpulease.daemon.version import VERSION
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -59,7 +59,7 @@ async def recording(config: Config, driver: str, cards: Sequence[Card]) -> Async
         "cards": [{"card": card.uuid, "capacity_bytes": card.capacity_bytes} for card in cards],
     }
     recorder = LogRecorder(config.audit_required, await asyncio.to_thread(_told_lately, settings.folder, boot))
-    writer = Writer(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
+    writer = AuditWriter(lambda known: AuditLog(settings, boot, known), about, recorder.on_change)
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
     except (OSError, FolderInUse) as error:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpulease.daemon.broker.handlers.token_requests import TokenDesk
+from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal, failure_of
 from gpulease.daemon.broker.runtime import Runtime
@@ -43,7 +43,7 @@ class Caller:
 
     runtime: Runtime
     answerer: Answerer
-    tokens: TokenDesk
+    tokens: TokenHandler
     acquired: set[int]
 
     @property

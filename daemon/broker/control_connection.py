@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final, cast
 
-from gpulease.daemon.broker.handlers.requests import Desk
+from gpulease.daemon.broker.handlers.requests import RequestDispatcher
 from gpulease.daemon.broker.memory_reserve import Trimmer
 from gpulease.daemon.broker.peer import Peer, identify
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.leases import SubmitAbandoned, SubmitReady
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
-from gpulease.daemon.version import AGENT
+from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.connection import (
     Connection,
     EndOfStream,
@@ -46,7 +46,7 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import Wanted
 
 
-class Wait(Enum):
+class AwaitedStep(Enum):
     """One thing a peer owes."""
 
     HELLO = auto()
@@ -60,14 +60,14 @@ class Deadlines:
     """The clocks of one connection. None is touched by another's start or stop."""
 
     def __init__(self) -> None:
-        self._handles: dict[Wait, asyncio.TimerHandle] = {}
+        self._handles: dict[AwaitedStep, asyncio.TimerHandle] = {}
 
-    def start(self, wait: Wait, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
+    def start(self, wait: AwaitedStep, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """Do `action` in `delay_s` unless it is stopped; a clock that runs goes on as it was."""
         if wait not in self._handles:
             self._handles[wait] = asyncio.get_running_loop().call_later(delay_s, action, *arguments)
 
-    def stop(self, wait: Wait) -> None:
+    def stop(self, wait: AwaitedStep) -> None:
         """The peer did what it owed, or owes it no more."""
         if (handle := self._handles.pop(wait, None)) is not None:
             handle.cancel()
@@ -117,7 +117,7 @@ reads costs this much, and is not cut off for what it did not ask for one by one
 _SUBMIT_RUNS: Final = Failure(
     Status.BUSY,
     "a submit runs in the lease's memory: its session can't be opened meanwhile",
-    hint="Wait for the submit's answer; for both at a time acquire with GpuBuilder().submits(bytes).",
+    hint="AwaitedStep for the submit's answer; for both at a time acquire with GpuBuilder().submits(bytes).",
 )
 
 
@@ -154,7 +154,7 @@ class ControlConnection(asyncio.BufferedProtocol):
             Role.SERVER, max_payload_bytes=MAX_CONTROL_PAYLOAD_BYTES, buffer_bytes=READ_BUFFER_BYTES
         )
         self._transport: asyncio.Transport | None = None
-        self._desk: Desk | None = None
+        self._desk: RequestDispatcher | None = None
         self._deadlines = Deadlines()
         self._is_reader_slow = False
         self._is_in_line = False
@@ -168,13 +168,13 @@ class ControlConnection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if not self._is_identified:
             self.peer = identify(transport.get_extra_info("socket"), self._tenant_of_uid)
-        self._desk = Desk(self._runtime, self, self._driver)
+        self._desk = RequestDispatcher(self._runtime, self, self._driver)
         refusal = self._admit(self)
         if refusal is not None:
             self.say_goodbye(refusal)
             return
         failure = Failure(Status.INVALID_REQUEST, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
-        self._deadlines.start(Wait.HELLO, HELLO_TIMEOUT_S, self.say_goodbye, failure)
+        self._deadlines.start(AwaitedStep.HELLO, HELLO_TIMEOUT_S, self.say_goodbye, failure)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: no more is ever held for a peer than this buffer."""
@@ -205,12 +205,12 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._is_reader_slow = True
             self._transport.pause_reading()
-            self._deadlines.start(Wait.READING, STALL_TIMEOUT_S, self._transport.abort)
+            self._deadlines.start(AwaitedStep.READING, STALL_TIMEOUT_S, self._transport.abort)
 
     def resume_writing(self) -> None:
         """The peer reads again."""
         if self._transport is not None:
-            self._deadlines.stop(Wait.READING)
+            self._deadlines.stop(AwaitedStep.READING)
             self._is_reader_slow = False
             self._resume_reading()
 
@@ -231,7 +231,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         try:
             self._transport.write(self._connection.send_reply(request, result))
         except LocalProtocolError:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
             failure = Failure(Status.INTERNAL, "the daemon's answer can't be encoded", hint="Tell the operator.")
             self._transport.write(self._connection.send_failure(request, failure))
 
@@ -258,7 +258,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         if self._transport is not None:
-            self._deadlines.start(Wait.CLOSE, LINGER_S, self._transport.abort)
+            self._deadlines.start(AwaitedStep.CLOSE, LINGER_S, self._transport.abort)
             self._transport.close()
 
     # --- events ---
@@ -311,7 +311,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         if self._desk is None:
             return
         if request.op is Opcode.HELLO:
-            self._deadlines.stop(Wait.HELLO)
+            self._deadlines.stop(AwaitedStep.HELLO)
             self.answer(request, HelloReply(0, AGENT, MAX_PAYLOAD_BYTES, self._options))
         elif request.op is Opcode.ATTACH:
             self._attach(request, self._desk)
@@ -323,9 +323,9 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _watch_for_stall(self) -> None:
         if self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL:
             failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
-            self._deadlines.start(Wait.FRAME, STALL_TIMEOUT_S, self.say_goodbye, failure)
+            self._deadlines.start(AwaitedStep.FRAME, STALL_TIMEOUT_S, self.say_goodbye, failure)
         else:
-            self._deadlines.stop(Wait.FRAME)
+            self._deadlines.stop(AwaitedStep.FRAME)
 
     def _read_no_more(self) -> None:
         """What comes behind a request that takes its connection along is the kernel's to keep, but for what is here."""
@@ -339,7 +339,7 @@ class ControlConnection(asyncio.BufferedProtocol):
 
     # --- hand-over ---
 
-    def _submit(self, request: Request, desk: Desk) -> None:
+    def _submit(self, request: Request, desk: RequestDispatcher) -> None:
         """Have a worker made for it first, and only then see whether its token is used up already."""
         if self._transport is None or self._transport.is_closing():
             return
@@ -361,7 +361,7 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _attach(
         self,
         request: Request,
-        desk: Desk,
+        desk: RequestDispatcher,
         look_again_s: float = HAND_OVER_POLL_S,
         submit: SubmitReady | None = None,
         until_s: float = 0.0,
@@ -375,11 +375,11 @@ class ControlConnection(asyncio.BufferedProtocol):
         # What the peer sent behind its ATTACH is the worker's to read, in the kernel or in our buffer.
         self._transport.pause_reading()
         if self._transport.get_write_buffer_size():
-            self._deadlines.start(Wait.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
+            self._deadlines.start(AwaitedStep.ATTACH, STALL_TIMEOUT_S, self._transport.abort)
             look_again_s, pause_s = min(2 * look_again_s, MAX_HAND_OVER_POLL_S), look_again_s
             loop.call_later(pause_s, self._attach, request, desk, look_again_s, submit)
             return
-        self._deadlines.stop(Wait.ATTACH)
+        self._deadlines.stop(AwaitedStep.ATTACH)
         try:
             guest = desk.check_attach(request)
             if submit is None and not desk.open_session(request.session_id):
@@ -396,7 +396,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         number = request.session_id if submit is None else submit.submit_id
         desk.spend_token(lambda is_spent: self._attach_spent(request, desk, guest, number, is_spent=is_spent))
 
-    def _attach_spent(self, request: Request, desk: Desk, guest: Guest | None, number: int, *, is_spent: bool) -> None:
+    def _attach_spent(
+        self, request: Request, desk: RequestDispatcher, guest: Guest | None, number: int, *, is_spent: bool
+    ) -> None:
         """The token of an ATTACH, if it has one, opens no other connection; unless it could not open this one.
 
         `number`: of the worker that gets the connection.
@@ -451,7 +453,7 @@ OPERATOR_CONNECTIONS: Final = 32
 """Connections beyond the limit that only operators get, so that they can look and revoke when tenants fill it."""
 
 
-class Doorkeeper:
+class ConnectionLimiter:
     """Counts control connections; a session's connection counts no more once its worker has it."""
 
     def __init__(
@@ -494,7 +496,7 @@ class Doorkeeper:
             self._left.set()
 
     async def emptied(self) -> None:
-        """Wait until nobody is inside."""
+        """AwaitedStep until nobody is inside."""
         while self._inside:
             self._left.clear()
             await self._left.wait()

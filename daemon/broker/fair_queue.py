@@ -1,4 +1,4 @@
-"""Turns: how the requests of many connections share the broker's one thread, so that no tenant holds up another.
+"""FairQueue: how the requests of many connections share the broker's one thread, so that no tenant holds up another.
 
 In each round of the event loop every tenant has one turn, whatever the number of its connections: the first of them
 that has something is served at once, the others wait in the tenant's own line, for a round each. So a tenant that
@@ -19,7 +19,7 @@ Serve = Callable[[], None]
 """Serves one connection for one turn."""
 
 
-class Turns:
+class FairQueue:
     """Whose turn it is."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:

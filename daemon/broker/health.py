@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
@@ -32,7 +32,7 @@ class Health:
     """
 
     def __init__(
-        self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, headroom: Headroom
+        self, table: LeaseTable, workers: Workers, journal: Journal, recorder: Recorder, headroom: MemoryReserve
     ) -> None:
         self.is_listening = False
         self._table = table

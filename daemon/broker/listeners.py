@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress
 
 DROP_IN: Final = (
@@ -137,7 +137,7 @@ def _make_own(folder: Path, socket_mode: int, address: UnixAddress) -> None:
     mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
     # Not by mkdir(2): the umask, which a service manager sets to 077, would take from it.
     folder.chmod(mode)
-    tell(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
+    log_event(LogEvent.DAEMON_MADE_FOLDER, path=str(folder), mode=f"{mode:04o}")
 
 
 def _why_not_there(path: Path) -> str:

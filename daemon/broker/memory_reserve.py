@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 
 RESERVE_BYTES: Final = 32 << 20
 """Kept back: addresses, of which no page is touched. For the messages and timers of all leases there are."""
@@ -44,7 +44,7 @@ and longer if that thread waits for its turn."""
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 
 
-class Headroom:
+class MemoryReserve:
     """The reserve.
 
     Attributes:
@@ -87,7 +87,7 @@ class Headroom:
         self._reserve.close()
         self._reserve = None
         self.is_short = True
-        tell(LogEvent.MEMORY_SHORT)
+        log_event(LogEvent.MEMORY_SHORT)
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give it up when anything that `loop` called met the end of memory: what the kernel has is read again then."""
@@ -113,7 +113,7 @@ class Headroom:
             self.is_short = True
         elif self.is_short:
             self.is_short = False
-            tell(LogEvent.MEMORY_BACK)
+            log_event(LogEvent.MEMORY_BACK)
 
 
 def _is_limited() -> bool:

@@ -14,15 +14,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
+from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.leases import Effect, Event, LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeCollector, chunks
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
-from gpulease.daemon.record.metrics.lease_counters import Tally
-from gpulease.daemon.version import VERSION
+from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker, begin_at, held_bytes, news_of
 from gpulease.protocol.failures import Failure
@@ -51,7 +51,7 @@ class NodeMetrics:
         self._recorder = recorder
         self._health = health
         self._cards = [card.uuid for card in table.cards()]
-        self._tally = Tally(table.get, self._cards, lease_of_submit=table.submits.lease_of)
+        self._tally = LeaseCounters(table.get, self._cards, lease_of_submit=table.submits.lease_of)
         self._registry = CollectorRegistry()
         self._registry.register(NodeCollector(self._content))
         ProcessCollector(registry=self._registry)
@@ -83,7 +83,7 @@ class NodeMetrics:
         try:
             self._tally.saw(event, effects, now_ns)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {event!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"counting {event!r}")
 
     def refused(self, operation: str, status: Status) -> None:
         """A request was refused that never got to the lease table."""
@@ -124,7 +124,7 @@ class NodeMetrics:
                         on_text(result)
                     except Exception:
                         # A bug of ours; the others that asked are to be told all the same.
-                        tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
+                        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
         finally:
             self._scrape = None
 
@@ -136,7 +136,7 @@ class NodeMetrics:
                 await asyncio.sleep(0)
         except Exception:
             # A bug of ours, in what no lease depends on.
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling the metrics")
             return Failure(Status.INTERNAL, "the metrics can't be told", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 

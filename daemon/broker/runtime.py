@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from gpulease.daemon.broker.fair_queue import Turns
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.fair_queue import FairQueue
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.refusal import submit_word_for, word_for
-from gpulease.daemon.broker.subscriptions import Teller
+from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.worker_spec import WorkerSpec
@@ -76,15 +76,15 @@ from gpulease.daemon.leases import (
     Warned,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal
-from gpulease.daemon.record.lease_log import Chronicle
+from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.daemon.workers.adoption import adopt
-from gpulease.daemon.workers.memory_monitor import CardWatch, Reclaimer, Weigher
+from gpulease.daemon.workers.memory_monitor import CardWatch, MemoryMonitor, Reclaimer
 from gpulease.daemon.workers.recycler import Recycler
 from gpulease.daemon.workers.registry import Workers
-from gpulease.daemon.workers.watchdog import Watchman
+from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 TAKEOVER_WAIT_MS: Final = 60_000
@@ -94,7 +94,7 @@ when it next asks for something. Stops an upgrade from ending its lease before t
 _GOES_ON: Final = frozenset({SubmitState.STARTING, SubmitState.RUNNING})
 
 
-class Presence:
+class ConnectionTracker:
     """Knows which leases are connected."""
 
     def __init__(self, table: LeaseTable, workers: Workers, post: Callable[[Event], None]) -> None:
@@ -173,33 +173,33 @@ class Runtime:
         table: LeaseTable,
         source: CardSource,
         workers: Workers,
-        tokens: TokenOffice,
+        tokens: TokenService,
         recorder: Recorder,
         max_load_s: int,
         journal: Journal | None = None,
     ) -> None:
         self.table = table
         self.tokens = tokens
-        self.teller = Teller(table, self._warned)
-        self.turns = Turns()
-        self.headroom = Headroom()
+        self.teller = Publisher(table, self._warned)
+        self.turns = FairQueue()
+        self.headroom = MemoryReserve()
         self.workers = workers
-        self.recorder = Chronicle(recorder, workers.pid)
+        self.recorder = LeaseLog(recorder, workers.pid)
         self.journal = journal or Journal()
         self.health = Health(table, workers, self.journal, recorder, self.headroom)
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health)
         self.recorder.observe(table.get, self.post)
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
-        self.presence = Presence(table, workers, self.post)
+        self.presence = ConnectionTracker(table, workers, self.post)
         workers.tell_of_connections(self.presence.look, partial(tokens.guest_answered, self.journal))
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
-        self._weigher = Weigher(table, source, workers, self.post)
+        self._weigher = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
         workers.look_with(self._weigher.look, self._recycler.on_scrubbed)
-        self._watchman = Watchman(workers, self.post, max_load_s)
+        self._watchman = KernelWatchdog(workers, self.post, max_load_s)
         self._events: deque[Event] = deque()
         self._is_busy = False
         self._last_request = 0
@@ -232,7 +232,7 @@ class Runtime:
         self.metrics.took_over()
         self.presence.look_at_all()
         if self.table.drain_ns is not None:
-            tell(LogEvent.DRAIN_GOES_ON)
+            log_event(LogEvent.DRAIN_GOES_ON)
             self.post(DrainTimerFired())
         if self.workers.serving():
             self._watchman.start()
@@ -298,7 +298,7 @@ class Runtime:
             self.teller.saw(effects)
         except Exception:
             # A bug of ours, in what nobody's lease depends on.
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {effects!r}")
 
     def _try(self, effect: Effect) -> None:
         try:
@@ -306,7 +306,7 @@ class Runtime:
         except Exception:
             # A bug of ours; the effects behind this one, another tenant's perhaps, must be carried out all the same.
             # What this one was to bring about is missed by the lease's timers, which end it.
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"carrying out {effect!r}")
 
     def _perform(self, effect: Effect) -> None:
         # Those that every lease has come first.

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.broker.audit_recording import boot_id, config_digest, recording
-from gpulease.daemon.broker.control_connection import LINGER_S, ControlConnection, Doorkeeper
-from gpulease.daemon.broker.handlers.admin_requests import PageActs
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.control_connection import LINGER_S, ConnectionLimiter, ControlConnection
+from gpulease.daemon.broker.handlers.admin_requests import WebActionRunner
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.listeners import Listeners, NeverListens, cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.runtime import Runtime
-from gpulease.daemon.broker.tls_frontend import RemoteDoor
-from gpulease.daemon.broker.web_frontend import LoadHistory, WebDoor
-from gpulease.daemon.config import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
+from gpulease.daemon.broker.tls_frontend import TlsFrontend
+from gpulease.daemon.broker.web_frontend import LoadHistory, WebFrontend
+from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed_hands, check_devices, check_worker_user
 from gpulease.daemon.gpus.selection import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
@@ -37,7 +37,7 @@ from gpulease.daemon.leases import (
     TenantRulesChanged,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
@@ -149,26 +149,26 @@ class Service:
         self._cards = cards
         self._recorder = recorder
         table = LeaseTable(cards, config.limits, config.warm_contexts, journal.past, config.recycling)
-        tokens = TokenOffice(
+        tokens = TokenService(
             table, config.require_token, config.token_key_file, config.state, journal.spent, journal.revoked_tokens
         )
         self.runtime = Runtime(table, source, workers, tokens, recorder, config.max_load_s, journal)
         self._config = config
         self._options = () if config.state is None else (Tlv(HelloOption.KEEPS_LEASES, b""),)
         has_memory = self.runtime.headroom.is_enough
-        self._doorkeeper = Doorkeeper(config.max_connections, config.max_connections_per_tenant, has_memory)
+        self._doorkeeper = ConnectionLimiter(config.max_connections, config.max_connections_per_tenant, has_memory)
         self._driver = source.driver
         self._listeners = Listeners(self._new_connection, config.socket_mode)
-        self._remote: RemoteDoor | None = None
+        self._remote: TlsFrontend | None = None
         if config.tls is not None and any(isinstance(address, TlsAddress) for address in config.listen):
-            self._remote = RemoteDoor(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
-        self._web: WebDoor | None = None
+            self._remote = TlsFrontend(config.tls, config.tenant_of_certificate, self._new_remote_connection, journal)
+        self._web: WebFrontend | None = None
         self._loads: LoadHistory | None = None
         http = config.of_http
         if http is not None:
             self._loads = LoadHistory(table, source, workers, self._tell_load)
-            acts, loads = PageActs(self.runtime), self._loads.messages
-            self._web = WebDoor(http, config.of_sandbox, self._new_reader, acts, loads=loads)
+            acts, loads = WebActionRunner(self.runtime), self._loads.messages
+            self._web = WebFrontend(http, config.of_sandbox, self._new_reader, acts, loads=loads)
 
     async def start(self) -> None:
         """Take over what was left, listen, and begin to make warm contexts. Raises CannotListen or BadHandover."""
@@ -178,7 +178,7 @@ class Service:
         if self._remote is not None:
             await self._remote.start()
         elif self._config.tls is not None:
-            tell(LogEvent.TLS_NOT_USED)
+            log_event(LogEvent.TLS_NOT_USED)
         assigned = await self._assigned()
         for address in self._config.listen:
             self.addresses.append(await self._listen(address, assigned))
@@ -396,7 +396,7 @@ async def _start_workers(workers: Workers, state: State, source: CardSource) -> 
 def _tell_what_is_off(workers: Workers) -> None:
     for found in workers.findings():
         if not found["on"]:
-            tell(LogEvent.SANDBOX_OFF, measure=found["measure"], reason=found["detail"])
+            log_event(LogEvent.SANDBOX_OFF, measure=found["measure"], reason=found["detail"])
 
 
 async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Workers, journal: Journal) -> list[Card]:
@@ -412,7 +412,7 @@ async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Wor
         spare = max(0, fact.found_bytes - fact.capacity_bytes)
         shape = (fact.capacity_bytes, overhead, fact.is_partition, spare, fact.slack_bytes)
         cards.append(Card(fact.uuid, fact.index, fact.name, *shape))
-        tell(
+        log_event(
             LogEvent.CARD_FOUND,
             index=fact.index,
             card=fact.uuid,
@@ -421,7 +421,7 @@ async def _measured(source: CardSource, facts: Sequence[CardFacts], workers: Wor
             overhead_bytes=overhead,
         )
     if unknown and is_beside_others:
-        tell(LogEvent.CARD_CROWDED)
+        log_event(LogEvent.CARD_CROWDED)
     elif unknown:
         measured = [KeptCard(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
         journal.remember_cards(measured)

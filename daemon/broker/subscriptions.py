@@ -85,7 +85,7 @@ class Subscription:
         return self.latest is None
 
 
-class Teller:
+class Publisher:
     """Everybody's subscriptions.
 
     Args:
@@ -223,10 +223,10 @@ class Teller:
             self._flush_later()
 
 
-class TellingDesk:
+class SubscriptionHandler:
     """The subscriptions of one control connection."""
 
-    def __init__(self, teller: Teller, tenant: str, write: Write) -> None:
+    def __init__(self, teller: Publisher, tenant: str, write: Write) -> None:
         self._teller = teller
         self._tenant = tenant
         self._write = write

@@ -14,16 +14,16 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.listeners import bound_at, cannot_listen
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.config import TlsSettings
+from gpulease.daemon.config.settings import TlsSettings
+from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.host.processes import started_ticks
-from gpulease.daemon.ipc import ChannelClosed
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal import Journal, KeptRelay
-from gpulease.daemon.remote.acceptor import Complaints
+from gpulease.daemon.remote.acceptor import RateLimitedLog
 from gpulease.daemon.remote.identity import IdentityFiles, NoTenant, tenant_named
 from gpulease.daemon.remote.relay import Arrival, is_pid
-from gpulease.daemon.workers.child_process import Kind, Patience, SideProcess, reap_later
+from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, reap_later
 from gpulease.protocol.address import Address, TlsAddress
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -51,7 +51,7 @@ MakeConnection = Callable[[Peer, Failure | None], asyncio.BaseProtocol]
 """A control connection of that peer; with a failure, one that says it and closes."""
 
 
-class RemoteDoor:
+class TlsFrontend:
     """The gate, its listening sockets, and the relays that live.
 
     Attributes:
@@ -64,7 +64,7 @@ class RemoteDoor:
         tenants: Mapping[str, str],
         make_connection: MakeConnection,
         journal: Journal,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
@@ -73,7 +73,7 @@ class RemoteDoor:
         self._make_connection = make_connection
         self._listeners: list[socket.socket] = []
         self.bound: list[tuple[Address, int]] = []
-        self._gate = SideProcess(_gate_of(settings), self._begin, self._take, self._adopt_relays, patience)
+        self._gate = ChildProcess(_gate_of(settings), self._begin, self._take, self._adopt_relays, patience)
         # By process id.
         self._relays: dict[int, _Relay] = {}
         self._by_tenant: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class RemoteDoor:
         # Those that are reaped here, not by a gate.
         self._adopted: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._complaints = Complaints()
+        self._complaints = RateLimitedLog()
 
     async def start(self) -> None:
         """Start the gate and wait until it has read its files. Raises CannotListen."""
@@ -148,7 +148,7 @@ class RemoteDoor:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError as error:
-                tell(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
+                log_event(LogEvent.RELAY_NOT_WATCHED, relay_pid=pid, reason=error.strerror)
                 return
             try:
                 # If somebody has waited for it already, the number may be anybody's.
@@ -204,7 +204,7 @@ class RemoteDoor:
         self._enter(one.pid, relay)
         if refusal is None:
             self._journal.remember_relay(KeptRelay(one.pid, relay.started_ticks, relay.tenant, relay.serial))
-        tell(LogEvent.RELAY_ARRIVED, relay_pid=one.pid, tenant=peer.tenant, peer=one.peer, serial=one.serial)
+        log_event(LogEvent.RELAY_ARRIVED, relay_pid=one.pid, tenant=peer.tenant, peer=one.peer, serial=one.serial)
         if refusal is not None:
             self._complaints.add(f"{peer.tenant or 'nobody'} from {one.peer}", refusal.message)
         sock.setblocking(False)
@@ -247,9 +247,9 @@ class RemoteDoor:
             del self._by_tenant[tenant]
 
 
-def _gate_of(settings: TlsSettings) -> Kind:
+def _gate_of(settings: TlsSettings) -> ChildKind:
     most = (settings.max_connections, settings.max_connections_per_tenant)
-    return Kind(
+    return ChildKind(
         name="the gate for remote tenants",
         module="gpulease.daemon.remote",
         broken="no remote tenant could connect",

@@ -21,20 +21,20 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpulease.daemon.broker.handlers.admin_requests import Acts, PageDesk
+from gpulease.daemon.broker.handlers.admin_requests import WebActionHandler, WebActions
 from gpulease.daemon.broker.listeners import BACKLOG, CannotListen, cannot_listen
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.config import ConfigError
+from gpulease.daemon.config.settings import ConfigError
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.fd_passing import refuse_descriptors
-from gpulease.daemon.ipc import ChannelClosed
+from gpulease.daemon.host.ipc import ChannelClosed
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.feed import MAX_SAMPLES, SAMPLE_S, LoadSample, message_of
 from gpulease.daemon.web.settings import BadToken, HttpSettings
-from gpulease.daemon.workers.child_process import Kind, Patience, SideProcess
+from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import held_bytes
 from gpulease.protocol.address import Address
@@ -51,7 +51,7 @@ TELL_AGAIN_S: Final = 0.05
 MakeConnection = Callable[[Peer], asyncio.BaseProtocol]
 
 
-class WebDoor:
+class WebFrontend:
     """The web process and what it was given. Raises ConfigError for a token that can't be used.
 
     Args:
@@ -66,8 +66,8 @@ class WebDoor:
         settings: HttpSettings,
         sandbox: SandboxSettings,
         make_connection: MakeConnection,
-        acts: Acts,
-        patience: Patience | None = None,
+        acts: WebActions,
+        patience: Timeouts | None = None,
         loads: Callable[[], Iterable[dict[str, Any]]] = tuple,
     ) -> None:
         self._loads = loads
@@ -75,11 +75,11 @@ class WebDoor:
         self._settings = settings
         self._make_connection = make_connection
         self._token_digest = token_digest_of(settings)
-        self._desk = PageDesk(acts, self._token_digest)
+        self._desk = WebActionHandler(acts, self._token_digest)
         # The same for every process of this broker's, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._process = SideProcess(_web_of(sandbox), self._begin, self._take, patience=patience)
+        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, patience=patience)
 
     async def listen(self, given: Sequence[socket.socket] = ()) -> str:
         """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen.
@@ -166,8 +166,8 @@ class WebDoor:
         self._desk.take(message, self._process.to_this_one())
 
 
-def _web_of(sandbox: SandboxSettings) -> Kind:
-    return Kind(
+def _web_of(sandbox: SandboxSettings) -> ChildKind:
+    return ChildKind(
         name="the web process",
         module="gpulease.daemon.web",
         broken="the web process can't serve",
@@ -245,7 +245,7 @@ class LoadHistory:
                 await self.sample()
             except Exception:
                 # No thread, or a bug of ours, in what no lease depends on: the page shows a gap.
-                tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="taking a sample of the cards")
             await asyncio.sleep(SAMPLE_S)
 
     def _ask_cards(self) -> dict[str, CardLoad]:

@@ -17,7 +17,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from gpulease.daemon.leases import KeptCard
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 
 T = TypeVar("T")
 
@@ -192,5 +192,5 @@ async def insist(attempt: Callable[[], Awaitable[T]]) -> T:
                 raise
             if tried == 1:
                 said = f"{error}; it is tried again for {PATIENCE_S:g} s. {error.hint}"
-                tell(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=PATIENCE_S)
+                log_event(LogEvent.CARDS_AWAITED, said, reason=str(error), hint=error.hint, patience_s=PATIENCE_S)
         await asyncio.sleep(wait_s)

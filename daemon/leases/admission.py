@@ -34,7 +34,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState
 from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S, CoreLimits, standing_of
-from gpulease.daemon.leases.store import Book, Waiter
+from gpulease.daemon.leases.store import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import Pool
 
@@ -67,7 +67,7 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 class Admission:
     """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book, pool: Pool) -> None:
+    def __init__(self, book: LeaseStore, pool: Pool) -> None:
         self._book = book
         self._pool = pool
 
@@ -335,7 +335,7 @@ worker that is never told of the drain's end still stops by itself."""
 class Draining:
     """Drains; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book, teardown: Teardown, admission: Admission) -> None:
+    def __init__(self, book: LeaseStore, teardown: Teardown, admission: Admission) -> None:
         self._book = book
         self._teardown = teardown
         self._admission = admission

@@ -21,13 +21,13 @@ from gpulease.daemon.leases.model import (
     WarmContext,
     WarmState,
 )
-from gpulease.daemon.leases.store import Book
+from gpulease.daemon.leases.store import LeaseStore
 from gpulease.protocol.opcodes import Exclusivity
 
 Require = Callable[[bool, str], None]
 
 
-def validate_submits(book: Book, require: Require) -> None:
+def validate_submits(book: LeaseStore, require: Require) -> None:
     """Check every rule; `require` is told what holds, and what it means if it does not."""
     for submit in book.submits.values():
         _validate_submit(book, submit, require)
@@ -35,7 +35,7 @@ def validate_submits(book: Book, require: Require) -> None:
         _validate_lease_submit(book, lease, require)
 
 
-def _validate_submit(book: Book, submit: Submit, require: Require) -> None:
+def _validate_submit(book: LeaseStore, submit: Submit, require: Require) -> None:
     name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
     lease = book.live.get(submit.lease_id)
     require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
@@ -58,7 +58,7 @@ def _validate_submit(book: Book, submit: Submit, require: Require) -> None:
     require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
 
 
-def _validate_lease_submit(book: Book, lease: Lease, require: Require) -> None:
+def _validate_lease_submit(book: LeaseStore, lease: Lease, require: Require) -> None:
     name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
     is_split = 0 <= lease.submit_bytes < max(1, lease.size_bytes)
     require(is_split, f"{name} keeps {lease.submit_bytes} of {lease.size_bytes} bytes for submits.")
@@ -84,7 +84,7 @@ def _require(holds: bool, sentence: str) -> None:
         raise InvariantBroken(sentence)
 
 
-def validate(book: Book) -> None:
+def validate(book: LeaseStore) -> None:
     """Check every rule.
 
     Raises:
@@ -103,7 +103,7 @@ def validate(book: Book) -> None:
     _validate_line(book)
 
 
-def validate_charges(book: Book, before: Mapping[int, int]) -> None:
+def validate_charges(book: LeaseStore, before: Mapping[int, int]) -> None:
     """Check what one event charged: no lease got more of a card that holds more than its capacity of now.
 
     Others may shrink a capacity below what was granted. Then leases keep their bytes, and nobody gets more.
@@ -127,7 +127,7 @@ def _name(lease: Lease) -> str:
     return f"Lease {lease.lease_id:032x} ({lease.state.value})"
 
 
-def _validate_lease(book: Book, lease: Lease) -> None:
+def _validate_lease(book: LeaseStore, lease: Lease) -> None:
     name, state = _name(lease), lease.state
     has_ended = state in (LeaseState.DRAINING, LeaseState.FENCED)
     _require(state is not LeaseState.TORNDOWN, f"{name} is torn down but still counted as live.")
@@ -159,7 +159,7 @@ def _validate_lease(book: Book, lease: Lease) -> None:
     _validate_story(book, lease)
 
 
-def _validate_story(book: Book, lease: Lease) -> None:
+def _validate_story(book: LeaseStore, lease: Lease) -> None:
     name, story = _name(lease), lease.story
     _require(len(story) <= book.limits.max_story_entries, f"{name} has a story of {len(story)} entries.")
     _require(not story or story[-1].finish is lease.state, f"{name} is not where its story ends.")
@@ -199,7 +199,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
 
 
-def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> None:
+def _validate_pool(book: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
     # What was granted stays granted when others take of the card: then nothing more is.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
@@ -246,7 +246,7 @@ def _validate_pool(book: Book, account: CardAccount, leases: list[Lease]) -> Non
     _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 
-def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> None:
+def _validate_warm(book: LeaseStore, account: CardAccount, context: WarmContext) -> None:
     name = f"Warm context {context.warm_id - FIRST_WARM_ID}"
     _require(context.warm_id >= FIRST_WARM_ID, f"{name} has a lease's number.")
     _require(book.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
@@ -260,7 +260,7 @@ def _validate_warm(book: Book, account: CardAccount, context: WarmContext) -> No
     _require(context.leases < most and is_waiting, f"{name} has served {context.leases} leases.")
 
 
-def _validate_counts(book: Book) -> None:
+def _validate_counts(book: LeaseStore) -> None:
     limits = book.limits
     by_tenant = Counter(lease.tenant for lease in book.live.values())
     # Bounds may have been lowered while leases outlived a daemon, or since; whoever has some of those gets no more.
@@ -282,7 +282,7 @@ def _validate_counts(book: Book) -> None:
         _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
 
 
-def _validate_bytes(book: Book) -> None:
+def _validate_bytes(book: LeaseStore) -> None:
     by_tenant: Counter[str] = Counter()
     has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
     for lease in book.live.values():
@@ -301,7 +301,7 @@ def _validate_bytes(book: Book) -> None:
         _require(is_allowed, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
-def _validate_line(book: Book) -> None:
+def _validate_line(book: LeaseStore) -> None:
     limits, waiters = book.limits, tuple(book.line)
     _require(len(waiters) <= limits.max_waiting, f"{len(waiters)} acquires wait.")
     by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
@@ -319,7 +319,7 @@ def _validate_line(book: Book) -> None:
     _validate_holds(book)
 
 
-def _validate_holds(book: Book) -> None:
+def _validate_holds(book: LeaseStore) -> None:
     line, terms = book.line, book.line.terms
     begun = list(terms.begun_ns.values())
     _require(len(begun) <= book.limits.max_waiting, f"{len(begun)} terms are remembered.")

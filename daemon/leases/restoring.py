@@ -25,7 +25,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.leases.persisted import Past, revive
-from gpulease.daemon.leases.store import Book, RevokedIds
+from gpulease.daemon.leases.store import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import Pool
 from gpulease.protocol.opcodes import Exclusivity
@@ -34,7 +34,7 @@ from gpulease.protocol.opcodes import Exclusivity
 class Restoring:
     """Enters what was left; each handler appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book, teardown: Teardown, pool: Pool) -> None:
+    def __init__(self, book: LeaseStore, teardown: Teardown, pool: Pool) -> None:
         self._book = book
         self._teardown = teardown
         self._pool = pool

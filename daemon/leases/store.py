@@ -88,7 +88,7 @@ class Waiter:
         )
 
 
-class WaitingLine:
+class WaitQueue:
     """The waiters in the order they came.
 
     Attributes:
@@ -215,7 +215,7 @@ class RevokedIds:
             self._marks.insert(bisect_left(self._marks, mark), mark)
 
 
-class Book:
+class LeaseStore:
     """What the parts of the lease table share. A lease is in `live` from its placement until it is torn down.
 
     Attributes:
@@ -254,7 +254,7 @@ class Book:
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.rates = AcquireRates()
-        self.line = WaitingLine(limits)
+        self.line = WaitQueue(limits)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
         self.has_freed_room = False

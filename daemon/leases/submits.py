@@ -45,7 +45,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
 from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
-from gpulease.daemon.leases.store import Book
+from gpulease.daemon.leases.store import LeaseStore
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
@@ -78,7 +78,7 @@ def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
     return None
 
 
-def check(book: Book, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
+def check(book: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
     """Why it may not; None if it may. One that may is counted as an acquire of its tenant's."""
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
@@ -103,7 +103,7 @@ def check(book: Book, lease: Lease | None, event: SubmitRequested, now_ns: int) 
 class SubmitViews:
     """Reads the book."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: LeaseStore) -> None:
         self._book = book
 
     def snapshots(self) -> tuple[SubmitSnapshot, ...]:
@@ -132,7 +132,7 @@ class SubmitViews:
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
-        """On which card an active lease's session, or another process (`Book.card_of`), may hold how much; else None.
+        """The card that a lease's session or another process (`LeaseStore.card_of`) may use, and its bytes; or None.
 
         One that starts is not shown with a context yet, and one that ends may be gone already.
         """
@@ -179,7 +179,7 @@ class Submits(SubmitViews):
         on_stuck: Told of a draining lease whose submit can't be.
     """
 
-    def __init__(self, book: Book, on_freed: OnFreed, on_stuck: OnStuck) -> None:
+    def __init__(self, book: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
         super().__init__(book)
         self._on_freed = on_freed
         self._on_stuck = on_stuck

@@ -38,7 +38,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
 from gpulease.daemon.leases.restoring import Restoring
 from gpulease.daemon.leases.rules import NS_PER_MS, CoreLimits, Standing, ended_standing, standing_of
-from gpulease.daemon.leases.store import Book, WaiterSnapshot
+from gpulease.daemon.leases.store import LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.submits import lease_due_ns
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import Pool
@@ -68,7 +68,7 @@ class LeaseTable:
         recycling: Recycling | None = None,
     ) -> None:
         self._limits = limits or CoreLimits()
-        self._book = Book(cards, self._limits, warm_contexts, recycling)
+        self._book = LeaseStore(cards, self._limits, warm_contexts, recycling)
         self._teardown = Teardown(self._book)
         self.submits = self._teardown.submits
         self._pool = Pool(self._book, self._teardown)

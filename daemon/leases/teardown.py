@@ -22,7 +22,7 @@ from gpulease.daemon.leases.events import (
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
-from gpulease.daemon.leases.store import Book
+from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.submits import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
 
@@ -34,7 +34,7 @@ class Teardown:
         submits: Their submits, which end with them.
     """
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: LeaseStore) -> None:
         self._book = book
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
         self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)

@@ -52,7 +52,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.persisted import KeptWarm
 from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
-from gpulease.daemon.leases.store import Book
+from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
 REFILL_PAUSE_MS: Final = 100
@@ -109,7 +109,7 @@ _WAITS_FOR: Final = {
 class Pool:
     """Keeps the pool; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: Book, teardown: Teardown) -> None:
+    def __init__(self, book: LeaseStore, teardown: Teardown) -> None:
         self._book = book
         self._teardown = teardown
         self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
@@ -264,7 +264,7 @@ class Pool:
     # --- What others hold of a card: see `others`. ------------------------------
 
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
-        """Book what others hold, and give them room or take it back."""
+        """LeaseStore what others hold, and give them room or take it back."""
         account = self._account(event.card_uuid)
         before_bytes = account.others.booked_bytes
         if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):

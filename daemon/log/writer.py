@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from gpulease.daemon.host.processes import start_thread
-from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.log.catalogue import LogEvent
+from gpulease.protocol.lease_ids import lease_text
 
 Value = str | int | float | bool | list[str] | None
 
@@ -43,7 +43,7 @@ ATTRIBUTE: Final = "gpulease"
 _log: Final = logging.getLogger("gpulease")
 
 
-def tell(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fields: Value) -> None:
+def log_event(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fields: Value) -> None:
     """Log one event.
 
     Args:
@@ -64,7 +64,7 @@ def tell(event: LogEvent, message: str = "", /, *, is_fault: bool = False, **fie
     _log.handle(record)
 
 
-def is_told(event: LogEvent) -> bool:
+def is_logged(event: LogEvent) -> bool:
     """Whether events of this level are logged at all."""
     return _log.isEnabledFor(event.level)
 
@@ -541,4 +541,4 @@ def _tell_fault(doing: str, error: BaseException | None) -> None:
         if error is not None:
             raise error
     except BaseException:
-        tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=doing)
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=doing)

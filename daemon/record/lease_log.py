@@ -38,10 +38,10 @@ from gpulease.daemon.leases import (
     WorkerScrubbed,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import is_told, tell
+from gpulease.daemon.log.writer import is_logged, log_event
+from gpulease.daemon.record.audit.projector import AuditProjector, Told, bounded
 from gpulease.daemon.record.audit.recorder import Budgets, OnOutcome, Recorder
 from gpulease.daemon.record.audit.records import Kind
-from gpulease.daemon.record.audit.witness import Told, Witness, bounded
 from gpulease.protocol.capabilities import names_of
 
 COUNT_EVERY_S: Final = 10.0
@@ -95,7 +95,7 @@ _ALWAYS: Final = frozenset(
 """What no tenant can bring about as often as it likes."""
 
 
-class Chronicle(Recorder):
+class LeaseLog(Recorder):
     """Stands before the recorder of the audit log: has recorded what happens, and logs it.
 
     Args:
@@ -107,7 +107,7 @@ class Chronicle(Recorder):
         self._inner = inner
         self._pid_of = pid_of
         self._lookup: Callable[[int], LeaseSnapshot | None] = lambda _: None
-        self._witness = Witness(self._lookup)
+        self._witness = AuditProjector(self._lookup)
         self._budgets: defaultdict[LogEvent, Budgets] = defaultdict(Budgets)
         self._omitted: Counter[tuple[str, str]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -122,7 +122,7 @@ class Chronicle(Recorder):
     def observe(self, lookup: Callable[[int], LeaseSnapshot | None], post: Callable[[Event], None]) -> None:
         """As the recorder has it; so are those that it has, too."""
         self._lookup = lookup
-        self._witness = Witness(lookup)
+        self._witness = AuditProjector(lookup)
         self._inner.observe(lookup, post)
 
     def asked_by(self, request: int, peer: str) -> None:
@@ -137,7 +137,7 @@ class Chronicle(Recorder):
                 self.record(one, now_ns)
                 told.append(one)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {type(event).__name__}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {type(event).__name__}")
         try:
             if type(event) in _STORIED:
                 self._tell_before(event, effects, now_ns)
@@ -148,7 +148,7 @@ class Chronicle(Recorder):
                 if type(effect) in _TELLING:
                     self._tell_after(effect, effects, now_ns)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {type(event).__name__}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"telling of {type(event).__name__}")
 
     def record(self, told: Told, now_ns: int) -> None:
         """As above."""
@@ -258,7 +258,7 @@ class Chronicle(Recorder):
         )
         self._asking[event.request] = event.lease_id
         self._asked_ns[event.lease_id] = now_ns
-        if not is_told(LogEvent.LEASE_QUEUED):
+        if not is_logged(LogEvent.LEASE_QUEUED):
             return
         is_denied = any(isinstance(effect, Denied) and effect.request == event.request for effect in effects)
         if not is_denied and self._lookup(event.lease_id) is None:
@@ -274,7 +274,7 @@ class Chronicle(Recorder):
             lease_id = denied.pop(0) or lease_id
         if kind in _WITH_WORKER and (pid := self._pid_of(lease_id)):
             self._pids[lease_id] = pid
-        if not is_told(event):
+        if not is_logged(event):
             return
         fields = _fields_of(kind, data)
         if kind in _WITH_WORKER:
@@ -293,12 +293,12 @@ class Chronicle(Recorder):
             case KillWorker(lease_id) if lease_id < FIRST_WARM_ID:
                 self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
             case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
-                tell(LogEvent.WARM_FENCED, card=card, reason=reason)
+                log_event(LogEvent.WARM_FENCED, card=card, reason=reason)
             case WarmEnded(card_uuid=card, reason=reason):
                 # It may have been a tenant's, who can leave one after the other.
                 self._say(LogEvent.WARM_GONE, "", card=card, reason=reason)
             case CapacityChanged(card, is_less):
-                tell(
+                log_event(
                     LogEvent.CARD_SHRANK if is_less else LogEvent.CARD_GREW,
                     card=card.uuid,
                     capacity_bytes=card.capacity_bytes,
@@ -319,7 +319,7 @@ class Chronicle(Recorder):
 
     def _tell_placed(self, lease_id: int, now_ns: int, *, is_warm: bool) -> None:
         self._spawned_ns[lease_id] = now_ns
-        if not is_told(LogEvent.LEASE_PLACED) or (lease := self._lookup(lease_id)) is None:
+        if not is_logged(LogEvent.LEASE_PLACED) or (lease := self._lookup(lease_id)) is None:
             return
         self._say(
             LogEvent.LEASE_PLACED,
@@ -337,14 +337,14 @@ class Chronicle(Recorder):
     # --- bounds ---
 
     def _say_of(self, event: LogEvent, lease_id: int, **fields: Any) -> None:
-        if not is_told(event):
+        if not is_logged(event):
             return
         lease = self._lookup(lease_id)
         self._say(event, "" if lease is None else lease.tenant, lease_id=lease_id, **fields)
 
     def _say(self, event: LogEvent, tenant: str, **fields: Any) -> None:
         """Log it, unless it is one too many of this tenant's."""
-        if not is_told(event):
+        if not is_logged(event):
             return
         if event not in _ALWAYS:
             omitted = self._budgets[event].spend(tenant, time.monotonic_ns())
@@ -353,7 +353,7 @@ class Chronicle(Recorder):
                 return
             self._omitted[event.value.name, tenant] += omitted
         whose: dict[str, Any] = {"tenant": tenant} if "tenant" in event.value.fields else {}
-        tell(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
+        log_event(event, lease_id=fields.pop("lease_id", None), **whose, **fields)
 
     def _count_later(self) -> None:
         if self._timer is None:
@@ -367,9 +367,9 @@ class Chronicle(Recorder):
         counts = (+self._omitted).most_common()
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:
-            tell(LogEvent.LOG_SUPPRESSED, tenant=tenant, of_event=of_event, count=count)
+            log_event(LogEvent.LOG_SUPPRESSED, tenant=tenant, of_event=of_event, count=count)
         if rest := sum(count for _, count in counts[MAX_COUNTS:]):
-            tell(LogEvent.LOG_SUPPRESSED, count=rest)
+            log_event(LogEvent.LOG_SUPPRESSED, count=rest)
 
 
 def _fields_of(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:

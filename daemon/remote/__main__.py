@@ -4,10 +4,10 @@ import signal
 import socket
 import sys
 
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
-from gpulease.daemon.ipc import ChannelClosed, send_message
 from gpulease.daemon.log.writer import go_on_logging
-from gpulease.daemon.remote.acceptor import Gate, get_ready
+from gpulease.daemon.remote.acceptor import TlsAcceptor, get_ready
 from gpulease.daemon.remote.identity import BadIdentity, IdentityFiles
 
 
@@ -19,7 +19,7 @@ def main(channel_fd: int, parent_pid: int, max_relays: int, max_relays_per_tenan
     go_on_logging("gate")
     channel = socket.socket(fileno=channel_fd)
     try:
-        gate = Gate(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
+        gate = TlsAcceptor(channel, IdentityFiles.from_arguments(files), max_relays, max_relays_per_tenant)
         get_ready()
         send_message(channel, {"op": "ready"})
         gate.run()

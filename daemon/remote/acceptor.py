@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from gpulease.daemon.host.fd_passing import refuse_descriptors
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
-from gpulease.daemon.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import stop_logging, tell
+from gpulease.daemon.log.writer import log_event, stop_logging
 from gpulease.daemon.remote.identity import MAX_SERIAL_CHARS, BadIdentity, Identity, IdentityFiles, are_bounded
 from gpulease.daemon.remote.relay import live, preload
 
@@ -67,7 +67,7 @@ MAX_CHARS: Final = 200
 """Of what a line says of a peer."""
 
 
-class Complaints:
+class RateLimitedLog:
     """One line a second at most, which counts those that were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +80,7 @@ class Complaints:
         if self._clock() < self._next:
             self._left_out += 1
             return
-        tell(LogEvent.STRANGER_REFUSED, peer=peer, reason=why[:MAX_CHARS], suppressed=self._left_out or None)
+        log_event(LogEvent.STRANGER_REFUSED, peer=peer, reason=why[:MAX_CHARS], suppressed=self._left_out or None)
         self._next = self._clock() + PAUSE_S
         self._left_out = 0
 
@@ -130,12 +130,12 @@ OPENING_S: Final = 5.0
 ACCEPTS_AT_A_TIME: Final = 64
 """Before the gate looks at all else."""
 
-OnSpoken = Callable[["Stranger"], None]
-OnGone = Callable[["Stranger", str], None]
+OnSpoken = Callable[["PendingConnection"], None]
+OnGone = Callable[["PendingConnection", str], None]
 
 
 @dataclass(slots=True, eq=False)
-class Stranger:
+class PendingConnection:
     """One connection.
 
     Attributes:
@@ -150,7 +150,7 @@ class Stranger:
     since: float
 
 
-class Strangers:
+class PendingConnections:
     """Accepts, waits, and passes on those that have sent what begins a handshake, whole.
 
     Args:
@@ -164,7 +164,7 @@ class Strangers:
         self._on_spoken = on_spoken
         self._on_gone = on_gone
         # In the order they came.
-        self._waiting: dict[int, Stranger] = {}
+        self._waiting: dict[int, PendingConnection] = {}
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._waiting
@@ -230,11 +230,11 @@ class Strangers:
         except OSError:
             sock.close()
             return
-        self._waiting[sock.fileno()] = Stranger(sock, peer, source, time.monotonic())
+        self._waiting[sock.fileno()] = PendingConnection(sock, peer, source, time.monotonic())
         if len(self._waiting) > MAX_STRANGERS:
             self.make_room(f"more than {MAX_STRANGERS} wait")
 
-    def _turn_away(self, stranger: Stranger) -> None:
+    def _turn_away(self, stranger: PendingConnection) -> None:
         try:
             stranger.sock.send(NOT_TLS_ALERT)
             stranger.sock.shutdown(socket.SHUT_WR)
@@ -244,12 +244,12 @@ class Strangers:
             pass  # it does without
         self._cut(stranger, "it does not speak TLS")
 
-    def _cut(self, stranger: Stranger, why: str) -> None:
+    def _cut(self, stranger: PendingConnection, why: str) -> None:
         self._let_go(stranger)
         stranger.sock.close()
         self._on_gone(stranger, why)
 
-    def _let_go(self, stranger: Stranger) -> None:
+    def _let_go(self, stranger: PendingConnection) -> None:
         del self._waiting[stranger.sock.fileno()]
         self._epoll.unregister(stranger.sock)
 
@@ -307,7 +307,7 @@ class Holder:
 UNKNOWN: Final = Holder()
 
 
-class Gate:
+class TlsAcceptor:
     """Accepts, forks, tells the broker, reaps."""
 
     def __init__(
@@ -321,10 +321,10 @@ class Gate:
         self._max_relays = max_relays
         self._max_by_names = max_relays_per_tenant + TO_BE_TOLD
         self._epoll = select.epoll()
-        self._complaints = Complaints()
-        self._strangers = Strangers(self._epoll, self._on_spoken, self._on_gone)
+        self._complaints = RateLimitedLog()
+        self._strangers = PendingConnections(self._epoll, self._on_spoken, self._on_gone)
         self._listeners: dict[int, socket.socket] = {}
-        self._spoken: deque[Stranger] = deque()
+        self._spoken: deque[PendingConnection] = deque()
         # In the order they began; by their report's descriptor.
         self._handshakes: dict[int, Handshake] = {}
         # By process id; of whom the peer is not known yet: UNKNOWN.
@@ -416,10 +416,10 @@ class Gate:
         for listener in self._listeners.values():
             self._epoll.modify(listener, events)
 
-    def _on_gone(self, stranger: Stranger, why: str) -> None:
+    def _on_gone(self, stranger: PendingConnection, why: str) -> None:
         self._complaints.add(stranger.peer, why)
 
-    def _on_spoken(self, stranger: Stranger) -> None:
+    def _on_spoken(self, stranger: PendingConnection) -> None:
         if len(self._relays) >= self._max_relays:
             stranger.sock.close()
             self._on_gone(stranger, f"{len(self._relays)} connections are open, the most this daemon takes")
@@ -459,13 +459,13 @@ class Gate:
             return
         try:
             self._identity = Identity(self._files)
-            tell(LogEvent.GATE_IDENTITY)
+            log_event(LogEvent.GATE_IDENTITY)
             self._complaint_about_files = ""
         except BadIdentity as error:
             self._identity = None
             if str(error) != self._complaint_about_files:
                 self._complaint_about_files = str(error)
-                tell(LogEvent.GATE_CLOSED, reason=str(error))
+                log_event(LogEvent.GATE_CLOSED, reason=str(error))
 
     def _look_for_revoked(self) -> None:
         """End connections whose certificates were revoked after they were made."""
@@ -477,17 +477,17 @@ class Gate:
         revoked = frozenset() if self._identity is None else self._identity.revoked
         for pid, holder in self._relays.items():
             if holder.serial in revoked:
-                tell(LogEvent.RELAY_REVOKED, relay_pid=pid, serial=f"{holder.serial:X}")
+                log_event(LogEvent.RELAY_REVOKED, relay_pid=pid, serial=f"{holder.serial:X}")
                 os.kill(pid, signal.SIGKILL)
         for pidfd, serial in self._orphans.items():
             if serial in revoked:
-                tell(LogEvent.RELAY_REVOKED, serial=f"{serial:X}")
+                log_event(LogEvent.RELAY_REVOKED, serial=f"{serial:X}")
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     # --- relays ---
 
-    def _fork(self, stranger: Stranger) -> None:
+    def _fork(self, stranger: PendingConnection) -> None:
         if self._identity is None:
             self._on_gone(stranger, "this node has no certificate that can be used")
             return
@@ -583,7 +583,7 @@ class Gate:
                 return
             self._relays.pop(pid, None)
             if status:
-                tell(LogEvent.RELAY_ENDED, relay_pid=pid, reason=exit_text(status))
+                log_event(LogEvent.RELAY_ENDED, relay_pid=pid, reason=exit_text(status))
             send_message(self._channel, {"op": "left", "pid": pid})
 
 

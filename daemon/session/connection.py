@@ -3,8 +3,8 @@
 Where a connection's bytes go: a frame reader, or, for the data of large writes, pinned memory.
 
 A MEM_WRITE that is received into pinned memory is copied by the card from there, with no copy by the host but the
-kernel's, and while the next one is received into the next slot. Slots are few, of one size, and a session's; a frame
-for which there is none, or that is larger, goes through the reader as all others do.
+kernel's, and while the next one is received into the next slot. `PinnedBuffers` are few, of one size, and a session's;
+a frame for which there is none, or that is larger, goes through the reader as all others do.
 
 What a peer has yet to read of its last reply, while the worker goes on with others.
 
@@ -61,7 +61,7 @@ _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SpinPolicy:
     """One session's.
 
     Attributes:
@@ -78,15 +78,15 @@ class Patience:
 
 
 _BY_CHOICE: Final = {
-    None: Patience(),
-    Waiting.SPIN: Patience(spins_when_quiet=True),
+    None: SpinPolicy(),
+    Waiting.SPIN: SpinPolicy(spins_when_quiet=True),
     # One more: native code, which does not yield, only looks once.
-    Waiting.YIELD: Patience(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
-    Waiting.BLOCK: Patience(0, spins_when_quiet=False, spins_at_all=False),
+    Waiting.YIELD: SpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
+    Waiting.BLOCK: SpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
 
 
-def patience_of(waiting: Waiting | None) -> Patience:
+def spin_policy_of(waiting: Waiting | None) -> SpinPolicy:
     """As chosen; None leaves it to the host's number of cores."""
     return _BY_CHOICE[waiting]
 
@@ -107,7 +107,7 @@ PREFIX_BYTES: Final = HEADER_BYTES + 20
 _MEM_WRITE: Final = int(Opcode.MEM_WRITE)
 
 
-class Slot:
+class PinnedBuffer:
     """Pinned memory for one payload."""
 
     def __init__(self, context: Context) -> None:
@@ -123,14 +123,14 @@ class Slot:
         return not self.is_held and (self.ticket is None or self.ticket.is_done())
 
 
-class Slots:
+class PinnedBuffers:
     """A session's, made as they are needed."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._slots: list[Slot] = []
+        self._slots: list[PinnedBuffer] = []
 
-    def take(self) -> Slot | None:
+    def take(self) -> PinnedBuffer | None:
         """A free one, held from now on; None if there is none."""
         for slot in self._slots:
             if slot.is_free:
@@ -138,7 +138,7 @@ class Slots:
         else:
             if len(self._slots) == SLOTS:
                 return None
-            slot = Slot(self._context)
+            slot = PinnedBuffer(self._context)
             self._slots.append(slot)
         slot.ticket, slot.is_held = None, True
         return slot
@@ -150,7 +150,7 @@ class Slots:
             slot.memory.close()
         self._slots.clear()
 
-    def holding(self, data: memoryview) -> Slot | None:
+    def holding(self, data: memoryview) -> PinnedBuffer | None:
         """The slot that these bytes lie in."""
         memory = data.obj
         for slot in self._slots:
@@ -159,22 +159,22 @@ class Slots:
         return None
 
 
-class Intake:
+class ReceiveBuffer:
     """One connection's; used as a FrameReader is.
 
     Attributes:
         reader: Where all else goes.
     """
 
-    def __init__(self, reader: FrameReader, slots: Slots) -> None:
+    def __init__(self, reader: FrameReader, slots: PinnedBuffers) -> None:
         self.reader = reader
         self._slots = slots
-        self._slot: Slot | None = None
+        self._slot: PinnedBuffer | None = None
         self._rest: memoryview | None = None
         self._header: tuple[int, int, int, int, int, bytes] = (0, 0, 0, 0, 0, b"")
         # The last frame was a large write, so another may follow.
         self._expects_more = False
-        self._given: Slot | None = None
+        self._given: PinnedBuffer | None = None
 
     @property
     def has_whole(self) -> bool:
@@ -224,7 +224,7 @@ class Intake:
             self._slot.is_held = False
             self._slot = self._rest = None
 
-    def _whole(self, slot: Slot) -> Frame:
+    def _whole(self, slot: PinnedBuffer) -> Frame:
         op, flags, status, length, request_id, session_id = self._header
         self._slot, self._rest, self._given = None, None, slot
         payload = slot.view[:length]
@@ -345,7 +345,7 @@ class SocketWire:
 
     spins_when_quiet = False
 
-    def __init__(self, sock: socket.socket, patience: Patience) -> None:
+    def __init__(self, sock: socket.socket, patience: SpinPolicy) -> None:
         self._sock = sock
         self._yields = patience.yields
 
@@ -414,7 +414,7 @@ class SocketWire:
 class RingWire:
     """A ring in sealed memory of this process's making: no peer can cut it short and make a read of it fault."""
 
-    def __init__(self, sock: socket.socket, patience: Patience) -> None:
+    def __init__(self, sock: socket.socket, patience: SpinPolicy) -> None:
         """Raises OSError if the memory can't be had."""
         self._sock = sock
         self._patience = patience
@@ -574,7 +574,7 @@ class RingWire:
             self._has_ended = True
 
 
-def ring_for(sock: socket.socket, wanted: Wanted, patience: Patience) -> RingWire | None:
+def ring_for(sock: socket.socket, wanted: Wanted, patience: SpinPolicy) -> RingWire | None:
     """A ring for a connection that wants one and can have one."""
     if not wanted.ring or not can_ring(sock):
         return None
@@ -621,7 +621,7 @@ class Connection:
     """
 
     def __init__(
-        self, sock: socket.socket, rest: bytes, slots: Slots, patience: Patience, guest: Guest | None = None
+        self, sock: socket.socket, rest: bytes, slots: PinnedBuffers, patience: SpinPolicy, guest: Guest | None = None
     ) -> None:
         self.sock = sock
         self.guest = guest
@@ -629,7 +629,7 @@ class Connection:
         self.wire: SocketWire | RingWire = SocketWire(sock, patience)
         self.reader = FrameReader(MAX_PAYLOAD_BYTES)
         self.reader.receive_data(rest)
-        self.intake = Intake(self.reader, slots)
+        self.intake = ReceiveBuffer(self.reader, slots)
         self.has_arena = False
         self.place = Place()
         self.spins_left = patience.spins_per_reply

@@ -12,8 +12,8 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import CopyStep, DataStep, Graph, KernelStep, Step
 from gpulease.daemon.session.launches import Plan, Planner
-from gpulease.daemon.session.ledger import Desk, Holdings, Refused, invalid_handle
-from gpulease.daemon.session.memory import ArenaDesk
+from gpulease.daemon.session.ledger import Operations, Refused, SessionResources, invalid_handle
+from gpulease.daemon.session.memory import ArenaOperations
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError
@@ -112,14 +112,14 @@ class _Recorded:
     latest: bytes | None = None
 
 
-class GraphDesk(Desk):
-    """See Desk.
+class GraphOperations(Operations):
+    """See Operations.
 
     Attributes:
         recent: Request ids of the latest replays.
     """
 
-    def __init__(self, holdings: Holdings, planner: Planner, arena: ArenaDesk) -> None:
+    def __init__(self, holdings: SessionResources, planner: Planner, arena: ArenaOperations) -> None:
         super().__init__(holdings)
         self._planner = planner
         self._arena = arena

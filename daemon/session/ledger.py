@@ -322,7 +322,7 @@ _COPIED_BYTES: Final = int(Counter.COPIED_BYTES)
 
 
 @dataclass(slots=True, eq=False)
-class Holdings:
+class SessionResources:
     """What a session has, for its desks.
 
     Attributes:
@@ -340,13 +340,13 @@ class Holdings:
     may_have_grown: bool = False
 
 
-class Desk:
+class Operations:
     """Each public method that takes a frame does one operation and gives its reply.
 
     They raise BodyError, Refused, DriverError, and what the look at the lease raises.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: SessionResources) -> None:
         self._holdings = holdings
         self._ledger = holdings.ledger
         self._context = holdings.context

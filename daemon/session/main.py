@@ -20,9 +20,9 @@ from typing import Any
 from gpulease.daemon.contract.control_page import Counter, PageFds, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import set_name
-from gpulease.daemon.ipc import ChannelClosed, close_all, receive_message, send_message
-from gpulease.daemon.session.connection import patience_of
+from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
 from gpulease.daemon.session.scrub import NotScrubbed, scrub
@@ -143,7 +143,7 @@ def _serve(
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
-    patience = patience_of(spec.waiting)
+    patience = spin_policy_of(spec.waiting)
     context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
     _tell(channel, {"op": "ready"})
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)

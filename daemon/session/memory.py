@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from gpulease.daemon.contract.control_page import sealed_memory
-from gpulease.daemon.session.connection import Slots
-from gpulease.daemon.session.ledger import Desk, Holdings
+from gpulease.daemon.session.connection import PinnedBuffers
+from gpulease.daemon.session.ledger import Operations, SessionResources
 from gpulease.daemon.session.replies import empty, number
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.fastpath import (
@@ -39,18 +39,18 @@ PINNED_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Of the memory for that: a reply of the advised size. Pinned memory stays, so what is larger goes another way."""
 
 
-class MemoryDesk(Desk):
-    """See Desk.
+class MemoryOperations(Operations):
+    """See Operations.
 
     Attributes:
         slots: Pinned memory that large writes may be received into.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: SessionResources) -> None:
         super().__init__(holdings)
         self._staging = bytearray()
         self._pinned: memoryview | None = None
-        self.slots = Slots(holdings.context)
+        self.slots = PinnedBuffers(holdings.context)
 
     def alloc(self, frame: Frame) -> bytes:
         """MEM_ALLOC."""
@@ -205,10 +205,10 @@ class Arena:
             first = after
 
 
-class ArenaDesk(Desk):
-    """A session's copies between its allocations and its arena, once it has one; see Desk."""
+class ArenaOperations(Operations):
+    """A session's copies between its allocations and its arena, once it has one; see Operations."""
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: SessionResources) -> None:
         super().__init__(holdings)
         self._arena: Arena | None = None
 

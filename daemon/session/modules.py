@@ -14,7 +14,7 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import ImageRejected, Kernel, Module
 from gpulease.daemon.session.launches import Planner
-from gpulease.daemon.session.ledger import Desk, Holdings
+from gpulease.daemon.session.ledger import Operations, SessionResources
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import LocalProtocolError
@@ -66,10 +66,10 @@ def _type_of(parameter: bytes) -> ParameterType:
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 
 
-class ModuleDesk(Desk):
-    """See Desk."""
+class ModuleOperations(Operations):
+    """See Operations."""
 
-    def __init__(self, holdings: Holdings, planner: Planner, counters: memoryview) -> None:
+    def __init__(self, holdings: SessionResources, planner: Planner, counters: memoryview) -> None:
         super().__init__(holdings)
         self._planner = planner
         self._counters = counters

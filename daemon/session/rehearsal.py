@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.drivers.interface import Context
-from gpulease.daemon.ipc import channel_pair, send_message
+from gpulease.daemon.host.ipc import channel_pair, send_message
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import Server
 from gpulease.daemon.session.session import Session

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageFds
 from gpulease.daemon.contract.guests import Guest
-from gpulease.daemon.ipc import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (
     ALONE_WAIT_NS,
     DISTRUST_S,
@@ -29,7 +29,7 @@ from gpulease.daemon.session.connection import (
     Backlog,
     Connection,
     ConnectionLost,
-    Patience,
+    SpinPolicy,
     can_share,
     ring_for,
 )
@@ -74,11 +74,11 @@ class Server:
         welcome: AttachReply,
         *,
         is_shared: bool,
-        patience: Patience | None = None,
+        patience: SpinPolicy | None = None,
     ) -> None:
         self._channel = channel
         self._session = session
-        self._patience = patience or Patience()
+        self._patience = patience or SpinPolicy()
         self._welcome = welcome
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, Connection] = {}

@@ -25,16 +25,16 @@ from gpulease.daemon.drivers.interface import (
     Poll,
     keep_waiting,
 )
-from gpulease.daemon.session.graphs import GraphDesk
+from gpulease.daemon.session.graphs import GraphOperations
 from gpulease.daemon.session.launches import KernelWatch, Planner
-from gpulease.daemon.session.ledger import Holdings, Ledger, Refused
-from gpulease.daemon.session.memory import ArenaDesk, MemoryDesk
-from gpulease.daemon.session.modules import ModuleDesk
-from gpulease.daemon.session.native.launch_fast_path import LeaseOver, Taker
+from gpulease.daemon.session.ledger import Ledger, Refused, SessionResources
+from gpulease.daemon.session.memory import ArenaOperations, MemoryOperations
+from gpulease.daemon.session.modules import ModuleOperations
+from gpulease.daemon.session.native.launch_fast_path import LaunchFastPath, LeaseOver
 from gpulease.daemon.session.native.layout import Outcome, RingEnds
 from gpulease.daemon.session.replies import NO_NUMBER, SyncPattern, done, empty, failed, failure_of, refusal_of, refused
-from gpulease.daemon.session.streams import Place, StreamDesk
-from gpulease.daemon.session.submit import SubmitDesk
+from gpulease.daemon.session.streams import Place, StreamOperations
+from gpulease.daemon.session.submit import SubmitOperations
 from gpulease.protocol.codec import parse_body
 from gpulease.protocol.errors import BodyError, FramingError
 from gpulease.protocol.failures import Failure
@@ -99,15 +99,15 @@ class Session:
         self._kept: Failure | None = None
         self._kept_of: Place | None = None
         ledger.make_room = lambda most_bytes: context.trim(most_bytes, self._check_lease)
-        self._holdings = holdings = Holdings(ledger, context, self._count, self._check_lease, page.counters)
-        memory = MemoryDesk(holdings)
+        self._holdings = holdings = SessionResources(ledger, context, self._count, self._check_lease, page.counters)
+        memory = MemoryOperations(holdings)
         self._memory, self.slots = memory, memory.slots
-        modules = ModuleDesk(holdings, self._planner, page.counters)
-        self.arena = ArenaDesk(holdings)
-        self.streams = streams = StreamDesk(holdings)
-        self._graphs = graphs = GraphDesk(holdings, self._planner, self.arena)
+        modules = ModuleOperations(holdings, self._planner, page.counters)
+        self.arena = ArenaOperations(holdings)
+        self.streams = streams = StreamOperations(holdings)
+        self._graphs = graphs = GraphOperations(holdings, self._planner, self.arena)
         self._sync_pattern = SyncPattern(lease_id)
-        self._taker = Taker(context, self._planner, page, self._sync_pattern, self._keep_launch)
+        self._taker = LaunchFastPath(context, self._planner, page, self._sync_pattern, self._keep_launch)
         if native is not None and not self.watch.is_on:
             self._taker.go_native(native)
         self._operations: dict[int, Callable[[Frame], bytes | memoryview]] = {
@@ -132,7 +132,7 @@ class Session:
             Opcode.GRAPH_LAUNCH: graphs.launch,
             Opcode.GRAPH_DESTROY: graphs.destroy,
         }
-        self.submit = SubmitDesk(holdings, self._planner, modules, page.counters)
+        self.submit = SubmitOperations(holdings, self._planner, modules, page.counters)
         if is_submit:
             self._operations = {Opcode.PING: self._ping, Opcode.SUBMIT_RUN: self.submit.run}
 
@@ -156,12 +156,12 @@ class Session:
             self._counters[_DOING] = 0
 
     def take_launches(self, reader: FrameReader) -> None:
-        """Do the expected launches at the front of what a connection sent; see `Taker`."""
+        """Do the expected launches at the front of what a connection sent; see `LaunchFastPath`."""
         if self._kept is None and self.lost is None:
             self._taker.take(reader)
 
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
-        """Have native code take launches and syncs from a ring and answer there; see `Taker`. None if it can't now."""
+        """Let native code serve launches and syncs from a ring (`LaunchFastPath`). None if it can't now."""
         return self._taker.serve(reader, ends) if self._kept is None and self.lost is None else None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:

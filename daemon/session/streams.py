@@ -7,7 +7,7 @@ is selected whenever that changes, so that launches and copies need not know of 
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
-from gpulease.daemon.session.ledger import Desk, Holdings, Refused, invalid_handle
+from gpulease.daemon.session.ledger import Operations, Refused, SessionResources, invalid_handle
 from gpulease.daemon.session.replies import done, empty
 from gpulease.protocol.errors import BodyError
 from gpulease.protocol.failures import Failure
@@ -37,14 +37,14 @@ class Place:
         self.skipped_by: Failure | None = None
 
 
-class StreamDesk(Desk):
-    """See Desk.
+class StreamOperations(Operations):
+    """See Operations.
 
     Attributes:
         place: The connection's that is served now.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
+    def __init__(self, holdings: SessionResources) -> None:
         super().__init__(holdings)
         self._stream_count = 0
         self._last = DEFAULT

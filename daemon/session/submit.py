@@ -8,8 +8,8 @@ from typing import Final
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverError, Module
 from gpulease.daemon.session.launches import Planner, launch_failed
-from gpulease.daemon.session.ledger import Desk, Holdings, Refused
-from gpulease.daemon.session.modules import ModuleDesk, parameter_types
+from gpulease.daemon.session.ledger import Operations, Refused, SessionResources
+from gpulease.daemon.session.modules import ModuleOperations, parameter_types
 from gpulease.daemon.session.native.launch_fast_path import LeaseOver
 from gpulease.daemon.session.replies import done
 from gpulease.protocol.codec import build_body, parse_body
@@ -27,8 +27,8 @@ _FILLED: Final = frozenset({ArgumentKind.INPUT, ArgumentKind.INOUT})
 _ANSWERED: Final = frozenset({ArgumentKind.OUTPUT, ArgumentKind.INOUT})
 
 
-class SubmitDesk(Desk):
-    """See Desk.
+class SubmitOperations(Operations):
+    """See Operations.
 
     Attributes:
         is_spent: It has run, well or not: nothing more is done in this context.
@@ -36,7 +36,9 @@ class SubmitDesk(Desk):
         on_growth: Called when the context was made to do what can take memory of the card by itself.
     """
 
-    def __init__(self, holdings: Holdings, planner: Planner, modules: ModuleDesk, counters: memoryview) -> None:
+    def __init__(
+        self, holdings: SessionResources, planner: Planner, modules: ModuleOperations, counters: memoryview
+    ) -> None:
         super().__init__(holdings)
         self.is_spent = False
         self.is_peer_gone: Callable[[], bool] = lambda: False

@@ -8,15 +8,15 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from gpulease.daemon.broker.memory_reserve import collect_rarely
 from gpulease.daemon.broker.service import Service, running_service
-from gpulease.daemon.config import Config
+from gpulease.daemon.config.settings import Config
 from gpulease.daemon.host.fd_passing import interrupting_closes
+from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
 from gpulease.daemon.supervisor.reload import Reloading
 from gpulease.daemon.supervisor.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
-from gpulease.daemon.version import VERSION
 
 
 class Supervised:
@@ -66,10 +66,10 @@ class Supervised:
                 service = await stack.enter_async_context(running_service(config, self._given))
             for address in service.addresses:
                 message = f"gpuleased {VERSION} listens on {address}"
-                tell(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
+                log_event(LogEvent.DAEMON_LISTENING, message, address=str(address), version=VERSION)
             if service.url:
                 message = f"gpuleased {VERSION} is to be seen at {service.url}"
-                tell(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
+                log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             await self._leave_in_keeping(service)
             await self._notifier.tell_surely("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
@@ -85,7 +85,7 @@ class Supervised:
             collect_rarely()
             number = await told
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
-            tell(LogEvent.DAEMON_STOPPING)
+            log_event(LogEvent.DAEMON_STOPPING)
             await self._notifier.tell_surely("STOPPING=1", status("Stopping."))
 
     async def _leave_in_keeping(self, service: Service) -> None:

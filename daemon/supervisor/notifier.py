@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, MutableMapping, Sequence
 from typing import Final
 
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
@@ -51,7 +51,7 @@ class Notifier:
         address = environment.pop(ADDRESS_VARIABLE, "")
         if address and address[0] not in "/@":
             why = f"{ADDRESS_VARIABLE} is {address!r}, no local socket"
-            tell(LogEvent.MANAGER_DEAF, f"nothing is told to the service manager: {why}", reason=why)
+            log_event(LogEvent.MANAGER_DEAF, f"nothing is told to the service manager: {why}", reason=why)
             address = ""
         return cls(address)
 
@@ -71,7 +71,7 @@ class Notifier:
             return False
         except OSError as error:
             said = f"the service manager can't be told how the daemon is any more: {error.strerror}"
-            tell(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
+            log_event(LogEvent.MANAGER_DEAF, said, reason=error.strerror)
             self.close()
         return True
 
@@ -83,7 +83,7 @@ class Notifier:
                 return
             await asyncio.sleep(_PAUSE_S)
         said = f"the service manager takes no word: it was to hear {assignments[0]}"
-        tell(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
+        log_event(LogEvent.MANAGER_DEAF, said, reason="it reads nothing")
 
     def tell_status(self, text: str) -> None:
         """One line for people."""

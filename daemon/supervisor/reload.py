@@ -11,9 +11,9 @@ from typing import Final
 
 from gpulease.daemon.broker.service import Service
 from gpulease.daemon.broker.web_frontend import token_digest_of
-from gpulease.daemon.config import Config, ConfigError
+from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor.notifier import Notifier, status
 
 RELOADED: Final = frozenset(
@@ -85,12 +85,12 @@ class Reloading:
             config, token_digest = await asyncio.to_thread(self._read)
             self._service.take_settings(config, token_digest)
         except ConfigError as error:
-            tell(LogEvent.SETTINGS_KEPT, f"the settings stay as they were: {error}", reason=str(error))
+            log_event(LogEvent.SETTINGS_KEPT, f"the settings stay as they were: {error}", reason=str(error))
             return f"The settings stay as they were: {error}"
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
             said = f"the settings were read again; to be taken at the next start: {', '.join(waiting)}"
-            tell(LogEvent.SETTINGS_READ, said, waiting=waiting)
+            log_event(LogEvent.SETTINGS_READ, said, waiting=waiting)
             return f"{said[0].upper()}{said[1:]}."
-        tell(LogEvent.SETTINGS_READ)
+        log_event(LogEvent.SETTINGS_READ)
         return "The settings were read again."

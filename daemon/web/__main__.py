@@ -7,8 +7,8 @@ import socket
 import sys
 from typing import Any, Final
 
+from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
-from gpulease.daemon.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.log.writer import go_on_logging
 from gpulease.daemon.sandbox.measures import Needs, SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare

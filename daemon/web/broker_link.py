@@ -14,8 +14,8 @@ from enum import Enum
 from itertools import count
 from typing import Any, Final, NamedTuple
 
-from gpulease.daemon.ipc import ChannelClosed, close_all, receive_message, send_message
-from gpulease.daemon.version import AGENT
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.host.version import AGENT
 from gpulease.protocol.connection import Connection, EndOfStream, Goodbye, Reply, Role, StreamBroken, Told
 from gpulease.protocol.errors import LocalProtocolError
 from gpulease.protocol.failures import Failure

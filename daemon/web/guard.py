@@ -17,7 +17,7 @@ from typing import Any, Final
 import h11
 
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.origin import READING, KnownHosts, headers_of, refusal
 
 PAUSE_S: Final = 10.0
@@ -79,7 +79,7 @@ class WrongTokens:
             self._tell()
 
     def _tell(self) -> None:
-        tell(LogEvent.WEB_WRONG_TOKEN, count=self._count)
+        log_event(LogEvent.WEB_WRONG_TOKEN, count=self._count)
         self._count = 0
         self._is_pausing = True
         self._call_later(PAUSE_S, self._pause_over)

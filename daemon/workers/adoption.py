@@ -17,7 +17,7 @@ from gpulease.daemon.contract.control_page import PageState
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.leases import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
@@ -152,7 +152,7 @@ def adopt(
             workers.settle(fenced.lease_id)
     going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
     if adoptions:
-        tell(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)
+        log_event(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)
 
 
 def end_stray(lease_id: int, pid: int) -> None:
@@ -167,7 +167,7 @@ def end_stray(lease_id: int, pid: int) -> None:
     try:
         if name_of(pid) != worker_name(lease_id):
             return
-        tell(LogEvent.WORKER_STRAY, lease_id=lease_id, worker_pid=pid)
+        log_event(LogEvent.WORKER_STRAY, lease_id=lease_id, worker_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         has_ended(pidfd, STRAY_TIMEOUT_S)

@@ -22,13 +22,13 @@ from typing import Any, Final
 
 from gpulease.daemon.broker.listeners import CannotListen
 from gpulease.daemon.host.fd_passing import refuse_descriptors
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import exit_text
-from gpulease.daemon.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 
 
-class Pulse:
+class Heartbeat:
     """Asks one again and again.
 
     Questions are counted, not seconds: while this process was stopped, stuck, or suspended with its host, none was
@@ -169,7 +169,7 @@ HUNG_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long things may take; each field is the constant of its name."""
 
     start_s: float
@@ -182,15 +182,15 @@ class Patience:
     hung_after_s: float
 
 
-def ordinary_patience() -> Patience:
+def ordinary_timeouts() -> Timeouts:
     """A daemon's."""
-    return Patience(
+    return Timeouts(
         START_TIMEOUT_S, EXIT_S, END_TIMEOUT_S, RESTART_DELAY_S, MAX_RESTART_DELAY_S, STEADY_S, BEAT_S, HUNG_AFTER_S
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ChildKind:
     """What a process is, and what is logged of it.
 
     Attributes:
@@ -214,7 +214,7 @@ class Kind:
     passes_descriptors: bool = False
 
 
-class SideProcess:
+class ChildProcess:
     """One process after the other, each with a channel to it.
 
     Args:
@@ -225,17 +225,17 @@ class SideProcess:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ChildKind,
         on_start: Callable[[], Awaitable[None]],
         on_message: Callable[[dict[str, Any], list[int]], None],
         on_end: Callable[[], None] = lambda: None,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
     ) -> None:
         self._kind = kind
         self._on_start = on_start
         self._on_message = on_message
         self._on_end = on_end
-        self._patience = patience or ordinary_patience()
+        self._patience = patience or ordinary_timeouts()
         self._channel: socket.socket | None = None
         self._child: Child | None = None
         self._awaited: asyncio.Future[None] | None = None
@@ -245,7 +245,7 @@ class SideProcess:
         self._delay_s = self._patience.restart_s
         self._began_s = 0.0
         ask = partial(self.send, {"op": "ping"})
-        self._pulse = Pulse(self._patience.beat_s, self._patience.hung_after_s, ask, self.give_up)
+        self._pulse = Heartbeat(self._patience.beat_s, self._patience.hung_after_s, ask, self.give_up)
 
     @property
     def pid(self) -> int:
@@ -376,16 +376,16 @@ class SideProcess:
         if event is self._kind.died and self._child is not None:
             how = await self._child.end(self._patience.exit_s)
         await self._end()
-        tell(event, reason=how or reason)
+        log_event(event, reason=how or reason)
         while True:
             await asyncio.sleep(self._delay_s)
             self._delay_s = min(2 * self._delay_s, self._patience.max_restart_s)
             try:
                 await self.start()
             except CannotListen as error:
-                tell(self._kind.not_started, reason=str(error))
+                log_event(self._kind.not_started, reason=str(error))
                 continue
-            tell(self._kind.back)
+            log_event(self._kind.back)
             return
 
     # --- what it says ---

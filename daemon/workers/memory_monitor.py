@@ -27,7 +27,7 @@ from gpulease.daemon.leases import (
     WorkerUnlisted,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 
 ROUND_S: Final = 1.0
@@ -38,7 +38,7 @@ PAUSE_S: Final = 0.01
 busy with listing processes; what a session takes meanwhile is found that much later."""
 
 
-class Weigher:
+class MemoryMonitor:
     """Looks at sessions, each at most once at a time."""
 
     def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
@@ -113,7 +113,7 @@ class Weigher:
         # A worker that ended meanwhile is not on the card any more, and its end is told by whoever reaped it.
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
-            tell(LogEvent.WORKER_OVER_SLICE, lease_id=owner_id if owner_id < FIRST_WARM_ID else 0, reason=reason)
+            log_event(LogEvent.WORKER_OVER_SLICE, lease_id=owner_id if owner_id < FIRST_WARM_ID else 0, reason=reason)
             self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))
 
 
@@ -202,7 +202,7 @@ class Reclaimer:
                     # With its proof the lease table told this task to give up: it ends here.
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
-            tell(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
+            log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_LOOK_DELAY_S)
         self._post(ReclaimProved(lease_id))
@@ -248,7 +248,7 @@ class CardWatch:
                 pass
             except Exception:
                 # A bug of ours: without later looks, others' memory would be granted.
-                tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
         own, looked_ns = self._workers.pids(), time.monotonic_ns()

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, for_reading
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
-from gpulease.daemon.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import FIRST_SUBMIT_ID, FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker

@@ -14,8 +14,8 @@ from typing import Any, Final
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
-from gpulease.daemon.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.leases import (
     Cause,
     Event,
@@ -26,7 +26,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
 )
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.worker import Ended, Worker
@@ -271,7 +271,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
     def _not_started(self, spec: WorkerSpec, error: OSError) -> None:
-        tell(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=error.strerror)
+        log_event(LogEvent.WORKER_NOT_STARTED, lease_id=spec.of_lease, reason=error.strerror)
         ended = WorkerExited(spec.lease_id, f"could not be started: {error.strerror}", is_busy=True)
         asyncio.get_running_loop().call_soon(self._post, ended)
 
@@ -436,4 +436,4 @@ class Workers:
 
 
 def _not_delivered(event: Event) -> None:
-    tell(LogEvent.DAEMON_FAULT, doing=f"telling nobody of {event!r}")
+    log_event(LogEvent.DAEMON_FAULT, doing=f"telling nobody of {event!r}")

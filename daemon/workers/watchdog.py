@@ -54,7 +54,7 @@ class _Seen:
     at_ns: int
 
 
-class Watchman:
+class KernelWatchdog:
     """Goes round all workers, from the first lease on."""
 
     def __init__(self, workers: Workers, post: Callable[[Event], None], max_load_s: int) -> None:

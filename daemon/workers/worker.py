@@ -20,8 +20,8 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.fd_passing import refuse_descriptors
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.host.processes import exit_text
-from gpulease.daemon.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import Family
 from gpulease.daemon.workers.zygote_client import Zygote

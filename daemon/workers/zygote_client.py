@@ -19,13 +19,13 @@ from typing import Any, Final
 from gpulease.daemon.contract.control_page import PageFds
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.heap import WIPING_HEAP
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended
-from gpulease.daemon.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message
+from gpulease.daemon.host.version import BUILD, VERSION
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.sandbox.measures import SandboxSettings
-from gpulease.daemon.version import BUILD, VERSION
-from gpulease.daemon.workers.child_process import Pulse, ordinary_patience
+from gpulease.daemon.workers.child_process import Heartbeat, ordinary_timeouts
 from gpulease.daemon.workers.zygote_discovery import FoundZygote
 
 START_TIMEOUT_S: Final = 60.0
@@ -91,7 +91,7 @@ class Zygote:
         self._pidfd = -1
         self._path: Path | None = None
         self._preloaded: asyncio.Future[None] | None = None
-        self._pulse = Pulse(ordinary_patience().beat_s, HUNG_AFTER_S, self._ping, self._give_up)
+        self._pulse = Heartbeat(ordinary_timeouts().beat_s, HUNG_AFTER_S, self._ping, self._give_up)
 
     @property
     def outlives_its_broker(self) -> bool:
@@ -230,7 +230,7 @@ class Zygote:
 
         One that lives on would make no worker and reap none, so every lease that ends would leave a fence.
         """
-        tell(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
+        log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
         if self._process is not None:
             self._process.kill()
         else:
@@ -401,10 +401,10 @@ class Zygotes:
     def _gone(self, zygote: Zygote) -> None:
         self._on_exit(zygote)
         if zygote is not self.now:
-            tell(LogEvent.ZYGOTE_LEFT)
+            log_event(LogEvent.ZYGOTE_LEFT)
             self._earlier.remove(zygote)
             return
-        tell(LogEvent.ZYGOTE_DIED)
+        log_event(LogEvent.ZYGOTE_DIED)
         self._restart = asyncio.get_running_loop().create_task(self._start_again())
 
     async def _start_again(self) -> None:
@@ -414,7 +414,7 @@ class Zygotes:
             try:
                 await self.now.start()
             except ZygoteBroken as error:
-                tell(LogEvent.ZYGOTE_NOT_STARTED, reason=str(error), hint=error.hint)
+                log_event(LogEvent.ZYGOTE_NOT_STARTED, reason=str(error), hint=error.hint)
                 continue
-            tell(LogEvent.ZYGOTE_BACK)
+            log_event(LogEvent.ZYGOTE_BACK)
             return

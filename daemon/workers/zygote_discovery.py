@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageState, state_of
 from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
-from gpulease.daemon.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.zygote.handover import HANDOVER, ZYGOTE_NAME
 from gpulease.protocol.opcodes import Status
 
@@ -94,7 +94,7 @@ class FoundZygote:
         sandbox: How its workers were to be shut in, as on its command line.
         findings: Which measures they are under.
         wipes_heap: Whether they overwrite what they free of their own memory.
-        build: Which code it runs, as `gpulease.daemon.version` names it; "" if it does not say.
+        build: Which code it runs, as `gpulease.daemon.host.version` names it; "" if it does not say.
         answers_pings: Whether it is to be asked if it lives.
     """
 
@@ -249,7 +249,7 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
     try:
         if name_of(pid) != ZYGOTE_NAME:
             raise CannotAdopt(f"process {pid} listens at {path} and is no zygote", hint=hint)
-        tell(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
+        log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if not has_ended(pidfd, END_TIMEOUT_S):

@@ -24,19 +24,18 @@ from gpulease.daemon.drivers.interface import Driver, DriverError
 from gpulease.daemon.drivers.registry import driver_named
 from gpulease.daemon.host.fd_passing import interrupting_closes
 from gpulease.daemon.host.heap import is_told_to_wipe
+from gpulease.daemon.host.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, exit_text, set_name, survive_stderr
-from gpulease.daemon.ipc import ChannelClosed, Outbox, close_all, receive_message, send_message
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import go_on_logging, stop_logging
-from gpulease.daemon.log.writer import tell as log
+from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
 from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
 from gpulease.daemon.sandbox.plan import Plan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import live, stand_by
 from gpulease.daemon.session.native.launch_fast_path import serving_code
 from gpulease.daemon.zygote.handover import ZYGOTE_NAME, admit, tell
-from gpulease.daemon.zygote.keeper import ALONE_S, Keeper
-from gpulease.daemon.zygote.worker_output import Sayings, say_to
+from gpulease.daemon.zygote.worker_output import WorkerOutput, say_to
+from gpulease.daemon.zygote.worker_table import ALONE_S, WorkerTable
 
 MAX_POLL_MS: Final = 3_600_000
 """Longest single poll: its milliseconds must fit a C int."""
@@ -71,7 +70,7 @@ class Zygote:
         # when it is made and when it has ended.
         self._outbox = Outbox(channel)
         self._listener = listener
-        self._keeper = Keeper()
+        self._keeper = WorkerTable()
         self._empty_since_ns = 0
         # SIGCHLD must wake poll(2): its arrival is written here by the C-level handler.
         self._wakeup, wakeup_end = socket.socketpair()
@@ -80,7 +79,7 @@ class Zygote:
             end.setblocking(False)
         self._pid = os.getpid()
         self._poll = select.poll()
-        self._sayings = Sayings(self._poll, self._log_saying)
+        self._sayings = WorkerOutput(self._poll, self._log_saying)
         self._is_retired = False
 
     def run(self) -> None:
@@ -283,7 +282,7 @@ class Zygote:
 
     def _log_saying(self, pid: int, line: str, lost_lines: int) -> None:
         lease_id = self._keeper.lease_of(pid)
-        log(LogEvent.WORKER_SAID, lease_id=lease_id, worker_pid=pid, said=line, lost_lines=lost_lines or None)
+        log_event(LogEvent.WORKER_SAID, lease_id=lease_id, worker_pid=pid, said=line, lost_lines=lost_lines or None)
 
     def _drain_wakeup(self) -> None:
         try:

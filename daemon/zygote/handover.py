@@ -5,9 +5,9 @@ import socket
 import struct
 from typing import Any, Final
 
-from gpulease.daemon.ipc import ChannelClosed, send_message
-from gpulease.daemon.version import BUILD, VERSION
-from gpulease.daemon.zygote.keeper import Keeper
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.version import BUILD, VERSION
+from gpulease.daemon.zygote.worker_table import WorkerTable
 
 HANDOVER: Final = 3
 """The form of what is told, and of what brokers and workers say to each other. One that differs can't be adopted."""
@@ -41,7 +41,7 @@ def admit(listener: socket.socket, *, is_taken: bool) -> socket.socket | None:
     return None
 
 
-def tell(channel: socket.socket, about: dict[str, Any], keeper: Keeper) -> None:
+def tell(channel: socket.socket, about: dict[str, Any], keeper: WorkerTable) -> None:
     """Tell everything, `about` this zygote first. Raises ChannelClosed if the broker does not take it."""
     own_pidfd = os.pidfd_open(os.getpid())
     try:

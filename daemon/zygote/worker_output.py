@@ -40,7 +40,7 @@ class _Pipe:
     lost_lines: int = 0
 
 
-class Sayings:
+class WorkerOutput:
     """The pipes of all workers of a zygote.
 
     Args:

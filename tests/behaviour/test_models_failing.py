@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpulease.client.asking import ask
+from gpulease.client.control import ask
 from gpulease.client.serve.models.request_queue import WaitingRequest
 from gpulease.client.serve.rpc import Answer
 from gpulease.protocol import Opcode

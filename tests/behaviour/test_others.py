@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpulease.client import CapacityExceeded, GpuSession
-from gpulease.client.asking import ask
 from gpulease.client.cli.__main__ import main
+from gpulease.client.control import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty

@@ -159,7 +159,7 @@ def test_a_goodbye_says_why_by_itself(run: Run, peer: ScriptedPeer) -> None:
 
 
 def test_eof_while_the_broker_knows_of_nothing(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.engine.lease.FATE_WAIT_S", 0.2)
+    monkeypatch.setattr("gpulease.client.engine.lease.END_REASON_WAIT_S", 0.2)
     peer.on(Opcode.SYNC, HangUp())
 
     async def scenario(face: Face) -> None:

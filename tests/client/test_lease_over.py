@@ -179,7 +179,7 @@ def test_a_connection_that_breaks_as_the_daemon_stops(run: Run, peer: ScriptedPe
 
 
 def test_a_connection_that_breaks_ends_no_lease(run: Run, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.client.engine.lease.FATE_WAIT_S", 0.1)
+    monkeypatch.setattr("gpulease.client.engine.lease.END_REASON_WAIT_S", 0.1)
     peer.on(Opcode.SYNC, HangUp())
 
     async def scenario(face: Face) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpulease.client import GpuBuilder, InvalidHandle, InvalidRequest, KernelArgs, LaunchFailed, Submission, aio
-from gpulease.client.engine.session import SessionState
+from gpulease.client.engine.session import SessionCore
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.engine.submits import SubmissionBase
 from gpulease.client.handles import Buffer
@@ -26,7 +26,7 @@ class Owner:
 
 
 def a_sessions_buffer() -> KernelArgs:
-    return KernelArgs().push_buffer(Buffer(cast("SessionState", Owner()), 256, 4))
+    return KernelArgs().push_buffer(Buffer(cast("SessionCore", Owner()), 256, 4))
 
 
 FACES = [Submission, aio.Submission]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.config import ConfigError, check_devices, check_worker_user, load_config
+from gpulease.daemon.config.settings import ConfigError, check_devices, check_worker_user, load_config
 from gpulease.daemon.leases import Card
 from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.version import build_of
+from gpulease.daemon.host.version import build_of
 
 
 @pytest.fixture

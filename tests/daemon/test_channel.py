@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from gpulease.daemon.ipc import (
+from gpulease.daemon.host.ipc import (
     MAX_FDS,
     MAX_MESSAGE_BYTES,
     ChannelClosed,

@@ -1,6 +1,6 @@
 import pytest
 
-from gpulease.daemon.config import changed_hands
+from gpulease.daemon.config.settings import changed_hands
 
 OF_UID = {7: "ann", 8: "bob"}
 OF_CERTIFICATE = {"DNS:a": "ann", "DNS:c": "cid"}

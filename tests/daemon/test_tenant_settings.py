@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.config import Config, ConfigError, load_config
+from gpulease.daemon.config.settings import Config, ConfigError, load_config
 from gpulease.daemon.leases.rules import TenantLimits
 
 WHOLE = """

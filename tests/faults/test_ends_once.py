@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gpulease.client import GpuLeaseError, LeaseFreed
-from gpulease.client.asking import ask
-from gpulease.daemon.lease_ids import lease_text
+from gpulease.client.control import ask
 from gpulease.daemon.record.audit.files import log_files
 from gpulease.protocol import Opcode
+from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.messages import LeaseRef
 from helpers import audit_log
 from helpers.daemon import Faults

@@ -193,7 +193,7 @@ def gate_files(daemon: Daemon) -> int:
 def test_a_relay_that_is_killed_ends_its_connection_alone(
     daemon: Daemon, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fate, "FATE_WAIT_S", 0.2)
+    monkeypatch.setattr(fate, "END_REASON_WAIT_S", 0.2)
     before = {info.pid for info in relays(daemon)}
     with pki.builder(daemon.tls_address, pki.ann).acquire() as lease:
         control = {info.pid for info in relays(daemon)} - before

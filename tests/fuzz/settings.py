@@ -1,4 +1,4 @@
-"""The daemon's settings: daemon/config.py, setting_values.py and tenant_settings.py, protocol/address.py.
+"""The daemon's settings: daemon/config/settings.py, setting_values.py and tenant_settings.py, protocol/address.py.
 
 The invariant. Whatever a settings file or a word of the command line says:
 
@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from gpulease.daemon.broker.audit_recording import config_digest
-from gpulease.daemon.config import (
+from gpulease.daemon.config.settings import (
     DRIVERS,
     MAX_AUDIT_FILE_BYTES,
     MAX_EMBEDDED_CARDS,

@@ -24,7 +24,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPag
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
-from gpulease.daemon.ipc import channel_pair, receive_message, send_message
+from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import OnceServer
 from gpulease.daemon.session.session import Session

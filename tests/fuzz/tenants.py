@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpulease.daemon.broker.control_connection import ControlConnection, Doorkeeper
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.control_connection import ConnectionLimiter, ControlConnection
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.gpus.embedded import EmbeddedCards
@@ -92,9 +92,9 @@ class Scene:
         demands = frozenset(demand for demand in Demand if draws.chance(6))
         self.workers = SimulatedWorkers(draws.byte)
         self.table = LeaseTable(CARDS, LIMITS, draws.below(2))
-        self.runtime = broker_of(self.table, TokenOffice(self.table, demands, None), self.workers, SIZES)
+        self.runtime = broker_of(self.table, TokenService(self.table, demands, None), self.workers, SIZES)
         self.workers.on_attach = self.on_attach
-        self.door = Doorkeeper(12, 4)
+        self.door = ConnectionLimiter(12, 4)
         self.known = Known()
         self.peers: list[Peer] = []
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon import config
-from gpulease.daemon.broker.handlers.query_requests import ViewDesk
-from gpulease.daemon.broker.handlers.requests import Desk
-from gpulease.daemon.broker.handlers.token_requests import TokenDesk
+from gpulease.daemon.broker.handlers.query_requests import QueryHandler
+from gpulease.daemon.broker.handlers.requests import RequestDispatcher
+from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.capabilities import tokens
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
@@ -20,7 +20,7 @@ from gpulease.daemon.native.compiler import BadIr
 from gpulease.daemon.record.audit.verification import Verifier
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.replies import SyncPattern
-from gpulease.daemon.session.submit import SubmitDesk
+from gpulease.daemon.session.submit import SubmitOperations
 from gpulease.protocol import fastpath
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import RingReader, RingWriter
@@ -46,7 +46,7 @@ def returning(value: Any) -> Plant:
 def owner_of(_: Any) -> Any:
     """Whoever asks, acts in the name of the lease's owner."""
 
-    def acting_tenant(self: TokenDesk, lease_id: int, permission: Any) -> str:
+    def acting_tenant(self: TokenHandler, lease_id: int, permission: Any) -> str:
         lease = self._office.lease(lease_id)
         return self._peer.tenant if lease is None else lease.tenant
 
@@ -81,10 +81,10 @@ def swallowing(real: Any) -> Any:
 FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("audit", Verifier, "_check_place", returning(None)),
     ("audit", Verifier, "_judge_scrap", returning(None)),
-    ("control", TokenDesk, "acting_tenant", owner_of),
-    ("control", TokenDesk, "may_revoke", returning(True)),
-    ("control", Desk, "_check_own", returning(None)),
-    ("control", ViewDesk, "_may_see", returning(True)),
+    ("control", TokenHandler, "acting_tenant", owner_of),
+    ("control", TokenHandler, "may_revoke", returning(True)),
+    ("control", RequestDispatcher, "_check_own", returning(None)),
+    ("control", QueryHandler, "_may_see", returning(True)),
     ("control", Runtime, "_answer", swallowing),
     ("frames", fastpath, "parse_mem_write", one_more),
     ("frames", FrameReader, "next_frame", raising(IndexError())),
@@ -97,7 +97,7 @@ FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("sessions", WorkerPage, "refusal", returning(None)),
     ("settings", config, "_check", returning(None)),
     ("submits", Guest, "refuse", returning(None)),
-    ("submits", SubmitDesk, "_read", returning(b"")),
+    ("submits", SubmitOperations, "_read", returning(b"")),
     ("submits", WorkerPage, "refusal", returning(None)),
     ("tokens", tokens, "_read", lambda _: tokens._authority),
     ("tokens", CapabilityAuthority, "_check_lease", returning(None)),

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from gpulease.daemon.broker.fair_queue import Turns
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.fair_queue import FairQueue
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.capabilities.authority import CapabilityAuthority
 from gpulease.daemon.capabilities.keys import KeyRing
@@ -259,12 +259,12 @@ class Wire(asyncio.Transport):
         self.protocol.connection_lost(None)
 
 
-def broker_of(table: LeaseTable, office: TokenOffice, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
+def broker_of(table: LeaseTable, office: TokenService, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
     """A runtime on the virtual clock, with an authority of its own."""
     ring = KeyRing.fresh(CLOCK.now_ns)
     office._authority = CapabilityAuthority(ring, office._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
     made = Runtime(table, EmbeddedCards(sizes), workers, office, Recorder(), max_load_s=120)
-    made.turns = Turns(CLOCK.monotonic_ns)
+    made.turns = FairQueue(CLOCK.monotonic_ns)
     # There are no pages to look at, and its rounds are most of what happens while time passes.
     setattr(made._watchman, "start", lambda: None)  # noqa: B010
 

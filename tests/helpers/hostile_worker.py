@@ -19,8 +19,8 @@ from typing import Any, Final, NoReturn
 from gpulease.daemon.contract.control_page import PAGE_BYTES, Counter, PageFds, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.host.processes import set_name
-from gpulease.daemon.ipc import ChannelClosed, send_message
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.sandbox.measures import system_call
 from gpulease.daemon.sandbox.syscall_filter import X86_64

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gpulease.daemon.session.connection import Connection, Patience, RingWire
+from gpulease.daemon.session.connection import Connection, RingWire, SpinPolicy
 from gpulease.daemon.session.server import Server
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.messages import AttachReply
@@ -71,8 +71,8 @@ def pair(*, is_native: bool) -> Iterator[Pair]:
             sock.setblocking(False)
             stack.callback(sock.close)
         server = Server(channel, made.session, AttachReply(1 << 20, "cpu", "GPU-0", ()), is_shared=False)
-        connection = Connection(far, b"", made.session.slots, Patience())
-        connection.wire = wire = RingWire(far, Patience())
+        connection = Connection(far, b"", made.session.slots, SpinPolicy())
+        connection.wire = wire = RingWire(far, SpinPolicy())
         server._connections[connection.fd] = connection
         server._poll.register(far)
         memory = mmap.mmap(wire.fd, wire.layout.total_bytes)

@@ -8,8 +8,8 @@ import sys
 import time
 from typing import NoReturn
 
+from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent
-from gpulease.daemon.ipc import ChannelClosed, receive_message, send_message
 
 
 def serve(channel: socket.socket) -> None:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.daemon.broker.peer import Peer
-from gpulease.daemon.broker.web_frontend import WebDoor
+from gpulease.daemon.broker.web_frontend import WebFrontend
 from gpulease.daemon.leases import DrainSet, FenceCleared, Outcome, RevokeDone
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
-from gpulease.daemon.workers.child_process import Patience
+from gpulease.daemon.workers.child_process import Timeouts
 from gpulease.protocol.address import TcpAddress
 from gpulease.protocol.connection import Connection, EndOfStream, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
@@ -186,7 +186,7 @@ class WebRig:
         scene: Scene,
         token_file: Path | None = None,
         hosts: frozenset[str] = frozenset(),
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
     ) -> None:
         self.scene = scene
         self.url = ""
@@ -194,7 +194,7 @@ class WebRig:
         self._loop = asyncio.new_event_loop()
         self._brokers: list[ScriptedBroker] = []
         sandbox = SandboxSettings()
-        self._door = WebDoor(self._settings, sandbox, self._connect, scene, patience, lambda: scene.loads)
+        self._door = WebFrontend(self._settings, sandbox, self._connect, scene, patience, lambda: scene.loads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="web rig")
 
     def __enter__(self) -> Self:

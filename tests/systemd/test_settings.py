@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from gpulease.client.cli.service import UNITS
-from gpulease.daemon.config import Config, TlsSettings, load_config
+from gpulease.daemon.config.settings import Config, TlsSettings, load_config
 from gpulease.daemon.leases import CoreLimits
 from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from gpulease.client.cli.__main__ import main
 from gpulease.client.cli.service import PLACES, UNITS
 from gpulease.daemon.__main__ import EXIT_CONFIG
-from gpulease.daemon.config import load_config
+from gpulease.daemon.config.settings import load_config
 from gpulease.daemon.gpus.diagnosis import EX_NOPERM, EX_OSERR
 from gpulease.daemon.record.journal.store import EX_DATAERR
 

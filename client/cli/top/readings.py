@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.client.asking import ask
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample
 from gpulease.client.cli.top.view import Revoke, Scene
+from gpulease.client.control import ask
 from gpulease.client.engine.exchange import TimeLimit, dial, disconnected
 from gpulease.client.engine.exchange import ask as ask_on
-from gpulease.client.engine.link import LinkEnded
 from gpulease.client.engine.steps import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
 from gpulease.client.transport.channel import Channel
+from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import Address
 from gpulease.protocol.lease_ids import lease_id_of

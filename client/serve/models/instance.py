@@ -24,7 +24,7 @@ from gpulease.client.errors import (
 from gpulease.client.serve.models.model_metrics import ModelMetrics
 from gpulease.client.serve.models.request_queue import (
     MAX_ATTEMPTS,
-    Intake,
+    RequestIntake,
     RestartPause,
     WaitingRequest,
     code_of,
@@ -135,7 +135,7 @@ class Instance:
         self.settings = settings
         self._address, self._metrics, self._pass_on = address, metrics, pass_on
         self._loop = asyncio.get_running_loop()
-        self._intake = Intake(settings, metrics)
+        self._intake = RequestIntake(settings, metrics)
         self._lease: GpuLease | None = None
         self._held_from: float | None = None
         self._pause = RestartPause()

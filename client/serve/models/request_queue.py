@@ -127,7 +127,7 @@ class WaitingRequest:
             self.answer.set_result(outcome)
 
 
-class Line:
+class BatchQueue:
     """A bounded line, first come first served.
 
     Args:
@@ -266,7 +266,7 @@ def code_of(error: errors.GpuLeaseError) -> CallErrorCode:
     return CallErrorCode.LEASE_LOST
 
 
-class Intake:
+class RequestIntake:
     """One model's.
 
     Attributes:
@@ -282,7 +282,7 @@ class Intake:
     def __init__(self, settings: ModelSettings, metrics: ModelMetrics) -> None:
         self.settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
-        self.line = Line(settings.max_queue, settings.max_batch)
+        self.line = BatchQueue(settings.max_queue, settings.max_batch)
         self.batches, self.starts = Estimate(), Estimate()
         self.is_running = self.is_stopping = False
         self.lease_left_s: float | None = None

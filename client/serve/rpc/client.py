@@ -21,7 +21,7 @@ from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.serve.rpc.server import Answer
 from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, SharedCall
 from gpulease.client.texts import utf8
-from gpulease.client.transport.spin_policy import patience_of
+from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.address import UnixAddress, parse_address
 from gpulease.protocol.rpc import (
     DESCRIBE,
@@ -97,7 +97,7 @@ class RpcClient:
         if not isinstance(where, UnixAddress):
             raise InvalidRequest(f"rpc: {address} is no unix:PATH: memory is shared on one host alone", "Use HTTP")
         self._path, self._timeout_s = where.path, timeout_s
-        wanted_ns = patience_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
+        wanted_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
         self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
         self._line: _Line | None = None
         self._lock = threading.Lock()

@@ -42,7 +42,7 @@ def told_reason(text: str) -> str:
     return clean_text(text.strip())
 
 
-class RevokingDesk:
+class AdminHandler:
     """Takes these requests, most of which are operators'; each raises Refusal for what is not the caller's to end."""
 
     def __init__(self, caller: Caller) -> None:
@@ -118,7 +118,7 @@ WRONG_TOKEN_S: Final = 6.0
 """Until one more is looked at. Stops it from guessing, and from keeping the broker's loop busy with hashing."""
 
 MAX_ACTING: Final = 16
-"""Acts by the page whose outcome is not known yet. Stops one with a token, too, from filling the broker."""
+"""WebActions by the page whose outcome is not known yet. Stops one with a token, too, from filling the broker."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
 """Of a drain: what the protocol's DRAIN can say."""
@@ -133,7 +133,7 @@ Answer = Callable[[dict[str, Any]], None]
 OnOutcome = Callable[[Outcome], None]
 
 
-class Acts(Protocol):
+class WebActions(Protocol):
     """What is done, and what is told of what was not."""
 
     def revoke(self, lease_id: int, reason: str, on_outcome: OnOutcome) -> None:
@@ -149,7 +149,7 @@ class Acts(Protocol):
         """Somebody was not let do so; `lease_id` is 0 for what is about no lease."""
 
 
-class PageActs:
+class WebActionRunner:
     """On the lease table, and in the logs."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -181,7 +181,7 @@ class PageActs:
         self._runtime.post(event_for(number))
 
 
-class Guesses:
+class TokenGuesses:
     """How many wrong tokens are looked at: MAX_WRONG_TOKENS, and one more every WRONG_TOKEN_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -197,17 +197,17 @@ class Guesses:
         self._free_s = max(self._free_s, self._clock() - MAX_WRONG_TOKENS * WRONG_TOKEN_S) + WRONG_TOKEN_S
 
 
-class PageDesk:
+class WebActionHandler:
     """Takes what the web process passes on.
 
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none, and nothing is done then.
     """
 
-    def __init__(self, acts: Acts, token_digest: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, acts: WebActions, token_digest: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         self._acts = acts
         self._token_digest = token_digest
-        self._guesses = Guesses(clock)
+        self._guesses = TokenGuesses(clock)
         self._acting = 0
 
     def take_token(self, token_digest: bytes) -> None:

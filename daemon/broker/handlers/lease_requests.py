@@ -47,7 +47,7 @@ from gpulease.protocol.opcodes import (
 from gpulease.protocol.primitives import LeaseParameter, Tlv
 
 
-class SubmitDesk:
+class SubmitHandler:
     """Takes GPU_SUBMIT; that this peer may ask was looked at before."""
 
     def __init__(self, caller: Caller) -> None:
@@ -184,7 +184,7 @@ def waiting_of(parameters: tuple[LeaseParameter, ...]) -> Waiting | None:
         raise Refusal(failure) from None
 
 
-class LeaseDesk:
+class LeaseHandler:
     """Takes these requests; each raises Refusal for what never gets to the lease table."""
 
     def __init__(self, caller: Caller) -> None:

@@ -18,7 +18,7 @@ from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal, failure_of
-from gpulease.daemon.broker.subscriptions import EVERY_LEASE, TellingDesk, seen_by
+from gpulease.daemon.broker.subscriptions import EVERY_LEASE, SubscriptionHandler, seen_by
 from gpulease.daemon.contract.control_page import BrokerPage, Counter
 from gpulease.daemon.leases import CardSnapshot, DrainSet, LeaseSnapshot, LeaseTable, Standing, SubmitSnapshot, ends_ns
 from gpulease.daemon.leases.denials import not_found
@@ -171,7 +171,7 @@ def _left_ms(deadline_ns: int | None) -> int | None:
     return None if deadline_ns is None else -(-max(0, deadline_ns - time.monotonic_ns()) // NS_PER_MS)
 
 
-class ViewDesk:
+class QueryHandler:
     """Takes these requests: GET_INVENTORY, LEASE_QUERY, LEASE_LIST_ACTIVE and subscriptions. They may raise Refusal."""
 
     def __init__(self, caller: Caller, driver: str) -> None:
@@ -180,7 +180,7 @@ class ViewDesk:
         self._peer = caller.peer
         self._tokens = caller.tokens
         self._driver = driver
-        self._telling = TellingDesk(caller.runtime.teller, caller.peer.tenant, caller.answerer.tell)
+        self._telling = SubscriptionHandler(caller.runtime.teller, caller.peer.tenant, caller.answerer.tell)
 
     def leave(self) -> None:
         """The client is gone: nothing is told it any more."""
@@ -246,7 +246,7 @@ class ViewDesk:
         return lease.tenant == self._peer.tenant
 
 
-class NodeDesk:
+class NodeHandler:
     """Takes these requests; whether somebody is an operator was looked at before."""
 
     def __init__(self, peer: Peer, metrics: NodeMetrics, health: Health) -> None:

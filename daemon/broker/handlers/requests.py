@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from gpulease.daemon.broker.caller import Answerer, Caller
-from gpulease.daemon.broker.handlers.admin_requests import RevokingDesk
-from gpulease.daemon.broker.handlers.lease_requests import LeaseDesk, SubmitDesk, token_of
-from gpulease.daemon.broker.handlers.query_requests import NodeDesk, ViewDesk
-from gpulease.daemon.broker.handlers.token_requests import TokenDesk
+from gpulease.daemon.broker.handlers.admin_requests import AdminHandler
+from gpulease.daemon.broker.handlers.lease_requests import LeaseHandler, SubmitHandler, token_of
+from gpulease.daemon.broker.handlers.query_requests import NodeHandler, QueryHandler
+from gpulease.daemon.broker.handlers.token_requests import TokenHandler
 from gpulease.daemon.broker.refusal import Refusal, failure_of
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.contract.guests import Guest
@@ -41,7 +41,7 @@ LOOKS: Final = frozenset(
 """What a peer may ask that may look and do nothing else."""
 
 
-class Desk:
+class RequestDispatcher:
     """Takes the control requests of one connection, and hands each to the desk that it is for.
 
     Attributes:
@@ -52,13 +52,13 @@ class Desk:
         self._runtime = runtime
         self._answerer = answerer
         self._peer = answerer.peer
-        self._tokens = tokens = TokenDesk(runtime.tokens, self._peer)
+        self._tokens = tokens = TokenHandler(runtime.tokens, self._peer)
         self._caller = caller = Caller(runtime, answerer, tokens, set())
-        self._leases = leases = LeaseDesk(caller)
-        self.submits = SubmitDesk(caller)
-        self._view = view = ViewDesk(caller, driver)
-        self._node = node = NodeDesk(self._peer, runtime.metrics, runtime.health)
-        revoking = RevokingDesk(caller)
+        self._leases = leases = LeaseHandler(caller)
+        self.submits = SubmitHandler(caller)
+        self._view = view = QueryHandler(caller, driver)
+        self._node = node = NodeHandler(self._peer, runtime.metrics, runtime.health)
+        revoking = AdminHandler(caller)
         self._operations: dict[Opcode, Callable[[Request, Any], None]] = {
             Opcode.PING: lambda request, body: answerer.answer(request, body),
             Opcode.GET_INVENTORY: view.get_inventory,

@@ -49,7 +49,7 @@ class TokensUnavailable(Exception):
     """Tokens were asked for in the settings and can't be had; the message is a sentence for the operator."""
 
 
-class TokenOffice:
+class TokenService:
     """The node's authority, made when it is first needed, and what needs a token here.
 
     Args:
@@ -170,10 +170,10 @@ class TokenOffice:
         return LeaseFacts(lease.tenant, lease.generation, lease.deadline_ns)
 
 
-class TokenDesk:
+class TokenHandler:
     """The tokens of one control connection: those it asks for, and those it has shown."""
 
-    def __init__(self, office: TokenOffice, peer: Peer) -> None:
+    def __init__(self, office: TokenService, peer: Peer) -> None:
         self._office = office
         self._peer = peer
         self._held: dict[int, Claims] = {}

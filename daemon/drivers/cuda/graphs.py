@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.faults import Faults
-from gpulease.daemon.drivers.cuda.images import Markers
+from gpulease.daemon.drivers.cuda.streams import Markers
 from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     CopyStep,

@@ -1,99 +1,23 @@
-"""Machine code that the driver made of PTX, for who comes with the same PTX again: making it takes tens of ms.
-
-It is kept by one context, of one card, in its own process, and goes with it: whoever took that process over could
-change it for nobody but those who are served by it anyway. Where a context is used again its tenant's next lease finds
-it, though nothing of an earlier lease may be found there. So what is kept is masked with a key made of the PTX, and
-named by another hash of it: of use to whoever has the PTX, to the byte, and noise to all others.
-
-PTX and cubins to modules whose kernels are known by name and parameters.
+"""PTX and cubins to modules whose kernels are known by name and parameters.
 
 PTX is compiled once, by the driver's linker. The listing is read from the result as a library, which takes nothing
 of the card (cuLibraryEnumerateKernels, cuKernelGetParamInfo: CUDA driver API 12.4); then the same machine code is
 loaded as a module. cuda-bindings does it all: pycuda keeps the handles to itself that native code launches by.
-
-Events behind what is put in streams: how much has ended, told without a wait (CUDA driver API, cuEventQuery).
-
-There are fewer of them than the driver lets launches wait, so a launch never blocks inside the driver, where nobody
-could see how long the kernel before it has been running. Copies and waits for other streams are marked too: the time
-that a stream takes for them is no kernel's.
 """
 
 import ctypes
-import hashlib
 import re
-import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-import pycuda.driver as cuda
 from cuda.bindings import driver as api
 
+from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight, weigh
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
-from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, Poll, refuse_managed_text, text_of
+from gpulease.daemon.drivers.interface import Admit, ImageRejected, Parameter, refuse_managed_text, text_of
 from gpulease.daemon.drivers.ptx.translate.cooperative import confirm_by_text
-
-MAX_IMAGES: Final = 16
-"""Kept at a time, the latest."""
-
-MAX_KEPT_BYTES: Final = 8 << 20
-"""Of machine code. Stops a tenant from filling its worker's memory with images."""
-
-_NAME: Final = b"gpulease: the name of an image\0"
-_KEY: Final = b"gpulease: the key of an image\0"
-
-
-class Compiled:
-    """What was made of the latest images."""
-
-    def __init__(self) -> None:
-        self._masked: OrderedDict[bytes, bytearray] = OrderedDict()
-        self._kept_bytes = 0
-        self._most_bytes = MAX_KEPT_BYTES
-
-    def of(self, ptx: bytes, compile_anew: Callable[[bytes], bytes]) -> bytes:
-        """The machine code of an image; raises what `compile_anew` raises, of which nothing is kept."""
-        # Both are made of a hash, so that an image of many megabytes is read once.
-        digest = hashlib.sha256(ptx).digest()
-        name = name_of(digest)
-        masked = self._masked.get(name)
-        if masked is not None:
-            self._masked.move_to_end(name)
-            return bytes(_mask(masked, digest))
-        code = compile_anew(ptx)
-        if len(code) <= self._most_bytes:
-            self._keep(name, _mask(code, digest))
-        return code
-
-    def close(self) -> None:
-        """Let go of all, and keep nothing more."""
-        self._masked.clear()
-        self._most_bytes = self._kept_bytes = 0
-
-    def _keep(self, name: bytes, masked: bytearray) -> None:
-        self._masked[name] = masked
-        self._kept_bytes += len(masked)
-        while self._kept_bytes > self._most_bytes or len(self._masked) > MAX_IMAGES:
-            _, oldest = self._masked.popitem(last=False)
-            self._kept_bytes -= len(oldest)
-
-
-def name_of(digest: bytes) -> bytes:
-    """What the code is known by of an image with that SHA-256."""
-    return hashlib.sha256(_NAME + digest).digest()
-
-
-def _mask(data: bytes | bytearray, digest: bytes) -> bytearray:
-    """The same bytes twice masked are themselves. SHAKE256 (FIPS 202) of an image's hash masks its one code alone."""
-    stream = bytearray(hashlib.shake_256(_KEY + digest).digest(len(data)))
-    # In its place: arrays of numpy's own are in memory that it keeps as it is.
-    masked = np.frombuffer(stream, np.uint8)
-    np.bitwise_xor(masked, np.frombuffer(data, np.uint8), out=masked)
-    return stream
-
 
 LOG_BYTES: Final = 64 << 10
 """Of the compiler's log that are kept: it may have a line for every line of a hostile image."""
@@ -267,75 +191,3 @@ def _check(error: Any, log: bytearray | None = None) -> None:
         line=int(found[1]) if found else 0,
         hint="Compile it for this card's architecture or an earlier one, with a toolkit no newer than the driver.",
     )
-
-
-MAX_WAITING: Final = 512
-"""Launches, copies and waits in flight, in all streams together. The driver blocks at about 1024."""
-
-_SLEEP_S: Final = 2e-4
-
-
-class _Marked:
-    """What one stream holds: an event behind each thing that is not known to have ended, and whether it is a kernel."""
-
-    __slots__ = ("ended", "waiting")
-
-    def __init__(self) -> None:
-        self.ended = 0
-        self.waiting: deque[tuple[Any, bool]] = deque()
-
-
-class Markers:
-    """One event behind everything in any stream that is not known to have ended."""
-
-    def __init__(self, poll: Poll) -> None:
-        self._poll = poll
-        self._marked: dict[int, _Marked] = {}
-        self._spare: list[Any] = []
-        self._count = 0
-
-    def make_room(self) -> None:
-        """Wait until one more may be put in a stream."""
-        self._poll()
-        while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
-            time.sleep(_SLEEP_S)
-            self._poll()
-
-    def add_kernel(self, number: int, stream: Any) -> None:
-        """A launch was put in a stream. Raises cuda.Error."""
-        self._add(number, stream, is_kernel=True)
-
-    def add_other(self, number: int, stream: Any) -> None:
-        """A copy or a wait was. Raises cuda.Error."""
-        self._add(number, stream, is_kernel=False)
-
-    def _add(self, number: int, stream: Any, *, is_kernel: bool) -> None:
-        event = self._spare.pop() if self._spare else cuda.Event(cuda.event_flags.DISABLE_TIMING)
-        event.record(stream)
-        self._count += 1
-        marked = self._marked.get(number)
-        if marked is None:
-            marked = self._marked[number] = _Marked()
-        marked.waiting.append((event, is_kernel))
-
-    def running(self) -> dict[int, int]:
-        """See `Context.running`."""
-        self._collect()
-        return {
-            number: marked.ended for number, marked in self._marked.items() if marked.waiting and marked.waiting[0][1]
-        }
-
-    def _collect(self) -> int:
-        """Take back the events that were reached; how many were not."""
-        try:
-            for marked in self._marked.values():
-                waiting = marked.waiting
-                while waiting and waiting[0][0].query():
-                    self._spare.append(waiting.popleft()[0])
-                    marked.ended += 1
-                    self._count -= 1
-        except cuda.Error:
-            # The context is lost, and its kernels with it; the next real call says so.
-            self._marked.clear()
-            self._count = 0
-        return self._count

@@ -17,24 +17,11 @@ Local memory is there for every thread the card can hold at a time, whatever a l
 Guide, "Local Memory"; CUDA driver API, CU_LIMIT_STACK_SIZE). A context starts with the default stack's worth. A kernel
 that needs more makes the driver enlarge it at the kernel's first launch, and it stays enlarged. Measured on an H100
 (driver 580.159), exact to the page: (local bytes of the kernel - 1024) x 132 multiprocessors x 2048 threads.
-
-What buffers of the driver's own keep of a lease's copies and launches, overwritten with zeros.
-
-Copies of memory that is not pinned go through buffers of the driver's, in this process's memory; kernels' parameters
-and small copies go to the card with the commands, in another buffer. All of it stays there until others come, and
-kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies here left nothing of
-either. What came with modules of less than some 100 KB they did not reach.
-
-What a program without gpulease would write, with pycuda alone, in the current context.
 """
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
-
-import numpy as np
-import pycuda.driver as cuda
 
 PAGE_BYTES: Final = 2 << 20
 SHARING_BYTES: Final = 1 << 20
@@ -219,59 +206,3 @@ class LocalMemory:
     def kept_by_system_calls(self) -> int:
         """What loading a module with system calls makes the context keep."""
         return whole_pages(SYSTEM_CALL_STACK_BYTES * self.threads) + whole_pages(self.buffers_bytes)
-
-
-STAGING_BYTES: Final = 2 << 20
-"""Of the driver's buffers for copies to the card, and from it: 2 MiB each were found."""
-
-SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
-"""Of copies from the card that go another way, each from the start of a buffer: those of up to 256 bytes were found to,
-those of 1024 not."""
-
-INLINE_BYTES: Final = 64 << 10
-"""Copies to the card of so many bytes, or fewer, go with the commands (CUDA driver API, "API synchronization
-behavior")."""
-
-INLINE_COPIES: Final = 96
-"""For half as much again as commands are written to in turn: 4 MiB were found."""
-
-# Made once: so much memory anew for each wash takes a process that overwrites what it frees a ms.
-_ZEROS: Final = memoryview(bytes(STAGING_BYTES))
-_SINK: Final = memoryview(bytearray(STAGING_BYTES))
-
-
-def wash(address: int, stream: Any) -> None:
-    """Fill them, by way of `STAGING_BYTES` of the card that are zero; the stream is to be waited for.
-
-    Raises cuda.Error.
-    """
-    cuda.memcpy_htod_async(address, _ZEROS, stream)
-    cuda.memcpy_dtoh_async(_SINK, address, stream)
-    for size_bytes in SMALL_SIZES:
-        cuda.memcpy_dtoh_async(_SINK[:size_bytes], address, stream)
-    for _ in range(INLINE_COPIES):
-        cuda.memcpy_htod_async(address, _ZEROS[:INLINE_BYTES], stream)
-
-
-ALLOCATION_BYTES: Final = 1 << 20
-
-
-def alloc_and_free() -> None:
-    """CuMemAlloc and cuMemFree of 1 MiB."""
-    cuda.mem_alloc(ALLOCATION_BYTES).free()
-
-
-def call_us(image: bytes, address: int, count: int, launches: int) -> float:
-    """Microseconds a call of `scale` when calls are issued back to back and then synchronised."""
-    module = cuda.module_from_buffer(image)
-    function = module.get_function("scale")
-    pointer, length, factor = np.uint64(address), np.uint32(count), np.float32(1)
-    block, grid = (count, 1, 1), (1, 1)
-    for _ in range(100):
-        function(pointer, length, factor, block=block, grid=grid)
-    cuda.Context.synchronize()
-    started = time.perf_counter()
-    for _ in range(launches):
-        function(pointer, length, factor, block=block, grid=grid)
-    cuda.Context.synchronize()
-    return (time.perf_counter() - started) / launches * 1e6

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from gpulease.daemon.drivers import cuda
 from gpulease.daemon.drivers.interface import Dim3, Kernel, NativeLaunch
+from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode
-from gpulease.daemon.native.kept_code import load_ir
 
 LIBRARY: Final = "libcuda.so.1"
 

@@ -8,7 +8,7 @@ from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.image import forget_code, ready_to_look_up
 from gpulease.daemon.drivers.ptx.native.library import bind_library
 from gpulease.daemon.drivers.ptx.stream import host_threads, stream_code
-from gpulease.daemon.native.kept_code import keep_for_workers
+from gpulease.daemon.native.code_cache import keep_for_workers
 from gpulease.daemon.sandbox.measures import Needs
 
 

@@ -38,8 +38,8 @@ from gpulease.daemon.drivers.ptx.translate.callees import FIRST_HANDLE, HANDLE_S
 from gpulease.daemon.drivers.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.drivers.ptx.translate.linking import link
 from gpulease.daemon.drivers.ptx.translate.module import Part, translate
+from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
-from gpulease.daemon.native.kept_code import keep, key_of, read_kept
 
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 

@@ -32,8 +32,8 @@ from gpulease.daemon.drivers.ptx.limits import (
 )
 from gpulease.daemon.drivers.ptx.memory import Mapping
 from gpulease.daemon.drivers.ptx.native.layout import PARAMETERS_OFFSET, StreamState, Team
+from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
-from gpulease.daemon.native.kept_code import load_ir
 
 # How many host threads run a worker's blocks, at most; an operator's setting.
 THREADS_VARIABLE = "GPULEASE_CPU_THREADS"
@@ -212,12 +212,13 @@ class Stream:
         if is_shared and not self.state.has_helpers:
             self._helpers.start(stream_code())
             self.state.has_helpers = 1
+        if self._thread is None:
+            # Before the launch counts as queued: nobody would ever run it if the host gives no thread.
+            self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
+            self.state.has_thread = 1
         start = (number % QUEUE_DEPTH) * SLOT_BYTES
         self._slots[start : start + len(record)] = record
         words[_SUBMITTED] = number + 1
-        if self._thread is None:
-            self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
-            self.state.has_thread = 1
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:

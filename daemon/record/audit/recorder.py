@@ -25,16 +25,16 @@ from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.host.processes import start_thread
-from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.leases import Denial, Denied, Event, Granted, LeaseSnapshot, RevokeRequested
 from gpulease.daemon.leases.denials import not_recorded
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import AuditLog, FolderInUse, ToldLately
+from gpulease.daemon.record.audit.projector import Lookup, Told
 from gpulease.daemon.record.audit.reading import found_text
 from gpulease.daemon.record.audit.records import ENDS, FORMAT, Draft, Kind, Link, clean_text
-from gpulease.daemon.record.audit.witness import Lookup, Told
 from gpulease.protocol.capabilities import names_of
+from gpulease.protocol.lease_ids import lease_text
 
 BURST_RECORDS: Final = 600
 """Of a tenant, before anything is omitted: more than an honest one has in minutes."""
@@ -189,7 +189,7 @@ def draft_of(kind: Kind, data: dict[str, Any], now_ns: int = 0) -> Draft:
     return Draft(kind, data, time.time_ns() // NS_PER_US, (now_ns or time.monotonic_ns()) // NS_PER_US)
 
 
-class Writer:
+class AuditWriter:
     """Writes a log in a thread of its own, from `start` to `stop`.
 
     Args:
@@ -277,7 +277,7 @@ class Writer:
                 self._fail(error)
             except Exception as error:
                 # A fault of ours. Without this thread nothing would be written any more, and nothing would say so.
-                tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the audit log")
+                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the audit log")
                 self._fail(error)
             if is_last and (self._failure or not len(self._inbox)):
                 self._close()
@@ -306,17 +306,17 @@ class Writer:
     def _succeed(self, log: AuditLog, before: Link, now_ns: int) -> None:
         self._is_begun = True
         if self._opening is not None:
-            tell(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
+            log_event(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
             if log.found:
-                tell(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.found))
+                log_event(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.found))
         if self._failure:
-            tell(LogEvent.AUDIT_BACK)
+            log_event(LogEvent.AUDIT_BACK)
             self._failure = ""
         self._durable += self._unsynced + len(self._pending)
         self._pending, self._opening, self._attempted, self._unsynced = [], None, [], 0
         self._on_change()
         if self._inbox.dropped > self._told_dropped:
-            tell(LogEvent.AUDIT_DROPPED, count=self._inbox.dropped)
+            log_event(LogEvent.AUDIT_DROPPED, count=self._inbox.dropped)
             self._told_dropped = self._inbox.dropped
         while (superfluous := log.superfluous()) is not None:
             path, told = superfluous
@@ -328,7 +328,7 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         if not self._failure:
             self._failed_us = time.monotonic_ns() // NS_PER_US
-            tell(LogEvent.AUDIT_FAILING, reason=str(error))
+            log_event(LogEvent.AUDIT_FAILING, reason=str(error))
         said = error.strerror if isinstance(error, OSError) else str(error)
         self._failure = said or type(error).__name__
         self._on_change()
@@ -346,8 +346,8 @@ class Writer:
             try:
                 self._log.sync_head()
             except OSError as error:
-                tell(LogEvent.AUDIT_HEAD_FAILING, reason=str(error))
-            tell(LogEvent.AUDIT_CLOSED, record=self._log.link.seq, hash=self._log.link.hash)
+                log_event(LogEvent.AUDIT_HEAD_FAILING, reason=str(error))
+            log_event(LogEvent.AUDIT_CLOSED, record=self._log.link.seq, hash=self._log.link.hash)
             self._log.close()
             self._log = None
 
@@ -459,13 +459,13 @@ class LogRecorder(Recorder):
         self._is_required = is_required
         self._told = told or ToldLately()
         self._loop = asyncio.get_running_loop()
-        self._writer: Writer | None = None
+        self._writer: AuditWriter | None = None
         self._post: Callable[[Event], None] = lambda _: None
         self._budgets = Budgets()
         self._tickets: dict[int, int] = {}
         self._held: dict[int, _Held] = {}
 
-    def write_with(self, writer: Writer) -> None:
+    def write_with(self, writer: AuditWriter) -> None:
         """Where records go."""
         self._writer = writer
 
@@ -486,7 +486,7 @@ class LogRecorder(Recorder):
         try:
             self._record(told, now_ns)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {told[0].value}")
 
     def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
         """As above. Records and tombstones are in the order of time, but for tombstones of earlier boots.
@@ -564,7 +564,7 @@ class LogRecorder(Recorder):
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
             why = self._writer.problem() or "the disk is too slow"
-            tell(LogEvent.AUDIT_SHORT, reason=why)
+            log_event(LogEvent.AUDIT_SHORT, reason=why)
 
     def _record(self, told: Told, now_ns: int = 0) -> None:
         if self._writer is None:

@@ -55,7 +55,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.denials import done_but_not_kept, not_kept
 from gpulease.daemon.leases.store import mark_of
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
     Change,
@@ -78,7 +78,7 @@ _KEPT: Final = frozenset({Granted, Renewed, RefuseWork, LeaseEnded, FenceCleared
 """Effects that may change rows: most are passed over by their kind."""
 
 
-class Follower:
+class JournalProjector:
     """Knows which leases have rows.
 
     Args:
@@ -161,7 +161,7 @@ STOP_TIMEOUT_S: Final = 5.0
 NS_PER_S: Final = 1_000_000_000
 
 
-class Writer:
+class JournalWriter:
     """Commits changes in a thread of its own, from `start` to `stop`.
 
     What waits is bounded by live leases: while nothing can be written, nothing is granted.
@@ -258,14 +258,14 @@ class Writer:
             self._fail(error)
         except Exception as error:
             # A fault of ours. Without this thread nothing would be granted any more, and nothing would say why.
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the journal")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="writing the journal")
             self._fail(error)
         else:
             self.durable += len(group)
             self.commits += 1
             group.clear()
             if self._failure:
-                tell(LogEvent.JOURNAL_BACK)
+                log_event(LogEvent.JOURNAL_BACK)
                 self._failure = ""
         finally:
             self._busy_since_ns = 0
@@ -274,7 +274,7 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         said = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         if not self._failure:
-            tell(LogEvent.JOURNAL_FAILING, reason=said)
+            log_event(LogEvent.JOURNAL_FAILING, reason=said)
         self._failure = said or type(error).__name__
 
 
@@ -370,7 +370,7 @@ class _Held(NamedTuple):
 class FileJournal(Journal):
     """Of a daemon that keeps one; made by `open_journal`, used in one event loop from `observe` on."""
 
-    def __init__(self, writer: Writer, contents: Contents, lock_fd: int) -> None:
+    def __init__(self, writer: JournalWriter, contents: Contents, lock_fd: int) -> None:
         self.kept = tuple(contents.leases)
         self.past = contents.past()
         self.spent = tuple(contents.spent)
@@ -379,7 +379,7 @@ class FileJournal(Journal):
         self.relays = tuple(contents.relays.values())
         self._writer = writer
         self._lock_fd = lock_fd
-        self._follower = Follower(contents.leases, contents.next_tombstone)
+        self._follower = JournalProjector(contents.leases, contents.next_tombstone)
         kept = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [(ends_ms, kind, spent_key(of, nonce)) for kind, rows in kept for of, nonce, ends_ms in rows]
         heapq.heapify(self._token_ends)
@@ -407,7 +407,7 @@ class FileJournal(Journal):
         try:
             changes = self._follower.changes(event, effects, self._table, self._pid_of)
         except Exception:
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
             self._fault = "the daemon could not follow what happened to a lease"
             return
         if changes:
@@ -479,7 +479,7 @@ class FileJournal(Journal):
         """As above. The lease table is at rest by now."""
         is_whole = await asyncio.to_thread(self._writer.stop)
         if not is_whole:
-            tell(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
+            log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -549,7 +549,7 @@ class FileJournal(Journal):
             held.tell(problem)
         except Exception:
             # A bug of ours; whoever else waits must be told all the same.
-            tell(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="telling an outcome")
 
 
 def open_journal(folder: Path, boot_id: str) -> FileJournal:
@@ -572,4 +572,4 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
     except BaseException:
         os.close(lock_fd)
         raise
-    return FileJournal(Writer(store), contents, lock_fd)
+    return FileJournal(JournalWriter(store), contents, lock_fd)

@@ -99,7 +99,7 @@ _MEASURED: Final = (
 )
 
 
-class Tally:
+class LeaseCounters:
     """Counts.
 
     Args:

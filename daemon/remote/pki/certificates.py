@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gpulease.daemon.config import check_tenant
+from gpulease.daemon.config.settings import check_tenant
 from gpulease.daemon.remote.identity import TENANT_PREFIX
 
 AUTHORITY_LIFE: Final = datetime.timedelta(days=365)

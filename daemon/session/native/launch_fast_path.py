@@ -24,7 +24,7 @@ from gpulease.daemon.drivers.interface import Context, DriverError, Kernel, Nati
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session import native
 from gpulease.daemon.session.launches import Plan, Planner
-from gpulease.daemon.session.native.layout import Desk, Move, Outcome, PlanRecord, RingEnds
+from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.fastpath import MIDDLE_AT, REQUEST_ID_OFFSET
 from gpulease.protocol.framing import FrameReader
@@ -36,7 +36,7 @@ class ServingCode:
     """The functions of serve.ll; both let other Python threads run meanwhile."""
 
     def __init__(self) -> None:
-        from gpulease.daemon.native.kept_code import load_ir
+        from gpulease.daemon.native.code_cache import load_ir
 
         self._code = load_ir(files(native).joinpath("serve.ll").read_text("ascii"))
         self.take_launches: Callable[[int], int] = self._bind("gpulease_take_launches", 1)
@@ -61,7 +61,7 @@ SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
 _ALIGNMENT: Final = 16
 
 
-class NativeDesk:
+class NativeServing:
     """One session's launches and syncs in native code.
 
     Raises nothing that a tenant can cause: what native code can't do is left as it was.
@@ -74,7 +74,7 @@ class NativeDesk:
         self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES + _ALIGNMENT)
         self._texts = [ctypes.create_string_buffer(text, len(text)) for text in pattern.texts]
         sync_front, sync_tail, reply_front, reply_tail = map(ctypes.addressof, self._texts)
-        self._desk = Desk(
+        self._desk = ServingState(
             page=address_of(page.word),
             counters=address_of(page.counters),
             launch=native.launch,
@@ -170,7 +170,7 @@ class LeaseOver(Exception):
     """Raised out of a wait when the control page says that the lease is over."""
 
 
-class Taker:
+class LaunchFastPath:
     """Takes one session's launches.
 
     Each passes the same gate as any request; what was checked when its plan was made is not checked again. A frame that
@@ -194,13 +194,13 @@ class Taker:
         self._counters = page.counters
         self._pattern = pattern
         self._keep = keep
-        self._desk: NativeDesk | None = None
+        self._desk: NativeServing | None = None
 
     def go_native(self, native: NativeLaunch) -> None:
         """Have native code do from now on what it can, if this machine has any; before any launch."""
         code = serving_code()
         if code is not None:
-            self._desk = desk = NativeDesk(code, native, self._page, self._pattern)
+            self._desk = desk = NativeServing(code, native, self._page, self._pattern)
             self._planner.write_down = desk.write_down
 
     def take(self, reader: FrameReader) -> None:
@@ -228,7 +228,7 @@ class Taker:
         self._resume_at(desk)
         return outcome
 
-    def _resume_at(self, desk: NativeDesk) -> None:
+    def _resume_at(self, desk: NativeServing) -> None:
         """Go on behind what native code launched last, if it launched anything."""
         if desk.latest:
             plan = self._planner.written_at(desk.latest)

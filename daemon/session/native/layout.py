@@ -39,7 +39,7 @@ class PlanRecord(ctypes.Structure):
     )
 
 
-class Desk(ctypes.Structure):
+class ServingState(ctypes.Structure):
     """A session: its page, its driver's functions, what its SYNCs look like, and the buffer that is worked on.
 
     `expected` is the plan of the next launch, `latest` that of the last one done, both 0 for none; `clock_ns` is what

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.client.engine.link import NOT_FOLLOWED_HINT
+from gpulease.client.transport.link import NOT_FOLLOWED_HINT
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.connection import Connection, Request, Role
 from gpulease.protocol.limits import MAX_CONTROL_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES

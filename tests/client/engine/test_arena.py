@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.engine.arena import ALIGNMENT_BYTES, Arena, empty
+from gpulease.client.transport.arena import ALIGNMENT_BYTES, Arena, empty
 
 SIZE = 1 << 16
 

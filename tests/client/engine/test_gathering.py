@@ -19,8 +19,8 @@ import pytest
 
 from gpulease.client.transport import coalescing_socket
 from gpulease.client.transport.channel import Channel
-from gpulease.client.transport.coalescing_socket import CLOSE_LIMIT_S, FLUSH_BYTES, MAX_OUTBOX_BYTES, GatheringChannel
-from gpulease.client.transport.spin_policy import Patience
+from gpulease.client.transport.coalescing_socket import CLOSE_LIMIT_S, FLUSH_BYTES, MAX_OUTBOX_BYTES, CoalescingSocket
+from gpulease.client.transport.spin_policy import SpinPolicy
 from gpulease.protocol.address import UnixAddress
 from helpers.scripted_peer import ScriptedPeer
 from helpers.waiting import PATIENCE_S, wait_until
@@ -35,7 +35,7 @@ class Pair:
         ours, self.peer = socket.socketpair()
         ours.setblocking(False)
         self.peer.settimeout(PATIENCE_S)
-        self.channel = GatheringChannel(Channel(ours, UnixAddress("/made/up")), Patience())
+        self.channel = CoalescingSocket(Channel(ours, UnixAddress("/made/up")), SpinPolicy())
 
     def arrived(self) -> bytes:
         """What has come so far."""
@@ -51,15 +51,15 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> list[GatheringChannel]:
+def idle(monkeypatch: pytest.MonkeyPatch) -> list[CoalescingSocket]:
     """No flusher comes by; whom it would have come for."""
-    noticed: list[GatheringChannel] = []
+    noticed: list[CoalescingSocket] = []
     monkeypatch.setattr(coalescing_socket._flusher, "notice", noticed.append)
     return noticed
 
 
 @pytest.fixture
-def gathered(pair: Pair, idle: list[GatheringChannel]) -> Pair:
+def gathered(pair: Pair, idle: list[CoalescingSocket]) -> Pair:
     """A pair with one frame sent, so that the next ones gather."""
     assert pair.channel.put(FRAME)
     assert pair.arrived() == FRAME
@@ -86,7 +86,7 @@ def test_what_is_gathered_goes_by_itself(pair: Pair) -> None:
         received += pair.peer.recv(1 << 16)
 
 
-def test_frames_gather_up_to_a_size(gathered: Pair, idle: list[GatheringChannel]) -> None:
+def test_frames_gather_up_to_a_size(gathered: Pair, idle: list[CoalescingSocket]) -> None:
     whole = -(-FLUSH_BYTES // len(FRAME))
     for _ in range(whole - 1):
         assert gathered.channel.put(FRAME)

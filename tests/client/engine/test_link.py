@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.engine.link import DIRECT_READ_BYTES, Link, LinkEnded
+from gpulease.client.transport.link import DIRECT_READ_BYTES, Link, LinkEnded
 from gpulease.protocol import Connection, Failure, Opcode, Request, Role, Status
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame

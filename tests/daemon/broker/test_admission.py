@@ -1,7 +1,7 @@
 from dataclasses import dataclass, field
 from typing import cast
 
-from gpulease.daemon.broker.control_connection import OPERATOR_CONNECTIONS, ControlConnection, Doorkeeper
+from gpulease.daemon.broker.control_connection import OPERATOR_CONNECTIONS, ConnectionLimiter, ControlConnection
 from gpulease.daemon.broker.peer import Peer
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
@@ -23,7 +23,7 @@ def visitor(tenant: str = "uid:1", *, is_operator: bool = False) -> ControlConne
 
 
 def test_the_limit_in_all() -> None:
-    door = Doorkeeper(3, 3)
+    door = ConnectionLimiter(3, 3)
     inside = [visitor(f"uid:{number}") for number in range(3)]
     assert [door.admit(one) for one in inside] == [None] * 3
     late = visitor("uid:9")
@@ -39,7 +39,7 @@ def test_the_limit_in_all() -> None:
 
 
 def test_the_limit_of_one_tenant() -> None:
-    door = Doorkeeper(10, 2)
+    door = ConnectionLimiter(10, 2)
     mine = [visitor() for _ in range(2)]
     assert [door.admit(one) for one in mine] == [None, None]
     refusal = door.admit(visitor())
@@ -51,7 +51,7 @@ def test_the_limit_of_one_tenant() -> None:
 
 
 def test_operators_get_in_when_tenants_fill_it() -> None:
-    door = Doorkeeper(2, 2)
+    door = ConnectionLimiter(2, 2)
     for _ in range(2):
         assert door.admit(visitor()) is None
     for _ in range(OPERATOR_CONNECTIONS):
@@ -60,7 +60,7 @@ def test_operators_get_in_when_tenants_fill_it() -> None:
 
 
 def test_a_release_counts_once() -> None:
-    door = Doorkeeper(1, 1)
+    door = ConnectionLimiter(1, 1)
     one = visitor()
     assert door.admit(one) is None
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_a_release_counts_once() -> None:
 
 
 def test_everybody_inside_hears_the_goodbye() -> None:
-    door = Doorkeeper(2, 2)
+    door = ConnectionLimiter(2, 2)
     inside = [visitor(), visitor()]
     for one in inside:
         door.admit(one)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from gpulease.client.asking import ask
+from gpulease.client.control import ask
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.control_connection import ControlConnection
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.leases import CoreLimits, LeaseTable
@@ -45,7 +45,7 @@ def test_closed_connections_are_gone() -> None:
 
     async def serve(path: Path) -> int:
         table = LeaseTable([], CoreLimits())
-        tokens = TokenOffice(table, frozenset(), None, None, {})
+        tokens = TokenService(table, frozenset(), None, None, {})
         runtime = Runtime(table, EmbeddedCards([]), SimulatedWorkers(), tokens, Recorder(), 1)
 
         def make() -> ControlConnection:

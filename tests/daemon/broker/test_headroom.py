@@ -7,8 +7,8 @@ from helpers.daemon import python_environment
 
 SCRIPT = """
 import asyncio, resource
-from gpulease.daemon.broker import headroom
-from gpulease.daemon.broker.memory_reserve import RESERVE_BYTES, ROOM_BYTES, Headroom
+from gpulease.daemon.broker import memory_reserve
+from gpulease.daemon.broker.memory_reserve import RESERVE_BYTES, ROOM_BYTES, MemoryReserve
 
 def leave(room_bytes):
     pages = int(open("/proc/self/statm").read().split()[0])
@@ -17,8 +17,8 @@ def leave(room_bytes):
 def fail(kind):
     raise kind("nothing to do with the reserve")
 
-room = Headroom()
-headroom.LOOK_NS = 0
+room = MemoryReserve()
+memory_reserve.LOOK_NS = 0
 assert room.is_enough() and not room.is_short
 leave(ROOM_BYTES + (1 << 20))
 room.secure()

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from gpulease.daemon.broker import node_metrics
-from gpulease.daemon.broker.handlers.query_requests import NodeDesk
+from gpulease.daemon.broker.handlers.query_requests import NodeHandler
 from gpulease.daemon.broker.health import Health
-from gpulease.daemon.broker.memory_reserve import Headroom
+from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal
@@ -35,7 +35,7 @@ class Scene:
     def __init__(self, look: Callable[[], int] = lambda: 0) -> None:
         table = LeaseTable([Card("GPU-a", 0, "Test", 100, 10)])
         workers = Workers("cpu")
-        headroom = Headroom()
+        headroom = MemoryReserve()
         headroom.close()
         self.health = Health(table, workers, Journal(), Recorder(), headroom)
         source = EmbeddedCards([100])
@@ -155,7 +155,7 @@ def test_how_late_the_loop_is_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_connection_asks_one_by_one() -> None:
     async def run() -> None:
         scene = Scene()
-        desk = NodeDesk(OPERATOR, scene.metrics, scene.health)
+        desk = NodeHandler(OPERATOR, scene.metrics, scene.health)
         desk.scrape(scene.answers.append)
         with pytest.raises(Refusal, match="being answered") as caught:
             desk.scrape(scene.answers.append)
@@ -171,9 +171,9 @@ def test_health_is_for_this_hosts_peers() -> None:
     async def run() -> None:
         scene = Scene()
         tenant = Peer("tcp", is_operator=False, is_known=False)
-        assert NodeDesk(tenant, scene.metrics, scene.health).health().report["ready"] is False
+        assert NodeHandler(tenant, scene.metrics, scene.health).health().report["ready"] is False
         relayed = Peer("ann", is_operator=True, is_known=True, is_relayed=True)
         with pytest.raises(Refusal, match="host"):
-            NodeDesk(relayed, scene.metrics, scene.health).health()
+            NodeHandler(relayed, scene.metrics, scene.health).health()
 
     asyncio.run(run())

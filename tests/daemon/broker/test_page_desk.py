@@ -17,9 +17,9 @@ from gpulease.daemon.broker.handlers.admin_requests import (
     MAX_ACTING,
     MAX_WRONG_TOKENS,
     WRONG_TOKEN_S,
-    Guesses,
-    PageActs,
-    PageDesk,
+    TokenGuesses,
+    WebActionHandler,
+    WebActionRunner,
 )
 from gpulease.daemon.leases import LeaseState
 from gpulease.protocol import Opcode
@@ -38,7 +38,7 @@ class Page:
         self.answers: list[dict[str, Any]] = []
         self.refused: list[tuple[str, str, int]] = []
         self.now_s = 0.0
-        self.desk = PageDesk(PageActs(scene.runtime), digest, lambda: self.now_s)
+        self.desk = WebActionHandler(WebActionRunner(scene.runtime), digest, lambda: self.now_s)
         (self.lease_id,) = (lease.lease_id for lease in scene.table.snapshots())
         scene.runtime.recorder.refused = lambda *said: self.refused.append(said[:3])  # type: ignore[method-assign]
 
@@ -179,7 +179,7 @@ def check_over(page: Page) -> None:
 
 def test_guesses_come_back_and_no_more_than_there_may_be() -> None:
     now_s = [0.0]
-    guesses = Guesses(lambda: now_s[0])
+    guesses = TokenGuesses(lambda: now_s[0])
     for pause_s, expected in ((0, MAX_WRONG_TOKENS), (WRONG_TOKEN_S, 1), (3600, MAX_WRONG_TOKENS)):
         now_s[0] += pause_s
         looked = 0

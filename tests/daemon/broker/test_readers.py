@@ -10,7 +10,7 @@ from fuzz.control import REQUESTS, Build
 from fuzz.draws import Draws
 from fuzz.tenants import Peer, Scene
 from fuzz.virtual import READY_S, VirtualLoop, virtual_time
-from gpulease.daemon.broker.handlers.requests import LOOKS, Desk
+from gpulease.daemon.broker.handlers.requests import LOOKS, RequestDispatcher
 from gpulease.daemon.broker.refusal import Refusal
 from gpulease.daemon.broker.web_frontend import READER
 from gpulease.daemon.leases import LeaseState
@@ -37,7 +37,7 @@ class Reader:
         return True
 
 
-Play = Callable[[Scene, Desk, Reader], None]
+Play = Callable[[Scene, RequestDispatcher, Reader], None]
 
 
 def in_a_broker(play: Play) -> None:
@@ -50,7 +50,7 @@ def in_a_broker(play: Play) -> None:
             ann.ask(Opcode.HELLO, Hello(0, "ann", ()))
             ann.ask(Opcode.LEASE_ALLOC, LeaseAlloc(GPU_RESOURCE_TYPE, 100, 8000, 0, None, ()))
             await asyncio.sleep(READY_S * 3)
-            play(scene, Desk(scene.runtime, reader, "cpu"), reader)
+            play(scene, RequestDispatcher(scene.runtime, reader, "cpu"), reader)
             await asyncio.sleep(0.1)
             (lease,) = scene.table.snapshots()
             assert (lease.tenant, lease.state, lease.generation) == ("ann", LeaseState.ACTIVE, 1)
@@ -71,7 +71,7 @@ def in_a_broker(play: Play) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("op", "build"), REQUESTS, ids=[op.name for op, _ in REQUESTS])
 def test_what_it_asks(op: Opcode, build: Build) -> None:
-    def play(scene: Scene, desk: Desk, reader: Reader) -> None:
+    def play(scene: Scene, desk: RequestDispatcher, reader: Reader) -> None:
         desk.take(Request(op, 1, 0, False, build(scene, Draws(b""))))
         is_denied = [isinstance(said, Failure) and said.status is Status.DENIED for said in reader.answers]
         # Metrics are told later.
@@ -82,7 +82,7 @@ def test_what_it_asks(op: Opcode, build: Build) -> None:
 
 
 def test_it_enters_no_session() -> None:
-    def play(scene: Scene, desk: Desk, reader: Reader) -> None:
+    def play(scene: Scene, desk: RequestDispatcher, reader: Reader) -> None:
         (lease_id,) = scene.known.owner
         with pytest.raises(Refusal) as caught:
             desk.check_attach(Request(Opcode.ATTACH, 1, lease_id, False, Attach(())))

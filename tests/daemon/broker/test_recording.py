@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.broker.audit_recording import config_digest, recording
 from gpulease.daemon.capabilities.claims import Demand
-from gpulease.daemon.config import Config, ConfigError
+from gpulease.daemon.config.settings import Config, ConfigError
 from gpulease.daemon.leases import CoreLimits
 from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 

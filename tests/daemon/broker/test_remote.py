@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.broker.service import loop_factory
-from gpulease.daemon.broker.tls_frontend import RemoteDoor
-from gpulease.daemon.config import TlsSettings
-from gpulease.daemon.ipc import close_all
+from gpulease.daemon.broker.tls_frontend import TlsFrontend
+from gpulease.daemon.config.settings import TlsSettings
+from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.record.journal import Journal, KeptRelay
 from helpers.waiting import PATIENCE_S, wait_until
 
@@ -43,7 +43,7 @@ class Door:
     def __init__(self) -> None:
         self.journal = Noted()
         settings = TlsSettings(NOWHERE, NOWHERE, NOWHERE)
-        self.door = RemoteDoor(settings, {}, lambda *_: asyncio.Protocol(), self.journal)
+        self.door = TlsFrontend(settings, {}, lambda *_: asyncio.Protocol(), self.journal)
         self.peers: list[socket.socket] = []
 
     def hear(self, message: dict[str, Any], *, is_with_socket: bool = False) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
-from gpulease.daemon.broker.handlers.token_requests import TokenOffice
+from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.runtime import Runtime
 from gpulease.daemon.gpus.embedded import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
@@ -38,7 +38,7 @@ LEAVING = 20
 def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
     async def story() -> None:
         table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
-        tokens = TokenOffice(table, frozenset(), None, None, {})
+        tokens = TokenService(table, frozenset(), None, None, {})
         runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, Recorder(), 1)
 
         def expect() -> int:
@@ -105,7 +105,7 @@ def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime],
 
     async def story() -> None:
         table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
-        tokens = TokenOffice(table, frozenset(), None, None, {})
+        tokens = TokenService(table, frozenset(), None, None, {})
         source = SharedCards([1000])
         source.listed = {GONE_PID: 7}
         runtime = Runtime(table, source, SimulatedWorkers(), tokens, Recorder(), 1)

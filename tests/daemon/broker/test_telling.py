@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.broker import subscriptions
 from gpulease.daemon.broker.refusal import Refusal
-from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Subscription, Teller
+from gpulease.daemon.broker.subscriptions import EVERY_LEASE, Publisher, Subscription
 from gpulease.daemon.leases import (
     AcquireRequested,
     Card,
@@ -52,7 +52,7 @@ class Life:
 
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}))
-        self.teller = Teller(self.table)
+        self.teller = Publisher(self.table)
         self.requests = 100
 
     def do(self, event: Event) -> None:

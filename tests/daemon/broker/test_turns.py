@@ -2,13 +2,13 @@
 
 import asyncio
 
-from gpulease.daemon.broker.fair_queue import TURN_NS, Turns
+from gpulease.daemon.broker.fair_queue import TURN_NS, FairQueue
 
 
 class Peer:
     """A connection with so many turns' worth of requests."""
 
-    def __init__(self, turns: Turns, tenant: str, wants: int, served: list[str]) -> None:
+    def __init__(self, turns: FairQueue, tenant: str, wants: int, served: list[str]) -> None:
         self.turns, self.tenant, self.wants, self.served = turns, tenant, wants, served
 
     def ask(self) -> None:
@@ -25,7 +25,7 @@ def play(wants: dict[str, list[int]]) -> list[str]:
     """Every peer asks in one round; in which order they were served."""
 
     async def main() -> list[str]:
-        turns, served = Turns(), list[str]()
+        turns, served = FairQueue(), list[str]()
         for tenant, counts in wants.items():
             for count in counts:
                 Peer(turns, tenant, count, served).ask()
@@ -39,7 +39,7 @@ def play(wants: dict[str, list[int]]) -> list[str]:
 
 def test_alone_there_is_no_waiting() -> None:
     async def main() -> None:
-        turns, served = Turns(), list[str]()
+        turns, served = FairQueue(), list[str]()
         for _ in range(3):
             Peer(turns, "ann", 1, served).ask()
             assert served.pop() == "ann"
@@ -64,7 +64,7 @@ def test_a_turn_ends() -> None:
     now_ns = [5]
 
     async def main() -> None:
-        turns, seen = Turns(lambda: now_ns[0]), list[bool]()
+        turns, seen = FairQueue(lambda: now_ns[0]), list[bool]()
 
         def serve() -> None:
             for step_ns in (0, TURN_NS - 1, 1):

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from gpulease.daemon.broker.handlers.admin_requests import MAX_WRONG_TOKENS
-from gpulease.daemon.broker.web_frontend import WebDoor
-from gpulease.daemon.ipc import channel_pair
+from gpulease.daemon.broker.web_frontend import WebFrontend
+from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.web.settings import HttpSettings
 from gpulease.protocol.address import TcpAddress
@@ -36,7 +36,9 @@ def test_a_web_process_that_never_stops_talking_does_not_keep_the_loop(message: 
     scene = Scene()
 
     async def run(ours: socket.socket) -> float:
-        door = WebDoor(HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), scene)
+        door = WebFrontend(
+            HttpSettings(TcpAddress("127.0.0.1", 0)), SandboxSettings(), lambda _: asyncio.Protocol(), scene
+        )
         ours.setblocking(False)
         door._process._channel = ours
         loop = asyncio.get_running_loop()

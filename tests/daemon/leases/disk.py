@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpulease.daemon.leases import Effect, Event, LeaseState, LeaseTable
-from gpulease.daemon.record.journal.journal import Follower
+from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Contents, RowKind, read_tombstone
 
 Place = tuple[RowKind, bytes]
@@ -14,7 +14,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.is_being_read = False
-        self._follower = Follower()
+        self._follower = JournalProjector()
         self._rows: dict[Place, bytes] = {}
         self._before: dict[Place, bytes | None] = {}
 
@@ -35,7 +35,7 @@ class Disk:
         contents = Contents()
         for (kind, key), value in sorted(self._rows.items()):
             contents.take(kind, key, value)
-        self._follower = Follower(contents.leases, contents.next_tombstone)
+        self._follower = JournalProjector(contents.leases, contents.next_tombstone)
         self.is_being_read = True
         return contents
 

@@ -21,7 +21,7 @@ from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.record import lease_log
 from gpulease.daemon.record.audit import recorder
 from gpulease.daemon.record.audit.recorder import BURST_RECORDS, Recorder
-from gpulease.daemon.record.lease_log import MAX_COUNTS, Chronicle
+from gpulease.daemon.record.lease_log import MAX_COUNTS, LeaseLog
 from helpers.waiting import wait_until
 
 SIZE = 1 << 20
@@ -32,7 +32,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.table = LeaseTable([Card("GPU-0", 0, "card", 10 * SIZE, 0)], CoreLimits())
-        self.chronicle = Chronicle(Recorder(), lambda lease_id: lease_id + 1000)
+        self.chronicle = LeaseLog(Recorder(), lambda lease_id: lease_id + 1000)
         self.chronicle.observe(self.table.get, lambda event: None)
         self.now_ns = 0
 
@@ -131,4 +131,4 @@ def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
 
 def test_nothing_the_audit_log_is_told_ends_here() -> None:
     told = {name for name, member in vars(Recorder).items() if callable(member) and not name.startswith("_")}
-    assert told <= vars(Chronicle).keys()
+    assert told <= vars(LeaseLog).keys()

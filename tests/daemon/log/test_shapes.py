@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import ATTRIBUTE, MAX_LINE_BYTES, HumanShape, JsonShape, Shape, is_journal, shown, tell
+from gpulease.daemon.log.writer import (
+    ATTRIBUTE,
+    MAX_LINE_BYTES,
+    HumanShape,
+    JsonShape,
+    Shape,
+    is_journal,
+    log_event,
+    shown,
+)
 
 HOSTILE = [
     "ann\n2026-01-01 00:00:00.000 ERROR   forged",
@@ -146,6 +155,6 @@ def test_what_is_shown_is_bounded_and_printable(text: str, limit: int) -> None:
 
 def test_a_lease_is_told_by_what_the_command_line_shows(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        tell(LogEvent.LEASE_GRANTED, lease_id=255, tenant="ann")
-        tell(LogEvent.REQUEST_DENIED, lease_id=0, tenant="ann")
+        log_event(LogEvent.LEASE_GRANTED, lease_id=255, tenant="ann")
+        log_event(LogEvent.REQUEST_DENIED, lease_id=0, tenant="ann")
     assert [getattr(record, ATTRIBUTE)[1]["lease_id"] for record in caplog.records] == [f"{255:032x}", None]

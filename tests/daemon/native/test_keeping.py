@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.native import keeping
-from gpulease.daemon.native.keeping import MAX_KEPT_ENTRY_BYTES, Keeper, open_for
+from gpulease.daemon.native import private_folder as keeping
+from gpulease.daemon.native.private_folder import MAX_KEPT_ENTRY_BYTES, PrivateFolder, open_for
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 
@@ -17,26 +17,26 @@ KEY, OTHER = bytes(32), bytes([1] * 32)
 def folder(tmp_path: Path) -> Path:
     """Kept in here is one entry."""
     folder = tmp_path / "above" / "kept"
-    Keeper(folder).write(KEY, b"code")
+    PrivateFolder(folder).write(KEY, b"code")
     return folder
 
 
 def test_what_is_written_is_read_again(folder: Path) -> None:
-    assert Keeper(folder).read(KEY) == b"code"
-    assert Keeper(folder).read(OTHER) is None
+    assert PrivateFolder(folder).read(KEY) == b"code"
+    assert PrivateFolder(folder).read(OTHER) is None
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [entry.stat().st_mode & 0o777 for entry in folder.iterdir()] == [0o600]
 
 
 def test_a_second_writer_replaces_it(folder: Path) -> None:
-    Keeper(folder).write(KEY, b"")
-    assert Keeper(folder).read(KEY) == b""
+    PrivateFolder(folder).write(KEY, b"")
+    assert PrivateFolder(folder).read(KEY) == b""
 
 
 def test_a_small_entry_is_read_into_little_memory(folder: Path) -> None:
     tracemalloc.start()
     try:
-        assert Keeper(folder).read(KEY) == b"code"
+        assert PrivateFolder(folder).read(KEY) == b"code"
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -89,19 +89,19 @@ def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
     if "another user" in how and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     SPOILT[how](folder)
-    assert Keeper(folder).read(KEY) is None
-    assert Keeper(folder).read(OTHER) is None
+    assert PrivateFolder(folder).read(KEY) is None
+    assert PrivateFolder(folder).read(OTHER) is None
 
 
 def test_nothing_is_written_where_others_may(folder: Path) -> None:
     folder.chmod(0o770)
-    Keeper(folder).write(OTHER, b"more")
+    PrivateFolder(folder).write(OTHER, b"more")
     assert len(list(folder.iterdir())) == 1
 
 
 def test_a_place_that_can_t_be_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    keeper = Keeper(tmp_path / "file" / "kept")
+    keeper = PrivateFolder(tmp_path / "file" / "kept")
     keeper.write(KEY, b"code")
     assert keeper.read(KEY) is None
 
@@ -111,27 +111,27 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     monkeypatch.setattr(keeping, bound, most)
     keys = [bytes([n] * 32) for n in range(5)]
     for age, key in enumerate(keys):
-        Keeper(tmp_path / "kept").write(key, bytes(100))
+        PrivateFolder(tmp_path / "kept").write(key, bytes(100))
         if key != keys[-1]:
             os.utime(tmp_path / "kept" / key.hex(), (age, age))
-        Keeper(tmp_path / "kept").read(keys[0])
-    assert [Keeper(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
+        PrivateFolder(tmp_path / "kept").read(keys[0])
+    assert [PrivateFolder(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
 
 
 def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "MAX_KEPT_ENTRY_BYTES", 40)
-    Keeper(folder).write(OTHER, bytes(9))
-    assert Keeper(folder).read(OTHER) is None
-    Keeper(folder).write(OTHER, bytes(8))
-    assert Keeper(folder).read(OTHER) == bytes(8)
+    PrivateFolder(folder).write(OTHER, bytes(9))
+    assert PrivateFolder(folder).read(OTHER) is None
+    PrivateFolder(folder).write(OTHER, bytes(8))
+    assert PrivateFolder(folder).read(OTHER) == bytes(8)
 
 
 def test_an_open_directory_is_as_good_as_its_name(folder: Path) -> None:
     opened = open_for(os.geteuid(), folder)
     assert opened is not None
-    assert Keeper(opened).read(KEY) == b"code"
-    Keeper(opened).write(OTHER, b"more")
-    assert Keeper(folder).read(OTHER) == b"more"
+    assert PrivateFolder(opened).read(KEY) == b"code"
+    PrivateFolder(opened).write(OTHER, b"more")
+    assert PrivateFolder(folder).read(OTHER) == b"more"
     os.close(opened)
 
 
@@ -140,7 +140,7 @@ def test_a_directory_for_another_user_is_only_theirs(tmp_path: Path) -> None:
     opened = open_for(65534, tmp_path / "theirs")
     assert opened is not None
     assert (tmp_path / "theirs").stat().st_uid == 65534
-    assert Keeper(opened).read(KEY) is None
+    assert PrivateFolder(opened).read(KEY) is None
     os.chown(tmp_path / "theirs", 1, -1)
     assert open_for(65534, tmp_path / "theirs") is None
     os.close(opened)

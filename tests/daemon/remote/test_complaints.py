@@ -3,12 +3,12 @@ import logging
 import pytest
 
 from gpulease.daemon.log.writer import ATTRIBUTE
-from gpulease.daemon.remote.acceptor import MAX_CHARS, Complaints
+from gpulease.daemon.remote.acceptor import MAX_CHARS, RateLimitedLog
 
 
 def test_a_flood_of_strangers_is_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
-    complaints = Complaints(lambda: now)
+    complaints = RateLimitedLog(lambda: now)
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             complaints.add("1.2.3.4", "x" * 1000)

@@ -15,9 +15,9 @@ from gpulease.daemon.session.connection import (
     Backlog,
     Connection,
     ConnectionLost,
-    Patience,
     RingWire,
     SocketWire,
+    SpinPolicy,
 )
 from gpulease.daemon.session.server import Server
 from gpulease.protocol.messages import AttachReply
@@ -54,7 +54,7 @@ def test_a_send_waits_no_longer_than_it_may(kind: type[SocketWire | RingWire], w
     near, far = socket.socketpair()
     with near, far:
         far.setblocking(False)
-        wire = kind(far, Patience())
+        wire = kind(far, SpinPolicy())
         began_ns = time.monotonic_ns()
         rest = wire.send(LARGE, wait_ns)
         took_ns = time.monotonic_ns() - began_ns
@@ -84,7 +84,7 @@ class Pair:
         self.stack.callback(near.close)
         self.stack.callback(far.close)
         far.setblocking(False)
-        connection = Connection(far, b"", self.made.session.slots, Patience())
+        connection = Connection(far, b"", self.made.session.slots, SpinPolicy())
         self.server._connections[connection.fd] = connection
         self.server._poll.register(far, select.POLLIN)
         self.server._share_waits()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.drivers.interface import Context
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
-from gpulease.daemon.session.connection import DIVERTED_FROM_BYTES, SLOT_BYTES, SLOTS, Intake, Slots
+from gpulease.daemon.session.connection import DIVERTED_FROM_BYTES, SLOT_BYTES, SLOTS, PinnedBuffers, ReceiveBuffer
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import FrameReader, build_frame
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
@@ -33,7 +33,7 @@ def write_frame(payload: bytes, number: int, *, op: int = Opcode.MEM_WRITE) -> b
     return build_frame(op, payload, request_id=number, session_id=5, flags=Flag.QUIET)
 
 
-def feed(intake: Intake, stream: bytes, pieces: list[int]) -> list[tuple[int, int, bytes]]:
+def feed(intake: ReceiveBuffer, stream: bytes, pieces: list[int]) -> list[tuple[int, int, bytes]]:
     """What comes out, when the stream arrives in pieces of these sizes, again and again."""
     frames, at, turn = [], 0, 0
     while at < len(stream):
@@ -57,8 +57,8 @@ def test_frames_are_those_of_a_reader(context: Context, shapes: list[tuple[int, 
         pieces = [*pieces, 1 << 20]
     sent = [(int(op), number, bytes([number]) * size) for number, (size, op) in enumerate(shapes, 1)]
     stream = b"".join(write_frame(payload, number, op=op) for op, number, payload in sent)
-    slots = Slots(context)
-    intake = Intake(FrameReader(MAX_PAYLOAD_BYTES), slots)
+    slots = PinnedBuffers(context)
+    intake = ReceiveBuffer(FrameReader(MAX_PAYLOAD_BYTES), slots)
     assert feed(intake, stream, pieces) == sent
     assert not intake.is_mid_frame
     intake.close()
@@ -66,15 +66,15 @@ def test_frames_are_those_of_a_reader(context: Context, shapes: list[tuple[int, 
 
 
 def test_peers_that_hold_all_slots_stand_in_nobodys_way(context: Context) -> None:
-    slots = Slots(context)
+    slots = PinnedBuffers(context)
     frame = write_frame(bytes(100_000), 1)
-    holders = [Intake(FrameReader(MAX_PAYLOAD_BYTES), slots) for _ in range(SLOTS + 2)]
+    holders = [ReceiveBuffer(FrameReader(MAX_PAYLOAD_BYTES), slots) for _ in range(SLOTS + 2)]
     for holder in holders:
         assert feed(holder, frame[:5000], [5000]) == []
         assert holder.is_mid_frame
     assert len(slots._slots) == SLOTS
     assert all(len(feed(holder, frame[5000:], [1 << 20])) == 1 for holder in holders)
-    again = Intake(FrameReader(MAX_PAYLOAD_BYTES), slots)
+    again = ReceiveBuffer(FrameReader(MAX_PAYLOAD_BYTES), slots)
     for gone in (holders[0], again):
         feed(gone, frame[:5000], [5000])
         gone.close()
@@ -82,6 +82,6 @@ def test_peers_that_hold_all_slots_stand_in_nobodys_way(context: Context) -> Non
 
 
 def test_bytes_that_are_no_frame(context: Context) -> None:
-    intake = Intake(FrameReader(MAX_PAYLOAD_BYTES), Slots(context))
+    intake = ReceiveBuffer(FrameReader(MAX_PAYLOAD_BYTES), PinnedBuffers(context))
     with pytest.raises(FramingError):
         feed(intake, write_frame(bytes(100_000), 1) + b"X" * 100, [1 << 20])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpulease.daemon.native.addresses import address_of
 from gpulease.daemon.session.native.launch_fast_path import serving_code
-from gpulease.daemon.session.native.layout import Desk, Move, Outcome, PlanRecord, RingEnds
+from gpulease.daemon.session.native.layout import Move, Outcome, PlanRecord, RingEnds, ServingState
 from gpulease.daemon.session.replies import SyncPattern
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.fastpath import LaunchPattern, split_launch
@@ -52,7 +52,7 @@ class Guarded:
 
 @dataclass
 class Bench:
-    desk: Desk
+    desk: ServingState
     ends: RingEnds
     words: "ctypes.Array[ctypes.c_uint64]"
     reply_words: "ctypes.Array[ctypes.c_uint64]"
@@ -113,7 +113,7 @@ def bench() -> Iterator[Bench]:
     sync_front, sync_tail, reply_front, reply_tail = map(text, syncs.texts)
     page, counters, data, replies = guarded(16, bytes(8) + b"\xff" * 8), guarded(64), guarded(4096), guarded(4096)
     words, reply_words, buffer = guarded(256), guarded(256), guarded(BUFFER_BYTES)
-    desk = Desk(
+    desk = ServingState(
         page=page.at,
         counters=counters.at,
         launch=ctypes.cast(launched, ctypes.c_void_p).value or 0,

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.ipc import channel_pair, receive_message, send_message
+from gpulease.daemon.host.ipc import channel_pair, receive_message, send_message
 from gpulease.daemon.leases import FIRST_SUBMIT_ID, FIRST_WARM_ID
 from gpulease.protocol import Waiting
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.ipc import channel_pair, send_message
+from gpulease.daemon.host.ipc import channel_pair, send_message
 from gpulease.daemon.session.server import Server
 from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES

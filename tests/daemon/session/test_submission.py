@@ -15,7 +15,7 @@ from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
-from gpulease.daemon.ipc import ChannelClosed, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.session import server as once
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.server import OnceServer

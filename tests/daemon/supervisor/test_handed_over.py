@@ -16,8 +16,8 @@ from shutil import which
 import pytest
 
 from gpulease.client import GpuBuilder, GpuSession
-from gpulease.client.asking import ask
 from gpulease.client.cli.service import UNITS
+from gpulease.client.control import ask
 from gpulease.daemon.supervisor import socket_activation
 from gpulease.daemon.supervisor.socket_activation import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from gpulease.client import Denied
-from gpulease.daemon.config import Config
+from gpulease.daemon.config.settings import Config
 from gpulease.daemon.leases.rules import TenantLimits, TenantRules
 from gpulease.daemon.supervisor.reload import RELOADED, settings_that_wait
 from helpers import audit_log

@@ -22,7 +22,7 @@ from gpulease.daemon.leases.denials import invalid
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
 from gpulease.daemon.web.feed import LoadSample, message_of
-from gpulease.daemon.workers.child_process import ordinary_patience
+from gpulease.daemon.workers.child_process import ordinary_timeouts
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
 from helpers.waiting import wait_until
 from helpers.web_rig import CARD, GIB, Scene, WebRig, lease
@@ -323,7 +323,7 @@ def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> Non
 
 @pytest.mark.exhaustive
 def test_one_that_hangs_is_noticed_and_started_anew(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    with WebRig(scene, patience=replace(ordinary_patience(), beat_s=0.2, hung_after_s=2)) as rig:
+    with WebRig(scene, patience=replace(ordinary_timeouts(), beat_s=0.2, hung_after_s=2)) as rig:
         pid = rig.process_id
         os.kill(pid, signal.SIGSTOP)
         # Who asks meanwhile waits: the socket is the broker's.

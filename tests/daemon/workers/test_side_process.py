@@ -17,12 +17,12 @@ from gpulease.daemon.broker.listeners import CannotListen
 from gpulease.daemon.broker.service import loop_factory
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE
-from gpulease.daemon.workers.child_process import Kind, Patience, SideProcess, ordinary_patience
+from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
 from helpers.daemon import python_environment
 from helpers.processes import is_running, process_info
 from helpers.waiting import PATIENCE_S
 
-PATIENCE = replace(ordinary_patience(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=2)
+PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=2)
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +37,14 @@ class Rig:
         ways: The way that each process goes, the last for all that follow.
     """
 
-    def __init__(self, *ways: str, patience: Patience = PATIENCE) -> None:
+    def __init__(self, *ways: str, patience: Timeouts = PATIENCE) -> None:
         self.ways = list(ways)
         self.heard: list[dict[str, Any]] = []
         self.ends = 0
-        self.process = SideProcess(self._kind(), self._begin, self._take, self._on_end, patience)
+        self.process = ChildProcess(self._kind(), self._begin, self._take, self._on_end, patience)
 
-    def _kind(self) -> Kind:
-        return Kind(
+    def _kind(self) -> ChildKind:
+        return ChildKind(
             name="the script",
             module="helpers.side_script",
             broken="nothing can be written",
@@ -68,7 +68,7 @@ class Rig:
             del self.ways[0]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[SideProcess]:
+    async def running(self) -> AsyncIterator[ChildProcess]:
         """Started, and stopped behind it."""
         try:
             await self.process.start()

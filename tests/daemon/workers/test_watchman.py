@@ -9,7 +9,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPag
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import Cause, Event, SessionCondemned
 from gpulease.daemon.workers.registry import Workers
-from gpulease.daemon.workers.watchdog import UNRESPONSIVE_AFTER_S, Watchman
+from gpulease.daemon.workers.watchdog import UNRESPONSIVE_AFTER_S, KernelWatchdog
 from gpulease.daemon.workers.worker import Worker
 from gpulease.daemon.workers.zygote_client import Zygote
 from gpulease.protocol.opcodes import Opcode
@@ -30,7 +30,7 @@ class OneWorker:
 @dataclass
 class Scene:
     counters: memoryview
-    watchman: Watchman
+    watchman: KernelWatchdog
     posted: list[Event]
 
     def round(self, at_ns: int, *, looked_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
@@ -50,7 +50,7 @@ def scene() -> Iterator[Scene]:
     # No channel and no process: the watchman looks at pages alone.
     worker = Worker(spec, page, cast(socket.socket, None), cast(Zygote, None), is_ready=True)
     posted: list[Event] = []
-    watchman = Watchman(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
+    watchman = KernelWatchdog(cast(Workers, OneWorker(worker)), posted.append, MAX_LOAD_S)
     yield Scene(worker_page.counters, watchman, posted)
     worker_page.close()
     page.close()

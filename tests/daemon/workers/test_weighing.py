@@ -21,7 +21,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     WorkerScrubbed,
 )
-from gpulease.daemon.workers.memory_monitor import Weigher
+from gpulease.daemon.workers.memory_monitor import MemoryMonitor
 from gpulease.daemon.workers.registry import Workers
 from helpers.waiting import wait_until
 
@@ -65,7 +65,7 @@ class Scene:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)])
         self.table.handle(AcquireRequested(1, "t", 5, SIZE, 60_000), 0)
         self.table.handle(WorkerReady(5), 0)
-        self.weigher = Weigher(
+        self.weigher = MemoryMonitor(
             self.table, cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append
         )
 
@@ -159,7 +159,9 @@ def test_a_context_that_waits_for_its_tenant_is_held_to_what_it_costs(
     async def story() -> None:
         scene = Scene(MadeCards(OVERHEAD + more_bytes))
         number = recycled(scene)
-        weigher = Weigher(scene.table, cast(CardSource, scene.cards), cast(Workers, scene.workers), scene.posted.append)
+        weigher = MemoryMonitor(
+            scene.table, cast(CardSource, scene.cards), cast(Workers, scene.workers), scene.posted.append
+        )
         weigher.start()
         await asyncio.to_thread(wait_until, lambda: scene.cards.looks >= 2, "it is looked at")
         await weigher.stop()

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.ipc import channel_pair, close_all
+from gpulease.daemon.host.ipc import channel_pair, close_all
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.zygote_client import Zygote, ZygoteBroken
 from helpers.waiting import wait_until

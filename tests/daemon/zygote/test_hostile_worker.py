@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.contract.control_page import PageState, state_of
-from gpulease.daemon.ipc import receive_message
+from gpulease.daemon.host.ipc import receive_message
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.opcodes import Status
 from helpers.processes import is_running

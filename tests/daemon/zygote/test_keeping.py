@@ -16,12 +16,12 @@ import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage, PageFds, state_of
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
-from gpulease.daemon.ipc import ChannelClosed, channel_pair, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
 from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.leases.rules import MAX_GRACE_MS, NS_PER_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
-from gpulease.daemon.zygote.keeper import LONGEST_GRACE_NS, LOOK_NS, Keeper, Kept
+from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, KeptWorker, WorkerTable
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment
 from helpers.processes import descendants, is_running, open_files
@@ -281,9 +281,9 @@ def test_a_submit_has_the_time_that_the_next_broker_gives_it() -> None:
 
 
 @contextlib.contextmanager
-def kept_of(submit_of: int) -> Iterator[tuple[Keeper, Kept, BrokerPage]]:
+def kept_of(submit_of: int) -> Iterator[tuple[WorkerTable, KeptWorker, BrokerPage]]:
     """What a zygote keeps of one worker, here another process, and the broker's view of its page."""
-    page, keeper = BrokerPage(), Keeper()
+    page, keeper = BrokerPage(), WorkerTable()
     with subprocess.Popen(["sleep", "600"]) as process:
         spec = WorkerSpec(1, "GPU-0", SIZE, is_shared=False, submit_of=submit_of)
         kept = keeper.add(spec, process.pid, (os.pidfd_open(process.pid), PageFds(*map(os.dup, page.fds)), -1))

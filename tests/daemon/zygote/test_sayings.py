@@ -12,7 +12,7 @@ from gpulease.daemon.zygote.worker_output import (
     MAX_SAID_BYTES,
     RECORD_BYTES,
     SAID_BYTES_PER_S,
-    Sayings,
+    WorkerOutput,
 )
 
 
@@ -24,7 +24,7 @@ class Scene:
         self.lost = 0
         self.now_s = 100.0
         self.poll = select.poll()
-        self.sayings = Sayings(self.poll, self.take, lambda: self.now_s)
+        self.sayings = WorkerOutput(self.poll, self.take, lambda: self.now_s)
         self.ends: list[int] = []
 
     def take(self, pid: int, line: str, lost_lines: int) -> None:

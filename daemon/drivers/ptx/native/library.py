@@ -9,8 +9,8 @@ from functools import cache
 from importlib.resources import files
 
 from gpulease.daemon.drivers.ptx import native
+from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
-from gpulease.daemon.native.kept_code import load_ir
 
 RELEASE_WARP = "gpulease_release_warp"
 SETTLE_BLOCK = "gpulease_settle_block"

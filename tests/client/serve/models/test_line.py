@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.client.serve.models.request_queue import Line, WaitingRequest
+from gpulease.client.serve.models.request_queue import BatchQueue, WaitingRequest
 from gpulease.client.serve.rpc import Answer
 
 LOOP = asyncio.new_event_loop()
@@ -24,20 +24,20 @@ def waiting(items: int = 1, at: float = 0.0, *, is_alone: bool = False) -> Waiti
 
 
 def test_when_a_batch_is_due() -> None:
-    line = Line(100, 4)
+    line = BatchQueue(100, 4)
     assert line.due_at(1.0) is None
     line.join(waiting(at=5.0))
     line.join(waiting(2, at=6.0))
     assert line.due_at(1.0) == 6.0
     line.join(waiting(at=6.5))
     assert line.due_at(1.0) == 0.0
-    alone = Line(100, 4)
+    alone = BatchQueue(100, 4)
     alone.join(waiting(at=5.0, is_alone=True))
     assert alone.due_at(1.0) == 0.0
 
 
 def test_who_is_to_be_alone_is_alone() -> None:
-    line = Line(100, 4)
+    line = BatchQueue(100, 4)
     requests = [waiting(), waiting(is_alone=True), waiting(), waiting()]
     for request in requests:
         line.join(request)
@@ -46,7 +46,7 @@ def test_who_is_to_be_alone_is_alone() -> None:
 
 
 def test_who_went_away_is_left_out() -> None:
-    line = Line(100, 4)
+    line = BatchQueue(100, 4)
     requests = [waiting(), waiting(), waiting()]
     for request in requests:
         line.join(request)
@@ -58,7 +58,7 @@ def test_who_went_away_is_left_out() -> None:
 
 
 def test_those_put_back_are_in_front() -> None:
-    line = Line(2, 2)
+    line = BatchQueue(2, 2)
     requests = [waiting(), waiting()]
     for request in requests:
         assert line.join(request)
@@ -74,7 +74,7 @@ def test_those_put_back_are_in_front() -> None:
 
 @given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 60), st.integers(9, 20))
 def test_nobody_is_lost_or_overtaken_and_no_bound_is_passed(sizes: list[int], most: int, batch: int) -> None:
-    line = Line(most, batch)
+    line = BatchQueue(most, batch)
     requests = [waiting(size) for size in sizes]
     taken = [request for request in requests if line.join(request)]
     assert line.items == sum(request.items for request in taken) <= most

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.daemon.config import Config, ConfigError, load_config
+from gpulease.daemon.config.settings import Config, ConfigError, load_config
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.architecture import Architecture, parse_architecture
 from gpulease.daemon.drivers.ptx.context import CpuContext

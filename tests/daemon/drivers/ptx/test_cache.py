@@ -12,7 +12,7 @@ from gpulease.daemon.drivers import ptx
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx import image
 from gpulease.daemon.drivers.ptx.image import CompiledImage, compile_image, load_code
-from gpulease.daemon.native import kept_code
+from gpulease.daemon.native import code_cache as kept_code
 
 # Names and addresses of all kinds, calls out of the code, two parts, a barrier: what must not be tied to one process.
 IMAGE = b"""
@@ -59,12 +59,12 @@ IMAGE = b"""
 
 SCRIPT = """
 import sys
-from gpulease.daemon.drivers.ptx import compiled
-from gpulease.daemon.native import kept_code
+from gpulease.daemon.drivers.ptx import image
+from gpulease.daemon.native import code_cache as kept_code
 from gpulease.daemon.drivers.ptx.context import CpuContext
 if sys.argv[2] == "kept":
     # Nothing may be compiled.
-    compiled.emit_object = kept_code.emit_object = None
+    image.emit_object = kept_code.emit_object = None
 context = CpuContext(1 << 20)
 kernels = context.module_load(open(sys.argv[1], "rb").read()).kernels
 into = context.mem_alloc(8)
@@ -137,7 +137,7 @@ def test_another_text_processor_or_translator_is_another_key(monkeypatch: pytest
 def test_all_sources_are_in_the_key() -> None:
     folder = Path(image.__file__).parent
     names = {name for name, _ in kept_code._sources(folder, "")}
-    assert {"/image.py", "/native/block.ll", "/translate/runner.py", "/ptx/parser.py"} <= names
+    assert {"/image.py", "/native/block.ll", "/translate/runner.py", "/parse/parser.py"} <= names
 
 
 def test_what_is_kept_is_all_that_is_known() -> None:

@@ -29,6 +29,7 @@ from gpulease.daemon.drivers.ptx.native.layout import (
     Team,
 )
 from gpulease.daemon.drivers.ptx.stream import THREADS_VARIABLE, host_threads
+from gpulease.daemon.native.compiler import NativeCode
 
 HEAD = """
 .version 8.0
@@ -257,13 +258,33 @@ def test_blocks_run_at_the_same_time() -> None:
 
 
 def test_without_threads_to_be_had_there_are_no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> stream.NativeThread:
-        raise RuntimeError("can't start new thread")
+    start = stream.NativeThread
+
+    def refuse(code: NativeCode, function: str, argument: int) -> stream.NativeThread:
+        if function == "run_helper":
+            raise RuntimeError("can't start new thread")
+        return start(code, function, argument)
 
     context = CpuContext(1 << 22, hosts=3)
     try:
         context.module_load(PTX.encode())
         monkeypatch.setattr(stream, "NativeThread", refuse)
+        assert (run(context, "count", 500, 1, 500) == 1).all()
+    finally:
+        context.close()
+
+
+def test_without_a_thread_for_the_stream_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> stream.NativeThread:
+        raise RuntimeError("can't start new thread")
+
+    context = CpuContext(1 << 22, hosts=1)
+    try:
+        context.module_load(PTX.encode())
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "NativeThread", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                run(context, "count", 500, 1, 500)
         assert (run(context, "count", 500, 1, 500) == 1).all()
     finally:
         context.close()

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.leases import Cause, LeaseSnapshot, LeaseState
 from gpulease.daemon.record.audit.files import ToldLately
 from gpulease.daemon.record.audit.recorder import LogRecorder
 from gpulease.daemon.record.audit.records import Kind
+from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Exclusivity
 
 US = 1000

@@ -32,8 +32,8 @@ from gpulease.daemon.leases import (
     WorkerFound,
     WorkerReady,
 )
+from gpulease.daemon.record.audit.projector import THE_DAEMON, AuditProjector, Told
 from gpulease.daemon.record.audit.records import canonical_bytes
-from gpulease.daemon.record.audit.witness import THE_DAEMON, Told, Witness
 
 MS = 1_000_000
 LEASE = f"{5:032x}"
@@ -45,7 +45,7 @@ class Life:
 
     def __init__(self, warm_contexts: int = 0) -> None:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(grace_ms={}), warm_contexts)
-        self.witness = Witness(self.table.get)
+        self.witness = AuditProjector(self.table.get)
         self.now_ns = 0
 
     def do(self, event: Event, after_ms: int = 0) -> list[Told]:

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from gpulease.daemon.record.audit.reading import find_log
-from gpulease.daemon.record.audit.recorder import Writer
+from gpulease.daemon.record.audit.recorder import AuditWriter
 from gpulease.daemon.record.audit.records import Kind, Link, Record
 from gpulease.daemon.record.audit.verification import Verifier
 from helpers.daemon import python_environment
@@ -40,7 +40,7 @@ def records_of(folder: Path) -> list[Record]:
 
 def test_what_is_put_is_written_in_order(tmp_path: Path) -> None:
     told = threading.Event()
-    writer = Writer(opener(tmp_path / "log"), {"version": "1"}, told.set)
+    writer = AuditWriter(opener(tmp_path / "log"), {"version": "1"}, told.set)
     writer.start(must_work=True)
     tickets = [writer.put(Kind.GRANT, {"number": number}) for number in range(GRANTS)]
     wait_until(lambda: writer.is_durable(tickets[-1]), "all is durable")
@@ -57,7 +57,7 @@ def test_what_is_put_is_written_in_order(tmp_path: Path) -> None:
 
 def test_the_next_life_tells_of_the_last(tmp_path: Path) -> None:
     for _ in range(2):
-        writer = Writer(opener(tmp_path / "log"), {}, lambda: None)
+        writer = AuditWriter(opener(tmp_path / "log"), {}, lambda: None)
         writer.start(must_work=True)
         assert writer.stop({})
     _, stop, start, _ = records_of(tmp_path / "log")
@@ -66,7 +66,7 @@ def test_the_next_life_tells_of_the_last(tmp_path: Path) -> None:
 
 
 def test_files_beyond_those_to_be_kept_are_removed(tmp_path: Path) -> None:
-    writer = Writer(opener(tmp_path / "log", max_file_bytes=2000, keep_files=3), {}, lambda: None)
+    writer = AuditWriter(opener(tmp_path / "log", max_file_bytes=2000, keep_files=3), {}, lambda: None)
     writer.start(must_work=True)
     for number in range(60):
         ticket = writer.put(Kind.GRANT, {"number": number})
@@ -77,7 +77,7 @@ def test_files_beyond_those_to_be_kept_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_log_that_must_work_and_does_not(tmp_path: Path) -> None:
-    writer = Writer(opener(tmp_path / "no" / "log"), {}, lambda: None)
+    writer = AuditWriter(opener(tmp_path / "no" / "log"), {}, lambda: None)
     with pytest.raises(FileNotFoundError):
         writer.start(must_work=True)
     assert "No such file" in writer.problem()
@@ -85,7 +85,7 @@ def test_a_log_that_must_work_and_does_not(tmp_path: Path) -> None:
 
 def test_one_that_need_not_is_begun_when_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.record.audit.recorder.RETRY_S", 0.01)
-    writer = Writer(opener(tmp_path / "no" / "log"), {}, lambda: None)
+    writer = AuditWriter(opener(tmp_path / "no" / "log"), {}, lambda: None)
     writer.start(must_work=False)
     writer.put(Kind.GRANT, {"number": 1})
     (tmp_path / "no").mkdir()
@@ -100,7 +100,7 @@ def test_what_is_taken_away_under_it_shows_for_ever(
 ) -> None:
     monkeypatch.setattr("gpulease.daemon.record.audit.recorder.RETRY_S", 0.01)
     folder = tmp_path / "log"
-    writer = Writer(opener(folder), {}, lambda: None)
+    writer = AuditWriter(opener(folder), {}, lambda: None)
     writer.start(must_work=True)
     (folder / "audit-0000000000000001.jsonl").rename(tmp_path / "elsewhere")
     if is_head_taken_too:
@@ -116,7 +116,7 @@ def test_what_is_taken_away_under_it_shows_for_ever(
 
 def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.record.audit.recorder.RETRY_S", 0.01)
-    writer = Writer(opener(tmp_path / "log"), {}, lambda: None)
+    writer = AuditWriter(opener(tmp_path / "log"), {}, lambda: None)
     writer.start(must_work=True)
     with monkeypatch.context() as patch:
         patch.setattr("gpulease.daemon.record.audit.files.seal", None)
@@ -129,7 +129,7 @@ def test_a_fault_of_ours_is_a_problem_and_not_the_end(tmp_path: Path, monkeypatc
 
 def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.record.audit.recorder.RETRY_S", 0.01)
-    writer = Writer(opener(tmp_path / "log"), {}, lambda: None)
+    writer = AuditWriter(opener(tmp_path / "log"), {}, lambda: None)
     writer.start(must_work=True)
     file = tmp_path / "log" / "audit-0000000000000001.jsonl"
     failures: list[int] = []
@@ -156,7 +156,7 @@ def test_what_a_failed_sync_left_is_not_durable(tmp_path: Path, monkeypatch: pyt
 FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
-from gpulease.daemon.record.audit import writer as module
+from gpulease.daemon.record.audit import recorder as module
 from gpulease.daemon.record.audit.records import Kind
 from gpulease.daemon.record.audit.files import AuditLog, LogSettings
 from helpers.waiting import wait_until
@@ -164,7 +164,7 @@ from helpers.waiting import wait_until
 module.RETRY_S = 0.02
 folder, limit, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = LogSettings(folder, folder / "head.json", 1 << 20)
-writer = module.Writer(lambda known: AuditLog(settings, "0" * 32, known), {}, lambda: None)
+writer = module.AuditWriter(lambda known: AuditLog(settings, "0" * 32, known), {}, lambda: None)
 writer.start(must_work=True)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

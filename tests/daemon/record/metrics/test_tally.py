@@ -28,7 +28,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Distribution, Family, TenantLabels
-from gpulease.daemon.record.metrics.lease_counters import Tally
+from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 
 from ...leases.scenario import Scenario, card, end  # noqa: TID252  # the core's own scenarios
 from ...leases.test_restoring import kept  # noqa: TID252  # the core's own scenarios
@@ -43,7 +43,7 @@ class Counted(Scenario):
     def __init__(self, *, warm: int = 0, tenants: int = 8, limits: CoreLimits | None = None) -> None:
         super().__init__()
         self.table = LeaseTable((card(),), limits, warm)
-        self.tally = Tally(self.table.get, ["GPU-a"], TenantLabels(tenants), self.table.submits.lease_of)
+        self.tally = LeaseCounters(self.table.get, ["GPU-a"], TenantLabels(tenants), self.table.submits.lease_of)
 
     def do(self, event: Event) -> list[Effect]:
         effects = super().do(event)
@@ -232,7 +232,7 @@ def test_a_warm_context_that_a_submit_took() -> None:
 
 @pytest.mark.parametrize(("cards", "tenants"), [(0, 64), (1, 64), (8, 64), (16, 32), (1000, 1)])
 def test_the_more_cards_the_fewer_tenants_are_told_apart(cards: int, tenants: int) -> None:
-    tally = Tally(lambda _: None, [f"GPU-{number}" for number in range(cards)])
+    tally = LeaseCounters(lambda _: None, [f"GPU-{number}" for number in range(cards)])
     assert tally._tenants.most == tenants
     assert max(1, cards) * tenants <= MAX_PAIR_SERIES or tenants == 1
 

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from gpulease.daemon import native
 from gpulease.daemon.native.compiler import NativeCode, emit_object, load_object, target_identity
-from gpulease.daemon.native.keeping import Keeper, open_for
+from gpulease.daemon.native.private_folder import PrivateFolder, open_for
 
 # The directory; an operator's setting. Set to nothing: none.
 DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
@@ -27,7 +27,7 @@ DIRECTORY_VARIABLE = "GPULEASE_CPU_CACHE"
 # In it, with the number of their user: what workers keep for each other.
 WORKERS_FOLDER = "workers"
 
-_for_workers: list[Keeper | None] = []
+_for_workers: list[PrivateFolder | None] = []
 
 
 def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
@@ -56,7 +56,7 @@ def keep_for_workers(owner: int) -> int | None:
     folder = None
     if os.environ.get(DIRECTORY_VARIABLE):
         folder = open_for(owner, Path(os.environ[DIRECTORY_VARIABLE]) / f"{WORKERS_FOLDER}-{owner}")
-    _for_workers[:] = [None if folder is None else Keeper(folder)]
+    _for_workers[:] = [None if folder is None else PrivateFolder(folder)]
     return folder
 
 
@@ -91,7 +91,7 @@ def _sources(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def _current() -> Keeper | None:
+def _current() -> PrivateFolder | None:
     if _for_workers:
         return _for_workers[0]
     directory = _directory()
@@ -99,8 +99,8 @@ def _current() -> Keeper | None:
 
 
 @cache
-def _keeper(directory: Path) -> Keeper:
-    return Keeper(directory)
+def _keeper(directory: Path) -> PrivateFolder:
+    return PrivateFolder(directory)
 
 
 def _directory() -> Path | None:

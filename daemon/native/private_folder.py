@@ -22,7 +22,7 @@ _WRITES_PER_PRUNE = 32
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class Keeper:
+class PrivateFolder:
     """Entries by key in a directory of mode 0700, made if it is not there, or one that is open.
 
     A directory or an entry that belongs to someone else, or that others could write to, is as good as none; so is one

@@ -7,7 +7,6 @@ All of it is bounded by open requests and live leases.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from gpulease.daemon.lease_ids import lease_text
 from gpulease.daemon.leases import (
     AcquireRequested,
     Denied,
@@ -40,6 +39,7 @@ from gpulease.daemon.leases import (
     WarmEnded,
 )
 from gpulease.daemon.record.audit.records import Kind, clean_text
+from gpulease.protocol.lease_ids import lease_text
 
 THE_DAEMON: Final = "gpuleased"
 """Who asked, where nobody did."""
@@ -101,7 +101,7 @@ class _Asked(NamedTuple):
                 return {}
 
 
-class Witness:
+class AuditProjector:
     """Tells what happened. `lookup` is the lease table's: a lease as it is after the event.
 
     Request 0 is the daemon's own: its outcome is nobody's answer, and what it did to a lease is told of the lease.

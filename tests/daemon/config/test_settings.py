@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.config import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config
+from gpulease.daemon.config.settings import MAX_EMBEDDED_CARDS, Config, ConfigError, OnStop, load_config
 from gpulease.daemon.leases import Recycling
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.protocol.address import TcpAddress, UnixAddress

@@ -41,7 +41,7 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 
 
 def _own() -> str:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     libraries = (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
     try:
         return build_of((package, package.parent / "protocol"), libraries)

@@ -19,9 +19,9 @@ from typing import Final
 
 from gpulease.daemon.contract.control_page import NO_FDS, PageFds, PageState, flip_word, gone_by, overran_on, state_of
 from gpulease.daemon.contract.worker_spec import WorkerSpec
-from gpulease.daemon.ipc import ChannelClosed, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.log.catalogue import LogEvent
-from gpulease.daemon.log.writer import tell
+from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.opcodes import Status
 
 NS_PER_MS: Final = 1_000_000
@@ -56,7 +56,7 @@ ALONE_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptWorker:
     """One worker, from its fork until a broker says that it may be forgotten.
 
     Attributes:
@@ -102,21 +102,21 @@ class Kept:
         self.page_fds = NO_FDS
 
 
-class Keeper:
+class WorkerTable:
     """The workers of one zygote."""
 
     def __init__(self) -> None:
-        self._living: dict[int, Kept] = {}
-        self._ended: dict[int, Kept] = {}
+        self._living: dict[int, KeptWorker] = {}
+        self._ended: dict[int, KeptWorker] = {}
         self._last_serial = 0
         self._look_ns = NEVER_NS
 
     # --- what becomes of them ---
 
-    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int]) -> Kept:
+    def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int]) -> KeptWorker:
         """A worker was forked; `fds`: its pidfd, pages and channel, the keeper's from now on."""
         self._last_serial += 1
-        kept = Kept(self._last_serial, spec.lease_id, spec, pid, *fds)
+        kept = KeptWorker(self._last_serial, spec.lease_id, spec, pid, *fds)
         self._living[pid] = kept
         self._look_ns = 0
         return kept
@@ -133,7 +133,7 @@ class Keeper:
             if fd >= 0:
                 os.close(fd)
 
-    def end(self, pid: int, reason: str, *, remember: bool) -> Kept | None:
+    def end(self, pid: int, reason: str, *, remember: bool) -> KeptWorker | None:
         """It was reaped; None if it was none of these. To be remembered until a broker has had its bytes proved."""
         kept = self._living.pop(pid, None)
         if kept is not None:
@@ -155,11 +155,11 @@ class Keeper:
         """Nobody needs to know any more that it was."""
         self._ended.pop(serial, None)
 
-    def living(self) -> list[Kept]:
+    def living(self) -> list[KeptWorker]:
         """Those not reaped yet."""
         return list(self._living.values())
 
-    def ended(self) -> list[Kept]:
+    def ended(self) -> list[KeptWorker]:
         """Those that were reaped and not forgotten."""
         return list(self._ended.values())
 
@@ -178,7 +178,7 @@ class Keeper:
             self._look_ns = min((self._look(kept, now_ns) for kept in self.living()), default=NEVER_NS)
         return None if self._look_ns == NEVER_NS else self._look_ns
 
-    def _look(self, kept: Kept, now_ns: int) -> int:
+    def _look(self, kept: KeptWorker, now_ns: int) -> int:
         """When to look at it again."""
         if kept.is_killed or kept.spec.is_warm:
             return NEVER_NS
@@ -198,11 +198,13 @@ class Keeper:
         kept.look_ns = min(overdue_ns, now_ns + LOOK_NS)
         return kept.look_ns
 
-    def _end_overdue(self, kept: Kept, word: Status) -> None:
+    def _end_overdue(self, kept: KeptWorker, word: Status) -> None:
         if state_of(kept.page_fds.lease).word is None:
             flip_word(kept.page_fds.lease, word)
         kept.is_overdue = kept.is_killed = True
-        tell(LogEvent.WORKER_OVERDUE, lease_id=kept.spec.of_lease, worker_pid=kept.pid, reason=kept.overran or None)
+        log_event(
+            LogEvent.WORKER_OVERDUE, lease_id=kept.spec.of_lease, worker_pid=kept.pid, reason=kept.overran or None
+        )
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
 
@@ -231,7 +233,7 @@ class Keeper:
         """End what is due; when to come back, None if nothing is left that could become due."""
         return min((due_ns for kept in self.living() for due_ns in self._enforce(kept, now_ns)), default=None)
 
-    def _enforce(self, kept: Kept, now_ns: int) -> Iterator[int]:
+    def _enforce(self, kept: KeptWorker, now_ns: int) -> Iterator[int]:
         if kept.is_killed:
             return
         if kept.kill_due_ns is None and (word := _word_for(kept, now_ns)) is not None:
@@ -246,12 +248,12 @@ class Keeper:
             yield kept.kill_due_ns
         else:
             kept.is_killed = True
-            tell(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.of_lease, worker_pid=kept.pid)
+            log_event(LogEvent.WORKER_KILLED_ALONE, lease_id=kept.spec.of_lease, worker_pid=kept.pid)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(kept.pidfd, signal.SIGKILL)
 
 
-def _gone_by_ns(kept: Kept) -> int:
+def _gone_by_ns(kept: KeptWorker) -> int:
     """When a worker is to be gone while there is a broker, `NEVER_NS` if its page does not say."""
     state, (unrefused_ns, refused_ns) = state_of(kept.page_fds.lease), gone_by(kept.page_fds.lease)
     if state.word is not None and refused_ns:
@@ -264,7 +266,7 @@ def _gone_by_ns(kept: Kept) -> int:
     return by_ns if state.word is None else by_ns + LONGEST_GRACE_NS
 
 
-def _word_for(kept: Kept, now_ns: int) -> Status | None:
+def _word_for(kept: KeptWorker, now_ns: int) -> Status | None:
     """What ends a lease now, None if nothing does."""
     if now_ns >= kept.deadline_ns:
         return Status.LEASE_EXPIRED
