@@ -46,7 +46,7 @@ from gpulease.protocol.messages import (
     MemWrite,
 )
 from gpulease.protocol.primitives import Tlv
-from helpers.daemon import Daemon
+from helpers.daemon import SHORT_LEASES_S, Daemon
 from helpers.kernels import FAULTS, TRANSFORM, check_main_job, start_stray_store
 from helpers.lasting import LastingDaemon
 from helpers.raw_peer import RawPeer, lease_alloc
@@ -189,30 +189,33 @@ def test_a_renewal_ends_it_at_the_next_operation(shared: Shared) -> None:
 
 def test_its_end_ends_a_wait_and_the_launches(shared: Shared) -> None:
     """A kernel that never ends, launched by the guest: its SYNC is answered when the token is over."""
-    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=0.7)
-    with GpuSession.attach(grant, shared.daemon.address) as guest:
-        module = guest.module_load(FAULTS)
-        flag = guest.mem_alloc(4)
-        guest.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
-        begun_s = time.monotonic()
+
+    def launch_endless(guest: GpuSession) -> None:
+        args = KernelArgs().push_buffer(guest.mem_alloc(4))
+        guest.launch(guest.module_load(FAULTS), "endless", [1], [1], args)
+
+    guest, _ = shared.short_guest(launch_endless)
+    with guest:
         with pytest.raises(Denied, match="token"):
             guest.sync()
-        assert time.monotonic() - begun_s < SOON_S
         with pytest.raises(Denied, match="token"):
             guest.mem_alloc(4)
     assert shared.lease.query()["state"] == "active"
 
 
 def test_launches_stop_with_the_token(shared: Shared) -> None:
-    grant = shared.lease.issue(SESSION_PERMISSIONS, ttl_secs=0.5)
-    with GpuSession.attach(grant, shared.daemon.address) as guest:
-        module = guest.module_load(TRANSFORM)
-        buffer = guest.mem_alloc(4)
-        args = KernelArgs().push_buffer(buffer).push_u32(1).push_f32(2.0)
-        until_s = time.monotonic() + 0.7
+
+    def launch_one(guest: GpuSession) -> Callable[[], None]:
+        module, args = guest.module_load(TRANSFORM), KernelArgs().push_buffer(guest.mem_alloc(4))
+        args.push_u32(1).push_f32(2.0)
+        guest.launch(module, "scale", [1], [1], args)
+        return lambda: guest.launch(module, "scale", [1], [1], args)
+
+    guest, launch = shared.short_guest(launch_one)
+    with guest:
         with contextlib.suppress(Denied):
-            while time.monotonic() < until_s:
-                guest.launch(module, "scale", [1], [1], args)
+            while True:
+                launch()
         with pytest.raises(Denied, match="token"):
             guest.sync()
         launched = shared.lease.query()["launches"]
@@ -230,21 +233,22 @@ def test_a_revoked_lease_says_so_to_guests(shared: Shared) -> None:
 
 
 def test_connections_whose_token_is_over_take_nobodys_place(shared: Shared) -> None:
-    peers = [shared.guest() for _ in range(MAX_CONNECTIONS - 1)]
-    try:
-        for peer in peers:
-            assert isinstance(shared.attach(peer, shared.token(ttl_s=0.8)), AttachReply)
+    def is_let_in() -> bool:
         with shared.guest() as late:
             answer = shared.attach(late, shared.token())
-            assert isinstance(answer, Failure)
-            assert answer.status is Status.BUSY
-        time.sleep(0.9)
-        with shared.guest() as late:
-            assert isinstance(shared.attach(late, shared.token()), AttachReply)
-        assert all(peer.goodbye().status is Status.DENIED for peer in peers)
-    finally:
-        for peer in peers:
-            peer.sock.close()
+            assert isinstance(answer, AttachReply) or answer.status is Status.BUSY
+            return isinstance(answer, AttachReply)
+
+    for ttl_s in SHORT_LEASES_S:
+        with contextlib.ExitStack() as stack:
+            peers = [stack.enter_context(shared.guest()) for _ in range(MAX_CONNECTIONS - 1)]
+            answers = [shared.attach(peer, shared.token(ttl_s=ttl_s)) for peer in peers]
+            # A busy host may take longer for all that than the tokens have.
+            if all(isinstance(answer, AttachReply) for answer in answers) and not is_let_in():
+                wait_until(is_let_in, "the tokens are over, and there is room")
+                assert all(peer.goodbye().status is Status.DENIED for peer in peers)
+                return
+    raise AssertionError(f"to attach takes longer than {SHORT_LEASES_S[-1]:g} s")
 
 
 def test_a_guest_gets_no_arena(shared: Shared) -> None:

@@ -1,16 +1,19 @@
 """A lease that its owner, this process's user over the Unix socket, shares with another tenant, over TCP."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from gpulease.client import GpuExclusivityClass, GpuLease, GpuSession, Permission, my_audience
+from gpulease.client import Denied, GpuExclusivityClass, GpuLease, GpuSession, Permission, my_audience
 from gpulease.protocol import Failure, Opcode
-from gpulease.protocol.capabilities import AttachOption
+from gpulease.protocol.capabilities import SESSION_PERMISSIONS, AttachOption
 from gpulease.protocol.messages import Attach, Empty, MemRead
 from gpulease.protocol.primitives import Tlv
-from helpers.daemon import Daemon
+from helpers.daemon import SHORT_LEASES_S, Daemon
 from helpers.raw_peer import RawPeer
+
+T = TypeVar("T")
 
 TEXT = b"shared between tenants.."
 
@@ -27,6 +30,22 @@ class Shared:
 
     def token(self, permissions: Permission = Permission.MEM_READ, ttl_s: float = 60) -> bytes:
         return self.lease.issue(permissions, self.audience, ttl_s).token
+
+    def short_guest(self, set_up: Callable[[GpuSession], T]) -> tuple[GpuSession, T]:
+        """A guest whose token ends within moments, and what `set_up` made in its session.
+
+        A busy host may take longer for that than the token has: then it is tried again with a longer one.
+        """
+        for ttl_s in SHORT_LEASES_S:
+            try:
+                guest = GpuSession.attach(self.lease.issue(SESSION_PERMISSIONS, ttl_secs=ttl_s), self.daemon.address)
+            except Denied:
+                continue
+            try:
+                return guest, set_up(guest)
+            except Denied:
+                guest.close()
+        raise AssertionError(f"{set_up} takes longer than {SHORT_LEASES_S[-1]:g} s")
 
     def guest(self) -> RawPeer:
         return RawPeer(self.daemon.tcp_address).hello()

@@ -113,8 +113,9 @@ def test_no_signal_in_the_midst_of_others_ends_it(start: Start, daemon: Daemon) 
     numbers = sorted({signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
     script = (
         f"import signal; heard = set(); numbers = {set(map(int, numbers))};"
-        " [signal.signal(number, lambda number, _: heard.add(number)) for number in numbers];"
-        " signal.signal(signal.SIGINT, lambda *_: sys.exit(5 if heard == numbers else 6)); "
+        " hear = lambda number, _: (heard.add(number), heard == numbers and print('all', flush=True));"
+        " [signal.signal(number, hear) for number in numbers];"
+        " signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); "
     )
     process = start("--", sys.executable, "-c", TELL_ID.partition("print")[0] + script + ENDLESS)
     assert process.stdout is not None
@@ -122,6 +123,7 @@ def test_no_signal_in_the_midst_of_others_ends_it(start: Start, daemon: Daemon) 
     for number in numbers * 20:
         process.send_signal(number)
     wait_until(lambda: process.poll() is not None or not pending(process.pid) & {*numbers}, "it passed them on")
+    assert process.stdout.readline() == "all\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT_S) == 5
     assert cause_of_end(daemon, lease_id) == "freed"
