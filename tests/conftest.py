@@ -25,7 +25,7 @@ with suppress(ImportError):
 
 
 DEFAULT_MINUTES: Final = 5
-EVERYTHING_MINUTES: Final = 12
+EVERYTHING_MINUTES: Final = 15
 BUSY_LOAD_PER_CORE: Final = 0.5
 
 

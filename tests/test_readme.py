@@ -1,18 +1,20 @@
-"""What the README names is there: the tests that show a claim, the folders of the tree."""
+"""The documents name what is there: tests that show a claim, folders of the tree, files of the architecture."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+MAX_README_LINES = 150
+MAX_ARCHITECTURE_LINES = 200
+DOCUMENTS = [*(ROOT / "client").rglob("*.md"), *(ROOT / "daemon").rglob("*.md"), *(ROOT / "protocol").rglob("*.md")]
+DOCUMENTS += [ROOT / "README.md", ROOT / "vectors" / "README.md", *(ROOT / ".github").glob("*.md")]
 
 
-def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-
-
-def test_what_shows_a_claim_is_there() -> None:
-    rows = [line for line in section("Security, and its limits").splitlines() if line.startswith("| ")][1:]
+def test_tests_that_show_a_claim_exist() -> None:
+    rows = [line for line in (ROOT / "daemon/manual/security.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
     for row in rows:
         names = re.findall(r"`([a-z_/]+)`", row.rstrip("| ").rpartition("|")[2])
@@ -22,7 +24,37 @@ def test_what_shows_a_claim_is_there() -> None:
 
 
 def test_the_tree_is_as_it_is_told() -> None:
-    names = re.findall(r"^\| `([a-z_/]+/)` \|", section("The tree"), flags=re.MULTILINE)
+    section = README.partition("\n## The tree\n")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| `([a-z_/]+/)` \|", section, flags=re.MULTILINE)
     assert len(names) > 10
     for name in names:
         assert (ROOT / name).is_dir(), name
+
+
+@pytest.mark.parametrize("name", ["daemon/ARCHITECTURE.md", ".github/CONTRIBUTING.md"])
+def test_named_files_exist(name: str) -> None:
+    path = ROOT / name
+    if not path.exists():
+        pytest.skip("an sdist has no hidden folders")
+    named = re.findall(r"`((?:client|daemon|protocol|tests|systemd|vectors)/[\w/.]+)`", path.read_text())
+    assert named
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_the_first_documents_stay_short() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
+    assert len((ROOT / "daemon/ARCHITECTURE.md").read_text().splitlines()) <= MAX_ARCHITECTURE_LINES
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        if file.startswith("http"):
+            continue
+        there = path.parent / file if file else path
+        assert there.exists(), target
+        if anchor and there.suffix == ".md":
+            heads = re.findall(r"^#+ (.*)$", there.read_text(), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor in anchors, target

@@ -52,7 +52,7 @@ NODE: Final = "gpuleased --listen unix:/tmp/gpulease.sock"
 NOT_RUN: Final = {
     "pip install '.[daemon,test]'": "Run the tests",
     "pip install '.[daemon,cuda]'": "As root, where there is a GPU",
-    "python3 -m venv /opt/gpulease": "as root",
+    "python3 -m venv /opt/gpulease": "As root",
     "gpuleased --http": "as root",
     "export GPULEASE_ADDRESS=tls:": "From other hosts",
 }

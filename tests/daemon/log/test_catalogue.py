@@ -11,7 +11,7 @@ import pytest
 from gpulease.daemon.log.catalogue import LogEvent
 
 ROOT = Path(__file__).parents[3]
-README = ROOT / "daemon" / "README.md"
+README = ROOT / "daemon" / "manual" / "logs.md"
 SAYERS = {"tell", "log", "_say", "_say_of"}
 
 

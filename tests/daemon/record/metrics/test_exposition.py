@@ -27,7 +27,7 @@ from gpulease.daemon.record.metrics.families import (
 from gpulease.protocol.limits import MAX_METRICS_BYTES
 from gpulease.protocol.opcodes import Opcode, Status
 
-README = Path(__file__).parents[4] / "daemon" / "README.md"
+README = Path(__file__).parents[4] / "daemon" / "manual" / "metrics.md"
 HOSTILE = 'a"} 1\ngpulease_ready 1\\\u2028é'
 
 
