@@ -23,7 +23,7 @@ class Architecture:
         return f"sm_{self.number}"
 
     def why_not(self, version: tuple[int, int], target: str) -> str:
-        """Why PTX of that version and target can't run here, "" if it can."""
+        """Return the reason that PTX of this version and target can't run here; "" if it can."""
         if version > NEWEST_PTX:
             written, newest = (".".join(map(str, one)) for one in (version, NEWEST_PTX))
             return f"the image is PTX {written}, this driver knows PTX up to {newest}"

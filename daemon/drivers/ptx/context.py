@@ -1,4 +1,4 @@
-"""What a kernel's fault looks like to a tenant.
+"""Describe a kernel's fault as the tenant reads it.
 
 Launch graphs: launches checked and packed once, queued one behind the other.
 
@@ -103,7 +103,7 @@ _Replay = Callable[[bytes, Poll], None]
 
 
 class CpuGraph:
-    """See `gpulease.daemon.drivers.interface.Graph`."""
+    """The embedded driver's `Graph` (drivers/interface.py)."""
 
     device_bytes = 0
 
@@ -114,14 +114,14 @@ class CpuGraph:
         self._replays = [self._replay_of(step) for step in steps]
 
     def bind(self, step: int, params: bytes) -> None:
-        """See Graph."""
+        """Set a step's parameters (`Graph.bind`)."""
         kernel_step = self._steps[step]
         if not isinstance(kernel_step, KernelStep):
             raise TypeError("only launches have parameters")
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
     def replay(self, tag: int, poll: Poll) -> None:
-        """See Graph."""
+        """Queue every step (`Graph.replay`)."""
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
             if number and number % SEGMENT_STEPS == 0:
@@ -129,7 +129,7 @@ class CpuGraph:
             step(packed, poll)
 
     def close(self) -> None:
-        """See Graph: what is in the queue is a copy."""
+        """Close the graph; the queue holds copies, so nothing waits (`Graph.close`)."""
         self._steps.clear()
         self._replays.clear()
 
@@ -211,39 +211,39 @@ class CpuContext:
         return 0
 
     def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
-        """See the interface: there is nothing to give back."""
+        """Do nothing: host memory has nothing to give back (`Context.trim`)."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """See the interface; needs no wait, as nothing that is queued knows the address."""
+        """Allocate at once: nothing queued knows the new address (`Context.mem_alloc`)."""
         return self._arena.allocate(size_bytes)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:
-        """See the interface."""
+        """Free an allocation behind all that is queued (`Context.mem_free`)."""
         self.sync(poll)
         self._arena.free(address)
 
     def mem_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> None:
-        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        """Write into one allocation (`Context.mem_write`). Raises DriverError for bytes outside it."""
         self.sync(poll)
         source = data.cast("B")
         self._arena.bytes_at(address, source.nbytes)[:] = source
 
     def mem_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> None:
-        """See the interface. Raises DriverError if the bytes are not within one allocation."""
+        """Read from one allocation (`Context.mem_read`). Raises DriverError for bytes outside it."""
         self.sync(poll)
         target = into.cast("B")
         target[:] = self._arena.bytes_at(address, target.nbytes)
 
     def pin(self, memory: memoryview) -> None:
-        """See the interface: there is nothing to prepare."""
+        """Do nothing: host memory needs no pinning (`Context.pin`)."""
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """See the interface; complete on return."""
+        """Write, complete on return (`Context.begin_write`)."""
         self.mem_write(address, data, poll)
         return _COMPLETE
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """See the interface; complete on return."""
+        """Read, complete on return (`Context.begin_read`)."""
         self.mem_read(address, into, poll)
         return _COMPLETE
 
@@ -253,31 +253,31 @@ class CpuContext:
     # --- Streams: all in one queue, in the order of the calls -----------------------------------------------------
 
     def streams_bytes(self, count: int) -> int:
-        """See the interface."""
+        """Return 0: streams take no device memory (`Context.streams_bytes`)."""
         return 0
 
     def stream_create(self) -> int:
-        """See the interface."""
+        """Number a stream; all share one queue (`Context.stream_create`)."""
         self._last_stream += 1
         return self._last_stream
 
     def stream_destroy(self, stream: int) -> None:
-        """See the interface: it holds nothing of its own."""
+        """Forget a stream, which holds nothing of its own (`Context.stream_destroy`)."""
 
     def stream_select(self, stream: int) -> None:
-        """See the interface: it is the same queue."""
+        """Do nothing: every stream is the same queue (`Context.stream_select`)."""
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """See the interface: it is so anyway."""
+        """Do nothing: one queue keeps the order anyway (`Context.stream_wait`)."""
 
     def stream_sync(self, stream: int, poll: Poll = keep_waiting) -> None:
-        """See the interface."""
+        """Wait for the whole queue (`Context.stream_sync`)."""
         self.sync(poll)
 
     # --- Modules -----------------------------------------------------------------------------------------------
 
     def module_load(self, image: bytes, admit: Admit = admit_all) -> CpuModule:
-        """See the interface; PTX only."""
+        """Load PTX text (`Context.module_load`); this driver takes no cubins."""
         module = load(
             image,
             self._arena,
@@ -295,7 +295,7 @@ class CpuContext:
         """Nothing: no lease finds another's code (`CpuDriver.recycle`), but in a folder that the operator named."""
 
     def module_unload(self, module: Module, poll: Poll = keep_waiting) -> None:
-        """See the interface."""
+        """Unload a module behind all that is queued (`Context.module_unload`)."""
         self.sync(poll)
         if not isinstance(module, CpuModule) or module not in self._modules:
             raise DriverError("this module is not loaded")
@@ -307,22 +307,22 @@ class CpuContext:
     # --- Launches ----------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
-        """See the interface; waits only while the queue is full."""
+        """Queue a launch; wait only while the queue is full (`Context.launch`)."""
         record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
         self._stream.submit(record, is_shared=is_shared)
 
     def be_patient(self, *, spins: bool, yields: bool) -> None:
-        """See the interface."""
+        """Choose how to wait (`Context.be_patient`)."""
         self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
 
     def native(self) -> NativeLaunch:
-        """See the interface."""
+        """Return the native way to launch (`Context.native`)."""
         code, state = stream_code(), ctypes.addressof(self._stream.state)
         spin_ns = 0 if self._stream.yields else int(self._stream.spin_s * 1e9)
         return NativeLaunch(state, code.address("submit"), code.address("query"), spin_ns, self._record, _pass)
 
     def _record(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int) -> bytes | None:
-        """What submit.ll takes: the launch's head, and whether its blocks are shared out."""
+        """Return what submit.ll takes: the launch's head, and whether threads share its blocks."""
         if kernel.parameter_bytes > MAX_PARAMETER_BYTES:
             return None
         try:
@@ -380,26 +380,26 @@ class CpuContext:
         self._stream.submit(record, is_shared=is_shared)
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
-        """See the interface; takes nothing of the slice."""
+        """Make a graph, which takes nothing of the slice (`Context.graph`)."""
         return CpuGraph(self, steps)
 
     def watch(self, poll: Poll) -> None:
-        """See the interface."""
+        """Record which launch runs (`Context.watch`)."""
         self._stream.poll = poll
 
     def running(self) -> dict[int, int]:
-        """See the interface; the stream counts in any case."""
+        """Return the running launch (`Context.running`); the stream counts in any case."""
         queued, ended = self._stream.progress()
         return {} if queued == ended else {0: ended}
 
     def sync(self, poll: Poll = keep_waiting) -> None:
-        """See the interface."""
+        """Wait for all launches (`Context.sync`)."""
         self._stream.wait(poll)
         self._flush()
         self._raise_fault()
 
     def fault(self) -> KernelFault | None:
-        """See the interface. What is queued behind a fault is skipped first, which takes microseconds."""
+        """Take the fault (`Context.fault`), once the launches behind it are skipped, which takes microseconds."""
         if not self._stream.has_fault:
             return None
         self._stream.wait()
@@ -412,7 +412,7 @@ class CpuContext:
         return error
 
     def close(self) -> None:
-        """See the interface. A kernel that goes on running keeps the memory, until the process ends."""
+        """Close the context (`Context.close`). A kernel that goes on keeps the memory until the process ends."""
         if not self._is_closed and self._stream.close():
             self._is_closed = True
             self._flush()
@@ -423,7 +423,7 @@ class CpuContext:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` could do its work."""
+        """Say whether `close` could do its work."""
         return self._is_closed
 
     def rest(self) -> bool:

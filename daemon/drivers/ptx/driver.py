@@ -38,7 +38,7 @@ class CpuDriver:
         return Needs()
 
     def keep_for(self, owner: int) -> tuple[int, ...]:
-        """Where the operator named a folder for compiled code, one in it that is the workers' own."""
+        """Make the workers' own folder in the operator's folder for compiled code."""
         folder = keep_for_workers(owner)
         return () if folder is None else (folder,)
 

@@ -1,4 +1,4 @@
-"""What an image becomes: native code, and what must be known beside it to place and launch its kernels.
+"""Compile an image: native code, and the facts needed to place and launch its kernels.
 
 Nothing in here depends on the process it was made in: code names what it calls, and addresses of variables come from a
 table that each launch names. So it can be kept and used again (cache.py).
@@ -46,7 +46,7 @@ _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """One entry point.
+    """Facts of one entry point.
 
     Attributes:
         required_block: The block its .reqntid demands, or None.
@@ -198,7 +198,7 @@ class LoadedCode:
 
     @property
     def size_bytes(self) -> int:
-        """What its objects take."""
+        """Count the bytes that the image's objects take."""
         return sum(map(len, self.image.objects))
 
 
@@ -265,7 +265,7 @@ _HANDLES = itertools.count()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuKernel:
-    """One entry point.
+    """The embedded driver's `Kernel` (drivers/interface.py).
 
     Attributes:
         number: Its place among all kernels the context ever loaded, for fault reports.

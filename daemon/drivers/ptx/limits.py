@@ -1,4 +1,4 @@
-"""How an image is refused: always with the line, its text and the reason.
+"""Refuse an image with the line, its text and the reason.
 
 What the driver takes at most. A tenant writes the PTX, so everything it can make large has a bound here.
 

@@ -74,7 +74,7 @@ IN_ORDER: Spread = (0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a block of a kernel takes beside shared memory, and how its blocks may be handed out.
+    """Memory that a kernel's block takes beside shared memory, and how its blocks may be handed out.
 
     Attributes:
         local_bytes: Local windows, whatever the block's size.
@@ -97,7 +97,7 @@ class Needs:
         return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
 
     def fit(self, threads: int) -> bool:
-        """Whether there is room for one such block."""
+        """Say whether there is room for one such block."""
         local, frames = self.areas(threads)
         return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
 
@@ -121,7 +121,7 @@ class Areas:
         self.address = ctypes.addressof(self._places)
 
     def spread(self, needs: Needs, blocks: int, threads: int, shared_bytes: int, hosts: int) -> Spread:
-        """How to divide a launch of such blocks, of which one fits, among so many host threads."""
+        """Divide a launch of such blocks, of which one fits, among so many host threads."""
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
@@ -236,7 +236,7 @@ class Arena:
         region.give(offset)
 
     def bytes_at(self, address: int, size: int) -> memoryview:
-        """That many bytes of one allocation. Raises DriverError if they are not all of one."""
+        """Return so many bytes of one allocation. Raises DriverError if they are not all in one."""
         offset = address - self.memory.address
         if 0 <= offset < self._regions[-1].end:
             region = self._region_of(offset)

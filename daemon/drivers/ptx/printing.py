@@ -1,4 +1,4 @@
-"""What kernels print: from the records that native code wrote (translate/printing.py) to text, as CUDA's printf has it.
+"""Format kernels' output: from the records of native code (translate/printing.py) to text, as CUDA's printf does.
 
 A record holds the format's bytes, and behind the last byte of each conversion the values it takes: 8 bytes each, and a
 string's bytes behind its address. So a decoder that goes through the format in the same way finds them in turn.
@@ -92,7 +92,7 @@ def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 @dataclass(slots=True)
 class _Conversion:
-    """One conversion of a format, as far as it has been read."""
+    """A conversion of a format, as far as it has been read."""
 
     text: bytearray = field(default_factory=bytearray)
     stars: list[int] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _Conversion:
 
 
 def render(record: bytes) -> str:
-    """One call's text."""
+    """Format the text of one printf call."""
     out = bytearray()
     conversion: _Conversion | None = None
     position = 0

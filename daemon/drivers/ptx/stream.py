@@ -45,7 +45,7 @@ _ATTRIBUTES_BYTES = 128
 
 
 def host_threads() -> int:
-    """How many threads may run blocks: as many as this process has cores, or the operator allows, or are useful.
+    """Return how many threads may run blocks: this process's cores, or fewer by the operator's or the driver's limit.
 
     Raises DriverError for a setting that is no number of threads.
     """
@@ -228,12 +228,12 @@ class Stream:
             self._wait_for(submitted, poll)
 
     def progress(self) -> tuple[int, int]:
-        """How many launches were queued, and how many are behind the loop."""
+        """Return how many launches were queued, and how many the loop has finished."""
         return self._words[_SUBMITTED], self._words[_COMPLETED]
 
     @property
     def has_fault(self) -> bool:
-        """Whether a launch has faulted and nobody has taken it."""
+        """Say whether a launch has faulted and nobody has taken the fault."""
         return self._words[_FAULTED] != 0
 
     def forget_fault(self) -> None:

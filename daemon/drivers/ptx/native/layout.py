@@ -22,7 +22,7 @@ BARRIERS = 16
 
 
 class State(IntEnum):
-    """What a thread waits for; block.ll has these numbers too."""
+    """States in which a thread waits; block.ll has the same numbers."""
 
     READY = 0
     YIELDED = 1
@@ -33,7 +33,7 @@ class State(IntEnum):
 
 
 class FrameHead(ctypes.Structure):
-    """What a waiting thread says of itself, and what it gets to know when it goes on.
+    """Head of a waiting thread's frame: the thread's request, and the answer it reads when it goes on.
 
     `kind` is the barrier's number, or what must be equal for threads to exchange; `members` the barrier's number of
     threads (0: all), or the member mask; `flag` the predicate contributed; `line` the PTX line; `place` the thread's
@@ -67,7 +67,7 @@ PLACE_MASK = 1023
 
 
 class Status(IntEnum):
-    """What a thread's or a kernel's function returns."""
+    """Return values of a thread's or a kernel's function."""
 
     DONE = 0
     WAITS = 1
@@ -78,7 +78,7 @@ class Status(IntEnum):
 
 
 class Access(IntEnum):
-    """What a thread was doing when it faulted."""
+    """Kinds of access that fault."""
 
     LOAD = 1
     STORE = 2
@@ -99,7 +99,7 @@ class Access(IntEnum):
 
 
 class Fault(ctypes.Structure):
-    """Where and why a kernel ended early."""
+    """A fault's place and reason, written when a kernel ends early."""
 
     _fields_ = (
         ("address", ctypes.c_uint64),
@@ -139,7 +139,7 @@ class Environment(ctypes.Structure):
 
 
 class PrintHead(ctypes.Structure):
-    """What kernels print: this, then `capacity` bytes, of which `used` are records; `dropped` ones did not fit."""
+    """Head of kernels' output: `capacity` bytes follow, `used` of them records; `dropped` records did not fit."""
 
     _fields_ = (
         ("used", ctypes.c_uint64),
@@ -157,7 +157,7 @@ class PrintRecord(ctypes.Structure):
 
 
 class Mark(IntEnum):
-    """What a byte means within a conversion of a format; any other ends it."""
+    """Meanings of a byte within a conversion of a format; any other byte ends the conversion."""
 
     FLAG = 1
     LONG = 2
@@ -207,7 +207,7 @@ class Semaphore(ctypes.Structure):
 
 
 class StreamState(ctypes.Structure):
-    """What the caller and the stream's native loop share; stream.ll has these offsets too.
+    """State that the caller and the stream's native loop share; stream.ll has the same offsets.
 
     `completed` counts slots that are behind the loop; `faulted` is 1 from a fault until it is taken, and then `tag`
     and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller sleeps on `done`.
@@ -237,7 +237,7 @@ class StreamState(ctypes.Structure):
 
 
 class Team(ctypes.Structure):
-    """What the threads that share a launch's blocks know of it; team.ll has these offsets too.
+    """State that the threads of a launch share; team.ll has the same offsets.
 
     `places` is the address of the first of the environments; `helpers` the number of threads beside the stream's;
     `wake_ns` what must be left to do for them to be woken; `next` the first block not handed out; `stop` is 1 from a

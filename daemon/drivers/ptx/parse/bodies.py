@@ -86,7 +86,7 @@ class BodyParser(CallParser):
         self._resolve_labels()
 
     def find(self, name: str) -> Register | Variable | None:
-        """What a name means in the block at hand; a module's shared variable gets its place in this kernel."""
+        """Resolve a name in the current block; a module's shared variable gets its place in this kernel."""
         meaning = self.scope.find(name, self.registers)
         if not isinstance(meaning, Variable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
             return meaning

@@ -25,7 +25,7 @@ def parse_relocation(cursor: Cursor, first: Token, scalar: Scalar, offset: int) 
 
 
 def _parse_masked(cursor: Cursor, first: Token, scalar: Scalar, offset: int) -> Relocation:
-    """One byte of an address, which a mask picks out."""
+    """Parse one byte of an address, which a mask picks out."""
     mask = parse_integer(first.text) if first.kind == "number" else None
     shifts = [shift for shift in range(0, 64, 8) if mask == 0xFF << shift]
     if not shifts or scalar.size != 1:

@@ -12,7 +12,7 @@ from gpulease.daemon.drivers.ptx.limits import MAX_NUMBER_CHARACTERS, rejected
 
 
 class Token(NamedTuple):
-    """One token: its kind ("word", "directive", "number", "real", "string", a sign itself, or "end")."""
+    """A token with its kind: "word", "directive", "number", "real", "string", a sign itself, or "end"."""
 
     kind: str
     text: str

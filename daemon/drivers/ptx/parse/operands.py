@@ -42,7 +42,7 @@ class OperandParser:
         self.cursor = cursor
 
     def find(self, name: str) -> Register | Variable | None:
-        """What a name means here."""
+        """Resolve a name in the current scope."""
         raise NotImplementedError
 
     def parse_operands(self) -> tuple[Operand, ...]:

@@ -1,4 +1,4 @@
-"""Which name means what: registers, variables and labels, block by block (PTX ISA sections 4.4 and 5.4)."""
+"""Resolve names block by block: registers, variables and labels (PTX ISA sections 4.4 and 5.4)."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class TooManyRegisters(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a label before .branchtargets, .calltargets or .callprototype stands for."""
+    """A label before .branchtargets, .calltargets or .callprototype, and the list behind it."""
 
     kind: str
     names: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class RegisterFile:
 
 @dataclass(slots=True)
 class Scope:
-    """One block's names. A range of registers is kept as a range; its members come to be when first named."""
+    """The names of one block. A range of registers stays a range; members are made when first named."""
 
     parent: "Scope | None"
     names: dict[str, Register | Variable] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Scope:
         self.labels[name] = index
 
     def find(self, name: str, registers: RegisterFile) -> Register | Variable | None:
-        """What a name means here or in the blocks around."""
+        """Resolve a name in this block or in those around it."""
         scope: Scope | None = self
         while scope is not None:
             meaning = scope.names.get(name)
@@ -114,7 +114,7 @@ class Scope:
 
 
 def _stems(name: str) -> list[str]:
-    """What a name can be a numbered member of: the name less one, two, ... of its last digits."""
+    """Yield the stems of a name that may be a numbered member: without its last digit, two digits, and so on."""
     stems = []
     for cut in range(1, min(_RANGE_DIGITS, len(name) - 1) + 1):
         if not "0" <= name[-cut] <= "9":

@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a type's bits mean."""
+    """Meanings of a type's bits."""
 
     BITS = "b"
     SIGNED = "s"
@@ -19,7 +19,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One fundamental type: its PTX name without the dot, its width, and what the bits mean."""
+    """A fundamental type: the PTX name without the dot, the width, and the meaning of the bits."""
 
     name: str
     bits: int
@@ -32,16 +32,16 @@ class Scalar:
 
     @property
     def is_float(self) -> bool:
-        """Whether arithmetic on it rounds."""
+        """Say whether arithmetic on the type rounds."""
         return self.kind is Kind.FLOAT
 
     @property
     def is_signed(self) -> bool:
-        """Whether widening repeats the sign bit."""
+        """Say whether widening repeats the sign bit."""
         return self.kind is Kind.SIGNED
 
     def accepts(self, register: "Scalar") -> bool:
-        """Whether an operand of this type may be a register of that one (PTX ISA section 9.2, "Type Information")."""
+        """Say whether an operand of this type may be a register of that one (PTX ISA section 9.2)."""
         if self.bits != register.bits or Kind.PREDICATE in (self.kind, register.kind):
             return self == register
         return Kind.BITS in (self.kind, register.kind) or self.is_float == register.is_float
@@ -133,7 +133,7 @@ class Signature:
 
     @property
     def layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """What a call through a pointer must have in common with its function."""
+        """Return the layout that a call through a pointer must have in common with its function."""
         parameters = tuple((v.offset, v.size) for v in self.parameters)
         return parameters, tuple((v.offset, v.size) for v in self.results)
 
@@ -213,7 +213,7 @@ class Sink:
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """What `call` passes and takes; `name` is empty for a call through the register in the other operand."""
+    """Arguments and results of a `call`; `name` is empty for a call through the register in the other operand."""
 
     name: str
     signature: Signature
@@ -234,7 +234,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction. `modifiers` are what follows the opcode, dot by dot; `line` is 1-based."""
+    """An instruction. `modifiers` follow the opcode, dot by dot; `line` is 1-based."""
 
     line: int
     text: str
@@ -295,7 +295,7 @@ class Function:
 
     @property
     def signature(self) -> Signature:
-        """How it is called."""
+        """Return the layout of the function's parameters and results."""
         return Signature(self.parameters, self.parameter_bytes, self.results, self.result_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Where an access goes, with the check that it may (PTX ISA sections 5.1 and 6.4).
+"""Compute an access's address, and check that the access is allowed (PTX ISA sections 5.1 and 6.4).
 
 Global addresses are host addresses in the context's arena. Its shadow table holds, for each granule of 256 bytes, how
 many of them may be touched; as an access is aligned and at most 16 bytes long it never lies in two granules, so one
@@ -93,7 +93,7 @@ def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Ac
 
 
 def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, wanted: Value | None = None) -> Value:
-    """Whether an access of `size` bytes may be made there."""
+    """Compute whether an access of `size` bytes is allowed."""
     if space in _WINDOWS:
         return window_is_valid(t.ir, address, size, window_limit(t, space))
     valid = global_is_valid(t.ir, address, size, wanted)
@@ -199,7 +199,7 @@ def address_type(t: OperandTranslator, register: Register) -> Scalar:
 
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
-    """Whether an address may be accessed as a global one; with `wanted` only that many bytes need be there."""
+    """Compute whether a global address may be accessed; with `wanted`, only that many bytes need to exist."""
     arena = ir.fixed("i64", ENVIRONMENT, Environment.arena.offset)
     shadow = ir.fixed("ptr", ENVIRONMENT, Environment.shadow.offset)
     last = ir.fixed("i64", ENVIRONMENT, Environment.last_granule.offset)
@@ -212,7 +212,7 @@ def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | Non
 
 
 def window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
-    """Whether an offset may be accessed in a window of so many bytes."""
+    """Compute whether an offset may be accessed in a window of so many bytes."""
     inside = ir.compare("icmp ult", offset, limit)
     room = ir.compare("icmp uge", ir.binary("sub", limit, offset), size)
     return ir.binary("and", ir.binary("and", inside, room), _is_aligned(ir, offset, size))
@@ -232,7 +232,7 @@ def _is_aligned(ir: IrWriter, address: Value, size: int) -> Value:
 
 
 def _is_surely_inside(address: Value, size: int, limit: int) -> bool:
-    """Whether an address known here lies inside what is there at every launch."""
+    """Say whether a constant address lies inside what exists at every launch."""
     if not address.text.isdigit():
         return False
     offset = int(address.text)

@@ -37,7 +37,7 @@ _NAN = 0x7FFF
 
 
 def by_halves(ir: IrWriter, add: Callable[[IrWriter, Value, Value], Value], left: Value, right: Value) -> Value:
-    """One sum of i16, or two of the halves of i32."""
+    """Add one i16, or the two halves of i32."""
     if left.type == "i16":
         return add(ir, left, right)
     low = add(ir, ir.cast("trunc", left, "i16"), ir.cast("trunc", right, "i16"))
@@ -179,7 +179,7 @@ def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
 
 
 def _update(t: OperandTranslator, operation: str, kind: str, m: Modifiers, operand: Value, flushes: Value) -> Update:
-    """What an operation makes of what was there."""
+    """Compute the new value from the old one."""
     ir = t.ir
     match operation, kind:
         case "inc", _:
@@ -217,7 +217,7 @@ def _add_float(t: OperandTranslator, scalar: Scalar, m: Modifiers, old: Value, o
 
 
 def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value) -> Value:
-    """Whether a place is not in shared memory."""
+    """Compute whether a place lies outside shared memory."""
     space = _space_of(t, place, m)
     if space is not Space.GENERIC:
         return FALSE if space is Space.SHARED else TRUE
@@ -268,7 +268,7 @@ def _space(m: Modifiers) -> Space:
 
 
 def _space_of(t: OperandTranslator, place: Operand, m: Modifiers) -> Space:
-    """Where an access goes: a variable's own space, or the one named."""
+    """Return the space of an access: the variable's own, or the one named."""
     if not isinstance(place, Address) or not isinstance(place.base, Variable):
         return _space(m)
     if place.base.space not in (Space.GLOBAL, Space.SHARED):

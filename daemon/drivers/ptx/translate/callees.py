@@ -58,7 +58,7 @@ class Callees:
             self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
 
     def calls(self, instruction: Instruction) -> bool:
-        """Whether an instruction calls a function that has a body, or may."""
+        """Say whether an instruction calls, or may call, a function that has a body."""
         site = instruction.operands[-1] if instruction.operands else None
         return isinstance(site, CallSite) and (not site.name or site.name in self.functions)
 
@@ -104,7 +104,7 @@ class Callees:
 
 
 def frame_address(ir: IrWriter) -> Value:
-    """Where the native frame lies."""
+    """Return the address of the native frame."""
     found = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
     return ir.cast("ptrtoint", found, "i64")
 

@@ -30,7 +30,7 @@ def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("mad.half.cc.type", 4, half=("lo", "hi"), type=_WORDS)
 @FAMILY.form("madc.half{.cc}.type", 4, half=("lo", "hi"), type=_WORDS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One half of a*b, plus c and the carry; the flag is the carry out of the sum."""
+    """Compute one half of a*b, plus c and the carry; the flag is the carry out of the sum."""
     scalar: Scalar = m.scalar()
     left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
     part = product(t, m["half"], scalar, left, right)

@@ -121,7 +121,7 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
 
 
 def supported_table() -> str:
-    """What is supported, as the table in README.md."""
+    """Return the table of supported instructions in README.md."""
     lines = ["| family | PTX ISA | forms |", "|---|---|---|"]
     for family in FAMILIES:
         forms = "<br>".join(f"`{_describe(form)}`" for form in family.forms)

@@ -51,7 +51,7 @@ def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("selp.type", 4, type=(*BITS, *INTEGERS, *FLOATS))
 def select(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One of two values, as a predicate says (section 9.7.6.3)."""
+    """Select one of two values by a predicate (section 9.7.6.3)."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     t.write(i.operands[0], scalar, t.ir.select(t.read(i.operands[3], PREDICATE), left, right))

@@ -51,7 +51,7 @@ _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a function does in an ordinary launch.
+    """Facts of a function in an ordinary launch.
 
     Attributes:
         reached: The instructions that may run.
@@ -190,7 +190,7 @@ class _Values:
                 pending.extend(readers.get(register, ()))
 
     def runs(self, instruction: Instruction) -> bool | None:
-        """Whether an instruction's guard lets it run; None if that is not known."""
+        """Say whether an instruction's guard lets it run; None if that is unknown."""
         guard = instruction.guard
         if guard is None:
             return True
@@ -198,12 +198,12 @@ class _Values:
         return None if value is None else bool(value) != guard.negated
 
     def decides(self, instruction: Instruction) -> bool:
-        """Whether the barrier's address decides if a guarded instruction runs."""
+        """Say whether the barrier's address decides if a guarded instruction runs."""
         guard = instruction.guard
         return guard is not None and (guard.register.index in self._derived or guard.register.index in self._known)
 
     def leave_by(self, instruction: Instruction) -> bool:
-        """Whether an instruction passes what depends on the address on, through a stack or to another function."""
+        """Say whether an instruction passes a value that depends on the address to a stack or another function."""
         is_private = instruction.opcode == "st" and not any(m.startswith(_SHARED_SPACES) for m in instruction.modifiers)
         return is_private and not self._derived.isdisjoint(_registers_read(instruction))
 
@@ -225,7 +225,7 @@ class _Values:
         return changed
 
     def _value(self, instruction: Instruction) -> int | None:
-        """What an instruction writes to its one result, if that is known and small."""
+        """Return the value that an instruction writes to its one result, if it is known and small."""
         if instruction.guard is not None or not isinstance(next(iter(instruction.operands), None), Register):
             return None
         value = _evaluate(instruction, [self._of(operand) for operand in _operands(instruction)[1:]])

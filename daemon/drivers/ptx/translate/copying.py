@@ -77,7 +77,7 @@ def _source(t: "ThreadTranslator", i: Instruction, size: int, wanted: Value | No
 
 
 def _bytes_taken(t: "ThreadTranslator", operand: Operand, size: int) -> Value:
-    """How many bytes to take: a number, or all or none as a predicate says. More than are copied are all."""
+    """Compute how many bytes to copy: a number, or all or none by a predicate. More than the size means all."""
     is_flag = isinstance(operand, Negated) or (isinstance(operand, Register) and operand.type == PREDICATE)
     if is_flag:
         ignored = t.read(operand, PREDICATE)

@@ -48,7 +48,7 @@ _OPERATIONS = {
 @FAMILY.form("sqrt.round.f64", 2, round=_ROUND)
 @FAMILY.form("rcp.round.f64", 2, round=_ROUND)
 def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One rounding in the mode named."""
+    """Calculate with one rounding in the named mode."""
     scalar = next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)
     kind = ir_type(scalar)
     operands = [read_float(t, i, n, scalar, m) for n in range(1, len(i.operands))]

@@ -30,7 +30,7 @@ _OPERATIONS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}
 @FAMILY.form("mul{.rn}{.ftz}{.sat}.f32", 3)
 @FAMILY.form("div.rn{.ftz}.f32", 3)
 def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One rounding to nearest even."""
+    """Calculate in f32 with one rounding to nearest even."""
     left, right = (read_float(t, i, n, _F32, m) for n in (1, 2))
     write_float(t, i, _F32, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 
@@ -40,7 +40,7 @@ def binary_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("mul{.rn}.f64", 3)
 @FAMILY.form("div.rn.f64", 3)
 def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One rounding to nearest even."""
+    """Calculate in f64 with one rounding to nearest even."""
     left, right = (read_float(t, i, n, _F64, m) for n in (1, 2))
     write_float(t, i, _F64, m, t.ir.binary(_OPERATIONS[i.opcode], left, right))
 

@@ -21,7 +21,7 @@ _INFINITY = 0x7FF << 52
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format.
+    """A floating-point format.
 
     Attributes:
         bits: Its width where it is stored.
@@ -52,7 +52,7 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """What is below is subnormal."""
+        """Return the smallest normal number; smaller ones are subnormal."""
         return 2.0 ** (1 - self.bias)
 
 

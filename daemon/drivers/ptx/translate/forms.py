@@ -1,4 +1,4 @@
-"""Which spellings of an instruction are supported, and what translates them.
+"""Match an instruction's spelling to the function that translates it.
 
 A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`, where a name
 with choices (`cmp`, `type`) stands for one of them and any other name for itself. What matches no form is refused:
@@ -49,7 +49,7 @@ class Modifiers:
         return self.found[name]
 
     def get(self, name: str) -> str:
-        """What was chosen for a name, "" for an optional one that is absent."""
+        """Return the choice for a name, "" for an optional one that is absent."""
         return self.found.get(name, "")
 
     def scalar(self, name: str = "type") -> Scalar:
@@ -62,7 +62,7 @@ Translate = Callable[["ThreadTranslator", Instruction, Modifiers], None]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One spelling.
+    """A supported spelling.
 
     Attributes:
         slots: For each modifier in order: its name, its choices, whether it may be left out.
@@ -91,7 +91,7 @@ class Form:
         return Modifiers(found)
 
     def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
-        """The same for modifiers in an order that only ptxas and this driver take."""
+        """Match modifiers in an order that only ptxas and this driver take."""
         given = list(instruction.modifiers)
         if any(modifier in _FIRST for modifier in given[1:]):
             return None

@@ -1,4 +1,4 @@
-"""Which elements of a matrix each lane of a warp holds (PTX ISA section 9.7.15.5, the figures of `mma`).
+"""Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`).
 
 All shapes follow one rule. A matrix is cut into tiles of 8 rows (of B: columns) by 4 words; lane 4g + t has word t of
 row g in each tile. Tiles are numbered downwards first in A, along the columns of B. Of C a lane has the two elements
@@ -29,7 +29,7 @@ BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the matrices of one shape and type divide.
+    """Division of the matrices of one shape and type into tiles.
 
     Attributes:
         m: Rows of A and C.
@@ -110,7 +110,7 @@ _RESULT = "{ i1, i64 }"
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One part ("a", "b" or "c") of a matrix multiplication, stored by rows or columns, of elements of one type."""
+    """Part "a", "b" or "c" of a matrix multiplication, by rows or columns, of elements of one type."""
 
     tiles: Tiles
     part: str
@@ -131,7 +131,7 @@ class Passage:
 
     @property
     def _groups_are_near(self) -> bool:
-        """Whether lanes of different groups, not those of one, have neighbouring elements."""
+        """Say whether lanes of different groups, not those of one, have neighbouring elements."""
         return (self.layout == "row") == (self.part == "b")
 
     def first(self, ir: IrWriter, address: Value, step: Value, lane: Value) -> Value:

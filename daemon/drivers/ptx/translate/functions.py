@@ -58,7 +58,7 @@ class FunctionTranslator(ThreadTranslator):
         return super().address_of(variable, offset)
 
     def stack(self) -> Value:
-        """Where the local variables of what it calls begin."""
+        """Return the address at which the callee's local variables begin."""
         return self.ir.binary("add", _OWN_STACK, self.function.local_bytes)
 
     def leave(self, *, is_exit: bool) -> None:

@@ -39,7 +39,7 @@ Lane = Callable[..., Value]
 @FAMILY.form("sub{.rn}.type", 3, type=_BF16)
 @FAMILY.form("mul{.rn}.type", 3, type=_BF16)
 def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One rounding."""
+    """Calculate with one rounding."""
 
     def calculate(left: Value, right: Value) -> Value:
         if i.opcode == "mul":

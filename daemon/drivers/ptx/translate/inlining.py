@@ -38,7 +38,7 @@ _TOO_MANY = "too many calls of functions with barriers or warp operations"
 
 
 def meets(function: Function) -> bool:
-    """Whether its own body has such an instruction."""
+    """Say whether the function's own body has such an instruction."""
     return any(instruction.opcode in MEETINGS for instruction in function.instructions)
 
 
@@ -115,7 +115,7 @@ def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Functio
 
 
 def _steps(function: Function) -> int:
-    """Its instructions and the labels of its indexed branches, which are operands."""
+    """Yield the instructions and the labels of their indexed branches, which are operands."""
     return sum(len(i.operands) if i.opcode == "brx" else 1 for i in function.instructions)
 
 
@@ -165,7 +165,7 @@ def _names_its_parameter(instruction: Instruction) -> bool:
 
 
 class _Renaming:
-    """What becomes of registers, variables and labels."""
+    """Copies of registers, variables and labels for one inlined call."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
 def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One half of the product."""
+    """Compute one half of the product."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
@@ -44,7 +44,7 @@ def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """One half of the product, plus c."""
+    """Compute one half of the product, plus c."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     part = product(t, m["half"], scalar, left, right)
@@ -118,7 +118,7 @@ def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("popc.type", 2, type=_BIT_WORDS)
 @FAMILY.form("clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """How many ones, or zeros in front; all bits of 0."""
+    """Count ones, or leading zeros; all bits for 0."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     if i.opcode == "popc":
@@ -193,7 +193,7 @@ def _pair(t: OperandTranslator, i: Instruction, scalar: Scalar) -> tuple[Value, 
 
 
 def product(t: OperandTranslator, half: str, scalar: Scalar, left: Value, right: Value) -> Value:
-    """One half of a product."""
+    """Compute one half of a product."""
     if half == "lo":
         return t.ir.binary("mul", left, right)
     high = t.ir.binary("lshr", _whole_product(t, scalar, left, right), scalar.bits)

@@ -35,7 +35,7 @@ METADATA = '!0 = !{}\n!1 = !{!"branch_weights", i32 1048576, i32 1}\n'
 
 
 class IrWriter:
-    """One function's body under construction, line by line."""
+    """Body of one function under construction, line by line."""
 
     def __init__(self, declarations: set[str], prefix: str = "") -> None:
         self.lines: list[str] = []
@@ -58,11 +58,11 @@ class IrWriter:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the block at hand has its terminator."""
+        """Say whether the current block has its terminator."""
         return self._terminated
 
     def mark(self) -> tuple[int, bool]:
-        """How far the function is written."""
+        """Return the function's current end, to insert there later."""
         return len(self.lines), self._terminated
 
     def rewind(self, mark: tuple[int, bool]) -> None:
@@ -71,7 +71,7 @@ class IrWriter:
         self._terminated = mark[1]
 
     def argument(self, name: str) -> Value:
-        """One of the function's numbers, which has the name of a special register."""
+        """Return a number of the function that has the name of a special register."""
         return Value("i32", f"%{name}")
 
     def flat_thread(self) -> Value | None:
@@ -103,7 +103,7 @@ class IrWriter:
         return self.binary("xor", flag, TRUE)
 
     def select(self, flag: Value, then: Value, other: Value) -> Value:
-        """One of two values."""
+        """Select one of two values."""
         return self.value(then.type, f"select {flag}, {then}, {other}")
 
     def cast(self, operation: str, value: Value, type_name: str) -> Value:
@@ -152,7 +152,7 @@ class IrWriter:
         return self.value(type_name, f"load {type_name}, {pointer}{extra}")
 
     def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
-        """What lies at a constant distance behind a pointer and does not change while a kernel runs."""
+        """Load a value at a constant distance behind a pointer that does not change while a kernel runs."""
         return self.load(type_name, self.offset(pointer, distance), extra=INVARIANT)
 
     def store(self, value: Value, pointer: Value) -> None:

@@ -41,7 +41,7 @@ _NONE = -1
 
 
 def is_private(i: Instruction) -> bool:
-    """Whether lanes may get different results of an instruction though they give it the same operands."""
+    """Say whether lanes may get different results of an instruction for the same operands."""
     if i.opcode == "ld":
         return not _is_shared_load(i)
     if i.opcode == "cvta":
@@ -85,7 +85,7 @@ def translate_access(t: "LaneTranslator", i: Instruction, m: Modifiers) -> bool:
 
 
 class _Access:
-    """One load or store for each lane, of a scalar or a few; vectors of all hold those of the first lane first."""
+    """A load or store for each lane, of a scalar or a few; vectors of all hold the first lane's first."""
 
     def __init__(self, t: "LaneTranslator", operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
         self.t, self.ir = t, t.ir
@@ -142,7 +142,7 @@ class _Access:
         return ir.wide_value(self._kind, pick)
 
     def _part(self, loaded: Value, number: int) -> Value:
-        """One of each lane's values."""
+        """Return one part of each lane's values."""
         if self._count == 1:
             return loaded
         order = ", ".join(f"i32 {lane * self._count + number}" for lane in range(self.ir.lanes))
@@ -150,12 +150,12 @@ class _Access:
         return self.ir.wide_value(self._kind, pick)
 
     def _first_address(self) -> Value:
-        """What the first lane's address is, or would be, as i64."""
+        """Return the first lane's address, or the one it would have, as i64."""
         first = self.ir.resize(self.ir.first(self._base), "i64", signed=False)
         return self.ir.binary("add", first, self._offset)
 
     def _side_by_side(self) -> Value:
-        """Whether each lane that takes part accesses what follows the one before."""
+        """Compute whether each lane that takes part accesses the place behind the lane before."""
         ir, kind = self.ir, self._base.type
         first = ir.first(self._base)
         numbers = ir.each(kind, self._size)
@@ -169,7 +169,7 @@ class _Access:
         return ir.binary("and", every, ir.compare("icmp ule", first, most))
 
     def _is_valid(self, address: Value) -> Value:
-        """Whether all from the first to the last that takes part may be accessed."""
+        """Compute whether everything from the first to the last lane that takes part may be accessed."""
         ir, size, mask = self.ir, self._size, self.t.mask
         before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
         behind = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
@@ -207,7 +207,7 @@ class _Access:
         return value
 
     def _flags(self) -> Value:
-        """Which elements take part."""
+        """Return which elements take part."""
         ir, flags = self.ir, self.ir.flags_of(self.t.mask)
         if self._count == 1:
             return flags

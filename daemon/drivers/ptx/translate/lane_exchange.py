@@ -64,7 +64,7 @@ done:
 
 
 def kinds_of(body: Sequence[Instruction]) -> Kinds:
-    """What the instructions of a kernel mean for lanes."""
+    """Classify the instructions of a kernel by their meaning for lanes."""
     exchanges = frozenset(n for n, i in enumerate(body) if i.opcode in EXCHANGES or "warp" in i.modifiers)
     common = frozenset(n for n in exchanges if body[n].opcode in _SAME_FOR_ALL)
     own = frozenset(n for n, i in enumerate(body) if is_private(i))

@@ -20,7 +20,7 @@ _HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
 
 
 class LaneRegisters(ThreadTranslator):
-    """What is known of the lanes at the instruction at hand, and access to their registers.
+    """State of the lanes at the current instruction, and access to their registers.
 
     Attributes:
         mask: The lanes that take part.
@@ -69,7 +69,7 @@ class LaneRegisters(ThreadTranslator):
         self.ir.blamed = before
 
     def local_window(self) -> Value:
-        """Where the lane's local memory begins."""
+        """Return the address at which the lane's local memory begins."""
         if self._lane is None:
             raise NotWide
         distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), self.local_step)
@@ -117,7 +117,7 @@ class LaneRegisters(ThreadTranslator):
         self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
 
     def _place(self, register: Register) -> Value:
-        """Where a lane's part of a register is while lanes run one by one."""
+        """Return the place of a lane's part of a register while lanes run one by one."""
         if self._lane is None or register.index not in self._rooms_of:
             raise NotTogether
         size = _HELD_BITS[register.type.bits] // 8

@@ -1,4 +1,4 @@
-"""One kernel as a function that runs neighbouring threads of a row together, as the lanes of vectors.
+"""Translate a kernel to a function that runs neighbouring threads of a row together, as lanes of vectors.
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
@@ -310,7 +310,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(none)
 
     def _lies_in(self, index: int, among: frozenset[int]) -> bool:
-        """Whether an instruction lies in one of these blocks, and no guard parts the lanes there."""
+        """Say whether an instruction lies in one of these blocks, where no guard parts the lanes."""
         guard = self.function.instructions[index].guard
         if guard is not None and self._varies(guard.register):
             return False
@@ -359,6 +359,6 @@ class LaneTranslator(LaneRegisters):
 
 
 def _is_known(i: Instruction) -> bool:
-    """Whether there is a way to do it for lanes."""
+    """Say whether an instruction has a translation for lanes."""
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

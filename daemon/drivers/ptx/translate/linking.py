@@ -1,4 +1,4 @@
-"""What kernels and functions of one image mean to each other, settled before any is translated.
+"""Link kernels and functions of one image before any is translated.
 
 Which functions a kernel can reach; where shared variables lie that functions name, which must be the same place for
 every kernel; which functions are inlined.
@@ -61,7 +61,7 @@ def callees_of(function: Function) -> set[str]:
 
 
 class CallGraph:
-    """Who calls whom in an image."""
+    """Callers and callees in an image."""
 
     def __init__(self, image: Image) -> None:
         self._addressed = image.addressed or ()

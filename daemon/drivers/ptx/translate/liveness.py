@@ -1,4 +1,4 @@
-"""Which registers a thread still needs at a barrier: only those are kept in its frame while it waits.
+"""Find the registers that a thread still needs at a barrier: its frame keeps only those while it waits.
 
 The usual backward analysis over blocks; sets of registers are bits of one int.
 """
@@ -61,7 +61,7 @@ def registers_of(operand: Operand) -> list[Register]:
 
 
 def effect_of(instruction: Instruction, *, writes_first: bool) -> Effect:
-    """What an instruction reads and writes; a guarded one may leave what it would write as it was."""
+    """Return the registers that an instruction reads and writes; a guarded one may leave its results unwritten."""
     reads = writes = 0
     for position, operand in enumerate(instruction.operands):
         bits = 0
@@ -115,7 +115,7 @@ def live_at_starts(blocks: Sequence[Block], effects: Sequence[Effect]) -> list[i
 
 
 def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect], *, waits: bool) -> int:
-    """How many values LLVM has to merge where control flows together: registers written more than once, by live place.
+    """Count the values that LLVM has to merge where control flows together: registers written more than once.
 
     A thread that waits gets its registers anew, so with `waits` all count. Raises TooComplex.
     """
@@ -142,7 +142,7 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Effect],
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
-    """Where blocks begin: at the start, at branch targets, behind what ends a block."""
+    """Return where blocks begin: at the start, at branch targets, behind instructions that end a block."""
     found = {0}
     for index, instruction in enumerate(instructions):
         found.update(target.index for target in instruction.operands if isinstance(target, Target))

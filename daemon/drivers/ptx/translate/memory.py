@@ -137,7 +137,7 @@ def _space(m: Modifiers) -> Space:
 
 
 def _how(m: Modifiers) -> str:
-    """What sets a strong access apart from a weak one."""
+    """Return the attributes that set a strong access apart from a weak one."""
     return " atomic volatile" if _order(m) else ""
 
 

@@ -155,7 +155,7 @@ def translate(image: Image) -> list[Part]:
 
 
 def _size(function: Function) -> tuple[int, int]:
-    """How many accesses and waits a function has, and how many instructions."""
+    """Count a function's accesses and waits, and its instructions."""
     return sum(map(_accesses_of, function.instructions)), len(function.instructions)
 
 

@@ -51,7 +51,7 @@ class OperandTranslator:
         self._variable_places = variable_places
 
     def local_window(self) -> Value:
-        """Where the thread's local memory begins."""
+        """Return the address at which the thread's local memory begins."""
         return LOCAL
 
     def problem(self, reason: str) -> ImageRejected:

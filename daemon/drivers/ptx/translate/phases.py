@@ -101,7 +101,7 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """One thread, or so many, have arrived, and go on; `arrive_drop` takes them out of later phases too."""
+    """Arrive for one thread, or so many, and go on; `arrive_drop` takes them out of later phases too."""
     into, place, rest = _split(t, i)
     come = _count(t, rest[0]) if rest else constant("i64", 1)
     state = settle(t, _object(t, place, m), come=come, dropped=come if "arrive_drop" in m else None)
@@ -118,7 +118,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """One thread has arrived, and so many more bytes are to come first."""
+    """Arrive for one thread, and expect so many more bytes first."""
     into, place, rest = _split(t, i)
     if len(rest) != 1:
         raise t.problem("expected a number of bytes")
@@ -131,7 +131,7 @@ def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
 
 @FAMILY.form("mbarrier.pending_count.b64", 2)
 def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """How many arrivals were missing, of the state that an arrival gave."""
+    """Return how many arrivals were missing in the state that an arrival gave."""
     state = t.ir.binary("and", t.read(i.operands[1], _OBJECT), _COUNT_MASK)
     t.write(i.operands[0], _COUNT, t.ir.cast("trunc", state, "i32"))
 
@@ -145,7 +145,7 @@ def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Whether the phase of a state, or of this parity, is complete; if not, the others run first."""
+    """Test whether the phase of a state, or of this parity, is complete; if not, the others run first."""
     ir = t.ir
     if len(i.operands) == 4:
         if m["way"] == "test_wait":

@@ -1,4 +1,4 @@
-"""Where an address lies, and whose it is (PTX ISA sections 9.7.9.19 and 9.7.9.23 to 9.7.9.24).
+"""Test to which space an address belongs (PTX ISA sections 9.7.9.19 and 9.7.9.23 to 9.7.9.24).
 
 A cluster is one block here, so an address of another of its blocks is the block's own.
 """
@@ -18,7 +18,7 @@ _WINDOWS = (Space.SHARED, Space.LOCAL)
 
 @FAMILY.form("isspacep.space", 2, space=("global", "shared", "shared::cta", "shared::cluster", "local"))
 def lies_in(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Whether a generic address lies in a space; what is in neither of the others is global."""
+    """Compute whether a generic address lies in a space; an address in no window is global."""
     space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:

@@ -47,7 +47,7 @@ class RunnerWriter:
 
     @property
     def needs(self) -> Needs:
-        """What a block takes."""
+        """Return the memory that a block takes."""
         if not self._waits.sites:
             return Needs(self._local_bytes, 0, 0, 0, parks=False)
         return Needs(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
@@ -65,7 +65,7 @@ class RunnerWriter:
         return "\n".join([head, "entry:", *self._allocas, *self.ir.lines, "}", ""])
 
     def _run_blocks(self) -> None:
-        """Those from the first to the last."""
+        """Run the blocks from the first to the last."""
         ir = self.ir
         counter, head, done = self._variable("i64"), ir.fresh("block"), ir.fresh("blocksdone")
         ir.store(_FIRST, counter)
@@ -119,7 +119,7 @@ class RunnerWriter:
 
     @contextmanager
     def _unless_ended(self, frame: Value, waiting: Value) -> Iterator[list[Value]]:
-        """What is written inside resumes a frame, if it has not ended, and gives the status it comes back with."""
+        """Resume a frame that has not ended; the caller writes the call inside and gives its status."""
         ir, outcome = self.ir, list[Value]()
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
         ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
@@ -172,7 +172,7 @@ class RunnerWriter:
         self._nest(self._sizes[field], [], body)
 
     def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
-        """One loop for the last axis that has none yet; every size is at least 1."""
+        """Open a loop for the last axis that has none yet; every size is at least 1."""
         if len(outer) == len(sizes):
             body(outer)
             return
@@ -209,7 +209,7 @@ class LaneRunnerWriter(RunnerWriter):
 
     @property
     def needs(self) -> Needs:
-        """What a block takes: a frame for each group, of which a block of narrow rows has as many as threads."""
+        """Return the memory that a block takes: a frame for each group; narrow rows have a group a thread."""
         if not self._waits.sites:
             return Needs(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
         return Needs(0, self._local_bytes, 0, self._frame_bytes, parks=False)
@@ -229,7 +229,7 @@ class LaneRunnerWriter(RunnerWriter):
         ir.block(done)
 
     def _count_groups(self) -> Sequence[Value]:
-        """How many there are along each axis."""
+        """Count the groups along each axis."""
         width, height, depth = self._sizes["block"]
         self._groups = self.ir.binary("udiv", self.ir.binary("add", width, self._lanes - 1), self._lanes)
         return self._groups, height, depth
@@ -264,7 +264,7 @@ class LaneRunnerWriter(RunnerWriter):
         return [self.ir.binary("add", self.ir.binary("mul", group[0], self._lanes), lane), *group[1:]]
 
     def _left(self, group: Sequence[Value]) -> Value:
-        """How many threads there are from the group's first on."""
+        """Compute how many threads there are from the group's first on."""
         return self.ir.binary("sub", self._sizes["block"][0], self.ir.binary("mul", group[0], self._lanes))
 
     def _group_frame(self, group: Sequence[Value]) -> Value:
@@ -275,11 +275,11 @@ class LaneRunnerWriter(RunnerWriter):
 
 
 class WarpRunnerWriter(LaneRunnerWriter):
-    """The same for groups that are warps: neighbours by their number in the block, of whatever rows."""
+    """Runner for groups that are warps: neighbours by their number in the block, of whatever rows."""
 
     @property
     def needs(self) -> Needs:
-        """What a block takes; its last warp may lack threads."""
+        """Return the memory that a block takes; its last warp may lack threads."""
         if not self._waits.sites:
             return super().needs
         each = -(-self._frame_bytes // self._lanes)

@@ -31,7 +31,7 @@ _BYTES = {
 
 @FAMILY.form("testp.test.type", 2, test=_TESTS, type=FLOATS)
 def test_property(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Whether a number is of a class; zero is a normal number."""
+    """Test whether a number is of a class; zero is a normal number."""
     scalar, ir = m.scalar(), t.ir
     digits = 23 if scalar.bits == 32 else 52
     top = (1 << (scalar.bits - 1 - digits)) - 1
@@ -89,7 +89,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("fns.b32", 4)
 def find_nth_set(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Where the c-th one of a is, counted up or, for a negative c, down from bit b; all ones if there is none."""
+    """Find the c-th one of a from bit b, upwards or, for a negative c, downwards; all ones if there is none."""
     ir = t.ir
     mask, start, count = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     is_down = ir.compare("icmp slt", count, 0)

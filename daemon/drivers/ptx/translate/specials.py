@@ -126,7 +126,7 @@ def _lane_mask(ir: IrWriter, name: str) -> Value:
 
 
 def block_threads(ir: IrWriter) -> Value:
-    """How many threads a block has."""
+    """Compute how many threads a block has."""
     area = ir.binary("mul", _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y"))
     return ir.binary("mul", area, _launch_field(ir, "ntid.z"))
 

@@ -1,4 +1,4 @@
-"""One kernel as a function that runs one thread, from its start or from where it waits.
+"""Translate a kernel to a function that runs one thread, from its start or from where it waits.
 
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
@@ -150,7 +150,7 @@ class ThreadTranslator(OperandTranslator):
         self.ir.ret_value(self.ir.select(is_exit, constant("i32", Status.DONE), status))
 
     def stack(self) -> Value:
-        """Where in the local window the variables of what is called begin."""
+        """Return where in the local window the callee's variables begin."""
         return constant("i64", self.function.local_bytes + self.function.call_bytes + SLOT_BYTES * 2)
 
     def make_room(self, signature: Signature) -> None:
@@ -176,7 +176,7 @@ class ThreadTranslator(OperandTranslator):
         return self._kinds.setdefault(spelling, len(self._kinds))
 
     def frame_size(self) -> Value:
-        """What one thread's frame takes, as i64."""
+        """Return the bytes of one thread's frame, as i64."""
         return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
 
     def suspend(self, status: Status) -> None:
@@ -262,7 +262,7 @@ class ThreadTranslator(OperandTranslator):
         return opening.lines[1:]
 
     def _open(self, opening: IrWriter) -> None:
-        """What calls need."""
+        """Write the values that calls need."""
         if self._calls_at is not None:
             opening.emit(f"%calls = getelementptr i8, ptr %local, i64 {self._calls_at}")
         elif self.function.call_bytes:

@@ -1,4 +1,4 @@
-"""Which branches may part the lanes that run a kernel together, and which registers are the same for all of them.
+"""Find the branches that may part lanes, and the registers with one value for all lanes.
 
 Lanes that a branch has parted run one after another, the earliest block first, and meet again at the latest where all
 ways from the branch lead: its end. Two things follow where every block on these ways comes before the end:
@@ -31,7 +31,7 @@ class Unordered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """What is known of a kernel's lanes.
+    """Facts of a kernel's lanes.
 
     Attributes:
         live: The registers needed where each block begins, as bits.
@@ -49,7 +49,7 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What instructions mean for lanes, by their places.
+    """Meanings of instructions for lanes, by their places.
 
     Attributes:
         private: Those that give each lane a result of its own.
@@ -65,7 +65,7 @@ class Kinds:
 
 
 def leaves_at(body: Sequence[Instruction], index: int) -> bool:
-    """Whether a kernel ends at an instruction, or behind the last."""
+    """Say whether a kernel ends at an instruction, or behind the last."""
     return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
 
 
@@ -120,7 +120,7 @@ def _is_varying(operand: Operand, specials: tuple[str, ...]) -> bool:
 
 
 def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
-    """Whether a block ends in a branch that some lanes may take and others not."""
+    """Say whether a block ends in a branch that some lanes may take and others not."""
     last = body[block.end - 1]
     if last.guard is None or last.opcode != "bra" or not varying >> last.guard.register.index & 1:
         return False
@@ -180,7 +180,7 @@ class _Ways:
         return frozenset(found)
 
     def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
-        """Whether every way from a block comes to a barrier before the end or an exchange."""
+        """Say whether every way from a block comes to a barrier before the end or an exchange."""
         seen: set[int] = set()
         pending = [start]
         while pending:

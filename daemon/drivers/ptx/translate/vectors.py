@@ -22,7 +22,7 @@ _FLAGGED = ("llvm.abs.", "llvm.ctlz.", "llvm.cttz.")
 
 
 class NotWide(Exception):
-    """This can only be written for one lane at a time."""
+    """Raised where an instruction can only be written for one lane at a time."""
 
 
 class NotTogether(Exception):
@@ -30,12 +30,12 @@ class NotTogether(Exception):
 
 
 def is_wide(value: Value) -> bool:
-    """Whether a value is a vector."""
+    """Say whether a value is a vector."""
     return value.text.startswith((_WIDE, "<"))
 
 
 class VectorWriter(IrWriter):
-    """One function's body for a number of lanes.
+    """Body of one function for a number of lanes.
 
     Attributes:
         blamed: The lane whose thread is named if the kernel faults here.
@@ -80,7 +80,7 @@ class VectorWriter(IrWriter):
         return self.wide_value("i1", f"{condition} {self.whole(left)}, {self.widen(right).text}")
 
     def select(self, flag: Value, then: Value, other: Value) -> Value:
-        """One of two values, lane by lane."""
+        """Select one of two values, lane by lane."""
         if not (is_wide(flag) or is_wide(then) or is_wide(other)):
             return super().select(flag, then, other)
         choice = self.whole(flag) if is_wide(flag) else str(flag)
@@ -131,7 +131,7 @@ class VectorWriter(IrWriter):
         return self.wide_value(type_name, f"call {self.wide_type(type_name)} @{name}({passed})")
 
     def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
-        """What does not change is loaded where the function begins: see `open_fixed`."""
+        """Load an unchanging value where the function begins (`open_fixed`)."""
         return self.opening.setdefault(
             (type_name, pointer.text, distance), Value(type_name, f"%fixed{len(self.opening)}")
         )
@@ -143,7 +143,7 @@ class VectorWriter(IrWriter):
             opening.emit(f"{value.text} = load {kind}, {place}{INVARIANT}")
 
     def argument(self, name: str) -> Value:
-        """One of the thread's indices."""
+        """Return one of the thread's indices."""
         index = self.arguments.get(name)
         return super().argument(name) if index is None else self._here(index)
 
@@ -210,7 +210,7 @@ class VectorWriter(IrWriter):
         return self.value_of(value, constant("i64", 0))
 
     def value_of(self, value: Value, lane: Value) -> Value:
-        """One lane's of a vector."""
+        """Return one lane's element of a vector."""
         name = f"%{self.fresh()}"
         self.raw(f"{name} = extractelement {self.whole(value)}, {lane}")
         return Value(value.type, name)

@@ -1,4 +1,4 @@
-"""Where a kernel's threads wait for one another, and how one does (PTX ISA sections 9.7.9, 9.7.13 and 10).
+"""Find where a kernel's threads wait for one another, and write the wait (PTX ISA sections 9.7.9, 9.7.13 and 10).
 
 Threads wait at barriers, in exchanges (all of a member mask must come), in gatherings (`activemask`: whoever comes),
 and in loops that watch memory, where a thread lets the others run now and then. A wait leaves in the thread's frame
@@ -54,7 +54,7 @@ _WATCHING = ("atom", "fence", "membar", "nanosleep", "mbarrier")
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Where the threads of a kernel wait.
+    """Places where the threads of a kernel wait.
 
     Attributes:
         sites: The instructions at which a thread may stop.
@@ -77,7 +77,7 @@ class Waits:
 
 
 def watches(i: Instruction) -> bool:
-    """Whether an instruction looks at, or changes, what other threads may write or look at."""
+    """Say whether an instruction looks at, or changes, what other threads may write or look at."""
     return i.opcode in _WATCHING or (i.opcode == "ld" and not _WATCHING_LOADS.isdisjoint(i.modifiers))
 
 
@@ -167,19 +167,19 @@ def gather(t: "ThreadTranslator") -> Value:
 
 
 def word_of(t: "ThreadTranslator", which: Value, number: int = 0) -> Value:
-    """What a lane showed in the exchange just complete; it must have been there."""
+    """Return the word that a lane showed in the exchange just complete; the lane must have been there."""
     return t.ir.load("i64", t.ir.offset(kept_words(t, which), SLOT_BYTES * number))
 
 
 def kept_words(t: "ThreadTranslator", which: Value) -> Value:
-    """Where what a lane showed in the exchange just complete is kept."""
+    """Return the place of the words that a lane showed in the exchange just complete."""
     distance = t.ir.resize(t.ir.binary("sub", which, lane(t)), "i64", signed=True)
     frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
     return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
 
 
 def own_room(t: "ThreadTranslator") -> Value:
-    """Where the thread may put as many words as it has shown, until it shows others."""
+    """Return the place for as many words as the thread has shown, until it shows others."""
     return t.ir.offset(FRAME, HEAD_BYTES)
 
 

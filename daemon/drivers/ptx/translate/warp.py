@@ -69,7 +69,7 @@ def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value
 
 @FAMILY.form("vote.sync.mode.pred", 3, mode=("all", "any", "uni"))
 def vote(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Whether a predicate is set of all members, of any, or the same of all (section 9.7.13, "vote.sync")."""
+    """Compute whether a predicate is set of all members, of any, or equal for all (section 9.7.13, "vote.sync")."""
     ir = t.ir
     group, ballot = exchange(t, i.operands[2], flag=t.read(i.operands[1], PREDICATE))
     every, none = ir.compare("icmp eq", ballot, group), ir.compare("icmp eq", ballot, 0)
@@ -98,7 +98,7 @@ def active_mask(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("elect.sync", 2)
 def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """One of the members: the first."""
+    """Choose the first of the members."""
     group, _ = exchange(t, i.operands[1])
     leader = t.ir.intrinsic("llvm.cttz.i32", "i32", group, TRUE)
     result, predicate = two_results(i.operands[0])
@@ -147,7 +147,7 @@ def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
-    """Whether a lane is in a group."""
+    """Say whether a lane is in a group."""
     return t.ir.cast("trunc", t.ir.binary("lshr", group, which), "i1")
 
 
