@@ -205,7 +205,7 @@ def test_its_end_ends_a_wait_and_the_launches(shared: Shared) -> None:
 
 def test_launches_stop_with_the_token(shared: Shared) -> None:
 
-    def launch_one(guest: GpuSession) -> Callable[[], None]:
+    def launch_one(guest: GpuSession) -> Callable[[], object]:
         module, args = guest.module_load(TRANSFORM), KernelArgs().push_buffer(guest.mem_alloc(4))
         args.push_u32(1).push_f32(2.0)
         guest.launch(module, "scale", [1], [1], args)

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.image import _decode
 from gpulease.daemon.drivers.ptx.limits import MAX_IR_LINES
 from gpulease.daemon.drivers.ptx.parse.parser import parse
-from gpulease.daemon.drivers.ptx.translate.linking import link
+from gpulease.daemon.drivers.ptx.translate.call_graph import link
 from gpulease.daemon.drivers.ptx.translate.module import Part, translate
 
 from . import ptx_texts

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from gpulease.daemon.drivers.ptx.parse.syntax import Instruction
-from gpulease.daemon.drivers.ptx.translate.catalogue import FAMILIES
+from gpulease.daemon.drivers.ptx.translate.form_table import FAMILIES
 from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
 
 TESTS: Final = Path(__file__).parents[1] / "daemon" / "drivers" / "ptx"

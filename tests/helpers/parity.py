@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.drivers.ptx.translate.catalogue import FAMILIES
+from gpulease.daemon.drivers.ptx.translate.form_table import FAMILIES
 from gpulease.daemon.drivers.ptx.translate.forms import Form
 from helpers.rows import OPERAND_NAMES, RESULT_BYTES, rows_ptx
 

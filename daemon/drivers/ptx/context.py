@@ -1,11 +1,8 @@
-"""Describe a kernel's fault as the tenant reads it.
+"""The one context of a worker process: memory, modules, stream, launch graphs, and faults as tenants read them.
 
-Launch graphs: launches checked and packed once, queued one behind the other.
-
-The queue takes a launch in a microsecond, so a replay saves what comes before: frames, plans, checks of the shape.
-Copies are done by the caller's thread, which waits for the kernels before them.
-
-The one context of a worker process: its memory, its modules, its stream.
+A launch graph checks and packs its launches once and queues them one behind the other. The queue takes a launch in a
+microsecond, so a replay saves what comes before it: frames, plans, checks of the shape. The caller's thread makes the
+copies; it waits for the kernels before them.
 """
 
 import ctypes
@@ -46,9 +43,9 @@ from gpulease.daemon.drivers.ptx.limits import (
     SPIN_S,
 )
 from gpulease.daemon.drivers.ptx.memory import IN_ORDER, Areas, Arena
-from gpulease.daemon.drivers.ptx.native.layout import LAUNCH_HEAD, Access, Environment, Fault, Launch
+from gpulease.daemon.drivers.ptx.native.structures import LAUNCH_HEAD, Access, Environment, Fault, Launch
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
-from gpulease.daemon.drivers.ptx.printing import PrintBuffer, joined, print_to_log
+from gpulease.daemon.drivers.ptx.printf import PrintBuffer, joined, print_to_log
 from gpulease.daemon.drivers.ptx.stream import Stream, host_threads, stream_code
 
 _SPACES = tuple(Space)

@@ -1,11 +1,7 @@
-"""Compile an image: native code, and the facts needed to place and launch its kernels.
+"""Compile an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
-Nothing in here depends on the process it was made in: code names what it calls, and addresses of variables come from a
-table that each launch names. So it can be kept and used again (cache.py).
-
-Images that are compiled already: in this process, or by another one before (kept_code.py).
-
-A compiled image's kernels and variables in one context (the interface's `Module` and `Kernel`).
+Compiled code does not depend on the process it was made in: it names what it calls, and a table that each launch names
+holds the addresses of variables. So this process, or another one later, can use it again (`daemon/native/code_cache.py`).
 """
 
 import ctypes
@@ -34,9 +30,9 @@ from gpulease.daemon.drivers.ptx.memory import Arena, Needs
 from gpulease.daemon.drivers.ptx.native.library import bind_library
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.parse.syntax import Function, Image, Relocation
+from gpulease.daemon.drivers.ptx.translate.call_graph import link
 from gpulease.daemon.drivers.ptx.translate.callees import FIRST_HANDLE, HANDLE_STEP
 from gpulease.daemon.drivers.ptx.translate.cooperative import cooperative_kernels
-from gpulease.daemon.drivers.ptx.translate.linking import link
 from gpulease.daemon.drivers.ptx.translate.module import Part, translate
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object

@@ -1,8 +1,7 @@
-"""Refuse an image with the line, its text and the reason.
+"""Bounds of the driver, and the refusal of an image that passes one.
 
-What the driver takes at most. A tenant writes the PTX, so everything it can make large has a bound here.
-
-Units are in the names; each limit says what it stops or which card it was taken from.
+A tenant writes the PTX, so everything it can make large has a bound here. Units are in the names. Each limit says what
+it stops, or which card it was taken from.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected

@@ -1,12 +1,9 @@
-"""Host memory that costs nothing until it is touched.
+"""Memory: the context's allocations, the places where blocks run, and mappings that cost nothing until they are touched.
 
-Where blocks run: shared memory, local windows and frames for each block that is under way.
-
-Device memory: one reservation of address space per context, and what in it may be touched.
-
-Sizes are rounded up to powers of two, and each such class has a region of its own with room for more blocks than a
-slice can hold. So an allocation that fits the slice always finds a place, whatever was freed before: there is no
-fragmentation, only address space, which is free. Pages are real only where touched, and go back when freed.
+Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class has
+a region of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always finds a
+place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back when
+freed. A running block has its shared memory, local windows and frames in an area of its own.
 """
 
 import ctypes
@@ -23,7 +20,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     RESIDENT_LOCAL_BYTES,
     RESIDENT_SHARED_BYTES,
 )
-from gpulease.daemon.drivers.ptx.native.layout import Environment, Fault
+from gpulease.daemon.drivers.ptx.native.structures import Environment, Fault
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 

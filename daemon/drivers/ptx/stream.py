@@ -1,12 +1,11 @@
-"""The threads that share the blocks of a launch: the stream's, and helpers beside it that stay in native code too.
+"""Queue launches for native threads: a ring that the caller fills and one thread empties, with helpers beside it.
 
-Helpers sleep while there is nothing to share. The stream's thread wakes them if a launch takes longer than waking does,
-going by how long the kernel's blocks took the last time, and by those it has run itself meanwhile (native/team.ll).
+The stream's thread never needs Python's lock, so a caller that computes or spins in Python does not hold it up. The
+caller writes a slot, then posts a semaphore; a counter in shared memory tells it the progress.
 
-The stream: a ring of launches, filled by the caller and emptied by a thread that stays in native code.
-
-The thread never needs Python's lock, so a caller that computes or spins in Python does not hold it up. The caller
-writes a slot, then posts a semaphore; it learns of progress from a counter in shared memory.
+Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if a
+launch takes longer than waking does. It goes by how long the kernel's blocks took the last time, and by the blocks it
+has run itself meanwhile (native/team.ll).
 """
 
 import ctypes
@@ -31,7 +30,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     WAKE_NS,
 )
 from gpulease.daemon.drivers.ptx.memory import Mapping
-from gpulease.daemon.drivers.ptx.native.layout import PARAMETERS_OFFSET, StreamState, Team
+from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, StreamState, Team
 from gpulease.daemon.native.code_cache import load_ir
 from gpulease.daemon.native.compiler import NativeCode, bind_symbol
 

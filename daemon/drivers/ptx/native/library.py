@@ -1,9 +1,4 @@
-"""The code of block.ll, compiled once per process, for kernels to call.
-
-The code of matrix.ll, compiled once per process, for kernels to call.
-
-What the code of kernels calls; it must be there before any of that is linked.
-"""
+"""The code that kernels call: block.ll and matrix.ll, each compiled once per process before any kernel is linked."""
 
 from functools import cache
 from importlib.resources import files

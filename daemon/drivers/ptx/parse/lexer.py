@@ -1,7 +1,4 @@
-"""PTX text to tokens (PTX ISA section 4, "Syntax").
-
-A place in the token stream with one token of look-ahead, and the refusals that name it.
-"""
+"""PTX text to tokens (PTX ISA section 4, "Syntax"), and a cursor in them with one token of look-ahead."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""PTX's fundamental types (PTX ISA section 5.2, "Types").
+"""The tree that a PTX text becomes, and PTX's fundamental types (PTX ISA section 5.2, "Types").
 
-The tree a PTX text becomes. Names are resolved: an operand holds the register or variable it means.
+Names are resolved: an operand holds the register or variable it means.
 """
 
 from dataclasses import dataclass, field

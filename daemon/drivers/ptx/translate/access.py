@@ -8,11 +8,11 @@ Shared, local and parameter addresses are offsets into a window of known size. A
 valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
 """
 
-from gpulease.daemon.drivers.ptx.native.layout import PARAMETERS_OFFSET, Access, Environment, Launch, Status
+from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, Access, Environment, Launch, Status
 from gpulease.daemon.drivers.ptx.parse.syntax import Address, Integer, Operand, Register, Scalar, Space, Variable
 from gpulease.daemon.drivers.ptx.translate.callees import PASSED, RETURNED
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
 
 # Bytes that one entry of the shadow table speaks of.
 GRANULE_SHIFT = 8

@@ -1,9 +1,8 @@
-"""2 to a power, written out as arithmetic: LLVM can run it on several threads of a loop at once, unlike a call.
-
-Approximate functions of f32 and f64 (PTX ISA section 9.7.3).
+"""Approximate functions of f32 and f64 (PTX ISA section 9.7.3).
 
 Each is computed in double precision and rounded once, so that its error is far below the ISA's bound; the values that
-the ISA lists (of zeros, infinities, NaN) come out exactly. A GPU's own approximations differ in their last bits.
+the ISA lists (of zeros, infinities, NaN) come out exactly. A GPU's own approximations differ in their last bits. 2 to a
+power is written out as arithmetic: LLVM can run it on several threads of a loop at once, unlike a call.
 """
 
 import math
@@ -13,7 +12,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.drivers.ptx.translate.floating import read_float, write_float
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 # The series of 2^r to this power of r; what it leaves out is under 2^-36 for r within half.
 _DEGREE = 9

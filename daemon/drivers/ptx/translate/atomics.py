@@ -1,18 +1,17 @@
-"""Sums of 16-bit floating-point numbers, on their bits, for atomics (PTX ISA section 9.7.4, "add").
-
-Both are made exactly or with more than twice the precision in f32 first, so rounding once more rounds right.
-
-Atomic operations (PTX ISA sections 9.7.13, "atom" and "red").
+"""Atomic operations (PTX ISA sections 9.7.13, "atom" and "red").
 
 Shared memory belongs to one block, whose threads run on one host thread: there a load, the operation and a store will
-do. Everywhere else the host's atomic instructions are used, as other host threads may look on. Either is a point that
-orders all accesses, so orderings and scopes need nothing more.
+do. Elsewhere the host's atomic instructions are used, because other host threads may look on. Both order all accesses,
+so orderings and scopes need nothing more.
+
+Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are made exactly, or with more than twice the precision, in f32
+first, so rounding once more rounds right.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import (
     SCALARS,
     Address,
@@ -27,7 +26,7 @@ from gpulease.daemon.drivers.ptx.translate.access import checked_pointer, window
 from gpulease.daemon.drivers.ptx.translate.floating import finish, flush
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import FALSE, TRUE, IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

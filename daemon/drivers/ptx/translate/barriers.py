@@ -8,14 +8,14 @@ fault.
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import BARRIERS, Access, Environment
+from gpulease.daemon.drivers.ptx.native.structures import BARRIERS, Access, Environment
 from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Integer, Operand, Space
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.drivers.ptx.translate.specials import WARP_THREADS, block_threads, flat_thread
-from gpulease.daemon.drivers.ptx.translate.waiting import wait_at_barrier
+from gpulease.daemon.drivers.ptx.translate.wait_points import wait_at_barrier
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

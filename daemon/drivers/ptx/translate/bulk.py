@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Integer, Space
 from gpulease.daemon.drivers.ptx.translate.access import address_in, fail_unless, is_valid, pointer_at
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.memory import check_policy
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
 from gpulease.daemon.drivers.ptx.translate.phases import object_of, settle
 
 if TYPE_CHECKING:

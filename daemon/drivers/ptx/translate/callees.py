@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.ptx.limits import MAX_CALL_STACK_BYTES
-from gpulease.daemon.drivers.ptx.native.layout import Launch, Status
+from gpulease.daemon.drivers.ptx.native.structures import Launch, Status
 from gpulease.daemon.drivers.ptx.parse.syntax import CallSite, Function, Instruction, Signature
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.specials import ARGUMENTS

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access, Status
+from gpulease.daemon.drivers.ptx.native.structures import Access, Status
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, CallSite, Instruction, Register, Space, Target
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless, window_base
 from gpulease.daemon.drivers.ptx.translate.callees import GIVEN, STACK_END
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import FALSE, LIKELY, Value, constant
-from gpulease.daemon.drivers.ptx.translate.printing import SYSTEM_CALLS
+from gpulease.daemon.drivers.ptx.translate.vprintf import SYSTEM_CALLS
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

@@ -8,7 +8,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import Instruction, Scalar
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.integer import product
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Arithmetic with carry", "9.7.2")
 

@@ -4,7 +4,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, Instruction, Ope
 from gpulease.daemon.drivers.ptx.translate.floating import flush
 from gpulease.daemon.drivers.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Comparison and selection", "9.7.6")
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import Instruction, Space, Target
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers

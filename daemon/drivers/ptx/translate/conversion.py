@@ -10,7 +10,7 @@ from gpulease.daemon.drivers.ptx.translate.floating import finish, flush
 from gpulease.daemon.drivers.ptx.translate.formats import F32, Format
 from gpulease.daemon.drivers.ptx.translate.forms import FLOATS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator, ir_type
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator, ir_type
 
 FAMILY = Family("Conversion", "9.7.9.21")
 

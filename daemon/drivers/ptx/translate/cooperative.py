@@ -29,7 +29,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Special,
     Vector,
 )
-from gpulease.daemon.drivers.ptx.translate.linking import CallGraph, link
+from gpulease.daemon.drivers.ptx.translate.call_graph import CallGraph, link
 from gpulease.daemon.drivers.ptx.translate.liveness import ENDS, Block, blocks_of, registers_of
 from gpulease.daemon.drivers.ptx.translate.specials import GRID_BARRIER
 

@@ -9,7 +9,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.drivers.ptx.translate.approximate import real
 from gpulease.daemon.drivers.ptx.translate.floating import read_float, write_float
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator, ir_type
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator, ir_type
 
 FAMILY = Family("Floating point, rounded otherwise", "9.7.3")
 

@@ -7,7 +7,7 @@ two roundings. Other rounding modes are in directed.py, approximations in approx
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Scalar
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator, ir_type
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator, ir_type
 
 FAMILY = Family("Floating point", "9.7.3")
 

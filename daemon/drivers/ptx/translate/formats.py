@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpulease.daemon.drivers.ptx.translate.approximate import real
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 _MAGNITUDE = (1 << 63) - 1
 _SIGN = -1 << 63

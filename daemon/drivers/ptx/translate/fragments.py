@@ -1,10 +1,10 @@
-"""Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`).
+"""Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`), and move them.
 
 All shapes follow one rule. A matrix is cut into tiles of 8 rows (of B: columns) by 4 words; lane 4g + t has word t of
 row g in each tile. Tiles are numbered downwards first in A, along the columns of B. Of C a lane has the two elements
 2t and 2t + 1 of row g in tiles of 8 by 8. `wmma` leaves its fragments' layout open: they have the same here.
 
-How a lane's elements of a matrix come out of memory, or get there: one function for each kind, with a loop.
+One function for each kind, with a loop, loads or stores a lane's elements.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
 from gpulease.daemon.drivers.ptx.translate.access import is_valid, pointer_at
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

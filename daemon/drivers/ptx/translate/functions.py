@@ -13,15 +13,15 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_LOCAL_BYTES,
     OPTIMISED_FRAME_BYTES_PER_LINE,
 )
-from gpulease.daemon.drivers.ptx.native.layout import Access, Status
+from gpulease.daemon.drivers.ptx.native.structures import Access, Status
 from gpulease.daemon.drivers.ptx.parse.syntax import Function, Space, Variable
 from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
 from gpulease.daemon.drivers.ptx.translate.callees import SIGNATURE, STACK, STACK_END, Callees, frame_address
-from gpulease.daemon.drivers.ptx.translate.inlining import MEETINGS
+from gpulease.daemon.drivers.ptx.translate.inliner import MEETINGS
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator
-from gpulease.daemon.drivers.ptx.translate.waiting import Waits, find_waits
+from gpulease.daemon.drivers.ptx.translate.wait_points import Waits, find_waits
 
 _OWN_STACK = Value("i64", "%own_stack")
 

@@ -20,7 +20,7 @@ from gpulease.daemon.drivers.ptx.translate.formats import (
 )
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Half precision", "9.7.4")
 

@@ -3,7 +3,7 @@
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Scalar
 from gpulease.daemon.drivers.ptx.translate.forms import INTEGERS, SIGNED, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Integer arithmetic", "9.7.1")
 

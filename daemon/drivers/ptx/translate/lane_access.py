@@ -8,7 +8,7 @@ another. An address that is the same for all lanes is accessed once, as one thre
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import Address, Instruction, Operand, Register, Scalar, Space
 from gpulease.daemon.drivers.ptx.translate.access import (
     GRANULE_BYTES,
@@ -23,8 +23,8 @@ from gpulease.daemon.drivers.ptx.translate.access import (
 )
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.memory import check_policy, elements
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT
+from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy, elements
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.drivers.ptx.translate.vectors import NotWide, is_wide
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ lets lanes meet at; else those that do not would wait for a barrier, and the oth
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access, Launch
+from gpulease.daemon.drivers.ptx.native.structures import Access, Launch
 from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Operand, Space
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Modifiers
@@ -15,7 +15,7 @@ from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.lane_access import is_private
 from gpulease.daemon.drivers.ptx.translate.uniformity import Kinds
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, VectorWriter, is_wide
-from gpulease.daemon.drivers.ptx.translate.waiting import lane
+from gpulease.daemon.drivers.ptx.translate.wait_points import lane
 from gpulease.daemon.drivers.ptx.translate.warp import has_lane, source_lane, two_results
 
 if TYPE_CHECKING:

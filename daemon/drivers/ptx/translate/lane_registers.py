@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpulease.daemon.drivers.ptx.limits import MAX_LANE_FRAME_BYTES, MAX_LANE_SAVED_REGISTERS
-from gpulease.daemon.drivers.ptx.native.layout import SHORT_HEAD_BYTES, SLOT_BYTES, Status
+from gpulease.daemon.drivers.ptx.native.structures import SHORT_HEAD_BYTES, SLOT_BYTES, Status
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import Register
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
 from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.ptx.translate.uniformity import Uniformity
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
-from gpulease.daemon.drivers.ptx.translate.waiting import FRAME
+from gpulease.daemon.drivers.ptx.translate.wait_points import FRAME
 
 ALIVE = Value("ptr", "%alive")
 

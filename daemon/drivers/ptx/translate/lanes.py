@@ -13,11 +13,11 @@ from collections.abc import Callable
 from ctypes import sizeof
 
 from gpulease.daemon.drivers.ptx.limits import MAX_LANE_BLOCKS, MAX_LANE_LINES
-from gpulease.daemon.drivers.ptx.native.layout import PARAMETERS_OFFSET, Environment, Status
+from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, Environment, Status
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, Function, Instruction, Target
 from gpulease.daemon.drivers.ptx.translate.callees import Callees
-from gpulease.daemon.drivers.ptx.translate.catalogue import PURE_OPCODES, find_form
+from gpulease.daemon.drivers.ptx.translate.form_table import PURE_OPCODES, find_form
 from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
 from gpulease.daemon.drivers.ptx.translate.lane_access import translate_access
@@ -27,7 +27,7 @@ from gpulease.daemon.drivers.ptx.translate.liveness import TooComplex, effect_of
 from gpulease.daemon.drivers.ptx.translate.specials import ARGUMENTS, WARP_THREADS
 from gpulease.daemon.drivers.ptx.translate.uniformity import Unordered, leaves_at, uniformity_of
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
-from gpulease.daemon.drivers.ptx.translate.waiting import WAITING, Waits, find_waits
+from gpulease.daemon.drivers.ptx.translate.wait_points import WAITING, Waits, find_waits
 
 # How many threads run together: what one register of the widest hosts holds of 32-bit numbers.
 LANES = 16

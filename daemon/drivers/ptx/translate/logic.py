@@ -3,7 +3,7 @@
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Integer
 from gpulease.daemon.drivers.ptx.translate.forms import BITS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Logic and shifts", "9.7.8")
 

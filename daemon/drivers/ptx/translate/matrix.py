@@ -9,14 +9,14 @@ Threads wait for one another once for several `mma` in a row: with the first the
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
 from gpulease.daemon.drivers.ptx.native.library import KINDS, MULTIPLY_BYTES, MULTIPLY_DOUBLES, MULTIPLY_FLOATS
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Operand, Register, Scalar, Space, Vector
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless, is_valid, pointer_at, shared_offset
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.fragments import Tiles, tiles_of
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.waiting import kept_words, lane, meet, own_room, shown_words
+from gpulease.daemon.drivers.ptx.translate.wait_points import kept_words, lane, meet, own_room, shown_words
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

@@ -11,7 +11,7 @@ from gpulease.daemon.drivers.ptx.translate.approximate import real
 from gpulease.daemon.drivers.ptx.translate.formats import F16, bits_of, decode, double_of, encode
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Floats of 8 bits", "9.7.9.21")
 

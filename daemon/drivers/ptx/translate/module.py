@@ -16,17 +16,17 @@ from gpulease.daemon.drivers.ptx.native.library import DECLARATIONS as BLOCK_DEC
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import Function, Image, Instruction, Vector
 from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT_IR
+from gpulease.daemon.drivers.ptx.translate.call_graph import CallGraph, link, watching_functions
 from gpulease.daemon.drivers.ptx.translate.callees import Callees
 from gpulease.daemon.drivers.ptx.translate.functions import FunctionTranslator
 from gpulease.daemon.drivers.ptx.translate.ir import METADATA
 from gpulease.daemon.drivers.ptx.translate.lanes import LOCAL_STEP, LaneTranslator
-from gpulease.daemon.drivers.ptx.translate.linking import CallGraph, link, watching_functions
-from gpulease.daemon.drivers.ptx.translate.printing import print_ir
 from gpulease.daemon.drivers.ptx.translate.runner import LaneRunnerWriter, RunnerWriter, WarpRunnerWriter
 from gpulease.daemon.drivers.ptx.translate.scheduler import SchedulerWriter
 from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.drivers.ptx.translate.vectors import NotTogether
-from gpulease.daemon.drivers.ptx.translate.waiting import WAITING
+from gpulease.daemon.drivers.ptx.translate.vprintf import print_ir
+from gpulease.daemon.drivers.ptx.translate.wait_points import WAITING
 from gpulease.daemon.native.compiler import Effort
 
 # What has checks of its own, or a place where the thread may stop: see MAX_OPTIMISED_ACCESSES.

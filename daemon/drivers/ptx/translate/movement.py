@@ -4,7 +4,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Scala
 from gpulease.daemon.drivers.ptx.translate.access import window_base
 from gpulease.daemon.drivers.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator, bits_type
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator, bits_type
 
 FAMILY = Family("Moves and address conversion", "9.7.9")
 

@@ -4,7 +4,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.drivers.ptx.translate.forms import INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.integer import ones
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Further integer arithmetic", "9.7.1")
 

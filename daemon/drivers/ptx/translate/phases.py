@@ -7,13 +7,13 @@ A thread that finds a phase incomplete lets the others of its block run.
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Address, Instruction, Operand
 from gpulease.daemon.drivers.ptx.translate.access import shared_pointer
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
-from gpulease.daemon.drivers.ptx.translate.waiting import let_others_run
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.wait_points import let_others_run
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

@@ -7,7 +7,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruc
 from gpulease.daemon.drivers.ptx.translate.access import window_base, window_limit
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Places of addresses", "9.7.9")
 

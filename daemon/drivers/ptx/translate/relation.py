@@ -13,7 +13,7 @@ from gpulease.daemon.drivers.ptx.translate.floating import flush
 from gpulease.daemon.drivers.ptx.translate.formats import FORMATS, decode, flush_narrow
 from gpulease.daemon.drivers.ptx.translate.forms import BITS, SIGNED, UNSIGNED, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Set, half precision comparison", "9.7.6.1, 9.7.7")
 

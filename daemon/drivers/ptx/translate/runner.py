@@ -1,17 +1,13 @@
-"""The native function that runs some of a launch's blocks: one after another, a block's threads in turn.
+"""Write the native function that runs some of a launch's blocks, one after another.
 
     i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
 
-The answer is WAITS where a block only waits for others: called again with the same block in the same environment, which
-says so, it goes on. Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
+WAITS means that a block only waits for others: called again with the same block in the same environment, the function
+goes on. Blocks are numbered x fastest; `last_block` is the one behind the last, and there is at least one.
 
 In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
 barrier or its end; when a round leaves none waiting, the block is done. That is enough where the only waits are for
-barrier 0; scheduler.py has the rest.
-
-The block's loop for a kernel whose threads run together: a row's threads in groups, one after another.
-
-With barriers each group has a frame, and rounds go as in runner.py.
+barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has the frame.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +15,17 @@ from contextlib import contextmanager
 from ctypes import sizeof
 
 from gpulease.daemon.drivers.ptx.memory import Needs
-from gpulease.daemon.drivers.ptx.native.layout import BOARD_BYTES, PARAMETERS_OFFSET, Environment, Fault, Launch, Status
+from gpulease.daemon.drivers.ptx.native.structures import (
+    BOARD_BYTES,
+    PARAMETERS_OFFSET,
+    Environment,
+    Fault,
+    Launch,
+    Status,
+)
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, TRUE, IrWriter, Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT, LAUNCH
-from gpulease.daemon.drivers.ptx.translate.waiting import Waits
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
+from gpulease.daemon.drivers.ptx.translate.wait_points import Waits
 
 # In a frame's head: the thread has ended. Barriers are numbered from 1.
 ENDED = -1

@@ -8,7 +8,8 @@ the block may wait for another one: the function returns, and goes on with it wh
 
 from collections.abc import Sequence
 
-from gpulease.daemon.drivers.ptx.native.layout import (
+from gpulease.daemon.drivers.ptx.native.library import RELEASE_WARP, SETTLE_BLOCK
+from gpulease.daemon.drivers.ptx.native.structures import (
     BARRIERS,
     BOARD_BYTES,
     PLACE_MASK,
@@ -19,11 +20,10 @@ from gpulease.daemon.drivers.ptx.native.layout import (
     State,
     Status,
 )
-from gpulease.daemon.drivers.ptx.native.library import RELEASE_WARP, SETTLE_BLOCK
 from gpulease.daemon.drivers.ptx.parse.syntax import Space
 from gpulease.daemon.drivers.ptx.translate.access import RECORD_FAULT, SPACE_NUMBERS
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import ENVIRONMENT
+from gpulease.daemon.drivers.ptx.translate.operand_values import ENVIRONMENT
 from gpulease.daemon.drivers.ptx.translate.runner import RunnerWriter
 from gpulease.daemon.drivers.ptx.translate.specials import WARP_THREADS
 

@@ -10,7 +10,7 @@ from gpulease.daemon.drivers.ptx.translate.formats import F32
 from gpulease.daemon.drivers.ptx.translate.forms import BITS, FLOATS, INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.half import least_or_most
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Further selection", "9.7.3.1, 9.7.6.4, 9.7.9.7")
 

@@ -1,6 +1,6 @@
 """Special registers (PTX ISA section 10)."""
 
-from gpulease.daemon.drivers.ptx.native.layout import Launch
+from gpulease.daemon.drivers.ptx.native.structures import Launch
 from gpulease.daemon.drivers.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.native.compiler import CLOCK_GETTIME
 

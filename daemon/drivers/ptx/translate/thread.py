@@ -16,11 +16,11 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_MERGES,
     MAX_SAVED_REGISTERS,
 )
-from gpulease.daemon.drivers.ptx.native.layout import PARAMETERS_OFFSET, SLOT_BYTES, Environment, Status
+from gpulease.daemon.drivers.ptx.native.structures import PARAMETERS_OFFSET, SLOT_BYTES, Environment, Status
 from gpulease.daemon.drivers.ptx.parse.declarations import round_up
 from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Function, Instruction, Register, Signature
 from gpulease.daemon.drivers.ptx.translate.callees import Callees, name_stack_end
-from gpulease.daemon.drivers.ptx.translate.catalogue import find_form
+from gpulease.daemon.drivers.ptx.translate.form_table import find_form
 from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import LIKELY, IrWriter, Value, constant
 from gpulease.daemon.drivers.ptx.translate.liveness import (
@@ -31,9 +31,9 @@ from gpulease.daemon.drivers.ptx.translate.liveness import (
     live_after,
     registers_of,
 )
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 from gpulease.daemon.drivers.ptx.translate.specials import ARGUMENTS
-from gpulease.daemon.drivers.ptx.translate.waiting import FRAME, Waits, find_waits, let_others_run
+from gpulease.daemon.drivers.ptx.translate.wait_points import FRAME, Waits, find_waits, let_others_run
 
 # How often a thread goes round a loop that watches memory before it lets the others run: a turn of all threads costs
 # some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.

@@ -7,8 +7,8 @@ registers than elements the rest repeat the first, so what is done to every regi
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
 from gpulease.daemon.drivers.ptx.native.library import MULTIPLY_DOUBLES
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction, Operand, Space, Vector
 from gpulease.daemon.drivers.ptx.translate.access import address_in, fail_unless
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
@@ -22,8 +22,8 @@ from gpulease.daemon.drivers.ptx.translate.matrix import (
     sizes_of,
     take,
 )
-from gpulease.daemon.drivers.ptx.translate.operands import bits_type
-from gpulease.daemon.drivers.ptx.translate.waiting import lane, meet, own_room
+from gpulease.daemon.drivers.ptx.translate.operand_values import bits_type
+from gpulease.daemon.drivers.ptx.translate.wait_points import lane, meet, own_room
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

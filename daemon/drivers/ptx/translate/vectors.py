@@ -4,7 +4,7 @@ What makes instructions need not know: a value's `type` is that of one lane eith
 among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
 """
 
-from gpulease.daemon.drivers.ptx.native.layout import Status
+from gpulease.daemon.drivers.ptx.native.structures import Status
 from gpulease.daemon.drivers.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 
 # What names of vectors begin with, and no other name does.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Instruction
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers, Translate
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Video instructions", "9.7.18")
 

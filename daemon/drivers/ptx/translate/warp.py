@@ -11,7 +11,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import PREDICATE, SCALARS, Instruc
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import TRUE, Value, constant
 from gpulease.daemon.drivers.ptx.translate.specials import WARP_THREADS
-from gpulease.daemon.drivers.ptx.translate.waiting import exchange, gather, lane, shown_words, word_of
+from gpulease.daemon.drivers.ptx.translate.wait_points import exchange, gather, lane, shown_words, word_of
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

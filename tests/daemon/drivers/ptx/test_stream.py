@@ -5,7 +5,7 @@ import pytest
 
 from gpulease.daemon.drivers.ptx.limits import QUEUE_DEPTH
 from gpulease.daemon.drivers.ptx.memory import IN_ORDER
-from gpulease.daemon.drivers.ptx.native.layout import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
+from gpulease.daemon.drivers.ptx.native.structures import LAUNCH_HEAD, PARAMETERS_OFFSET, Environment, StreamState
 from gpulease.daemon.drivers.ptx.stream import Stream
 from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
 

@@ -19,7 +19,7 @@ from gpulease.daemon.drivers.ptx.limits import (
     MAX_THREADS_PER_BLOCK,
 )
 from gpulease.daemon.drivers.ptx.memory import IN_ORDER, Areas, Needs
-from gpulease.daemon.drivers.ptx.native.layout import (
+from gpulease.daemon.drivers.ptx.native.structures import (
     BOARD_BYTES,
     MAX_HEAD_BYTES,
     SLOT_BYTES,

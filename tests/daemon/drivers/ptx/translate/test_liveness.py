@@ -2,7 +2,7 @@ import pytest
 
 from gpulease.daemon.drivers.ptx.parse.parser import parse
 from gpulease.daemon.drivers.ptx.translate import liveness
-from gpulease.daemon.drivers.ptx.translate.catalogue import find_form
+from gpulease.daemon.drivers.ptx.translate.form_table import find_form
 from gpulease.daemon.drivers.ptx.translate.liveness import TooComplex, count_merges, effect_of, live_after
 
 

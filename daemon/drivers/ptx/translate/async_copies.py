@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import (
     PREDICATE,
     SCALARS,
@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
 from gpulease.daemon.drivers.ptx.translate.access import checked_pointer
 from gpulease.daemon.drivers.ptx.translate.forms import Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.memory import check_policy
+from gpulease.daemon.drivers.ptx.translate.loads_stores import check_policy
 
 if TYPE_CHECKING:
     from gpulease.daemon.drivers.ptx.translate.thread import ThreadTranslator

@@ -6,11 +6,11 @@ Weak ones are plain: a race on them gives some value, which is read once into a 
 register, so whatever it holds, no access goes where it may not. Cache hints change no result and are passed over.
 """
 
-from gpulease.daemon.drivers.ptx.native.layout import Access
+from gpulease.daemon.drivers.ptx.native.structures import Access
 from gpulease.daemon.drivers.ptx.parse.syntax import SCALARS, Address, Instruction, Operand, Space, Variable, Vector
 from gpulease.daemon.drivers.ptx.translate.access import MAX_ACCESS_BYTES, checked_pointer
 from gpulease.daemon.drivers.ptx.translate.forms import FLOATS, Family, Modifiers
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Loads and stores", "9.7.9")
 

@@ -26,7 +26,7 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Variable,
     Vector,
 )
-from gpulease.daemon.drivers.ptx.translate.waiting import WAITING
+from gpulease.daemon.drivers.ptx.translate.wait_points import WAITING
 
 # Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
 MEETINGS = WAITING.union(("wgmma",))

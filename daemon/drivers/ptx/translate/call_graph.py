@@ -28,8 +28,8 @@ from gpulease.daemon.drivers.ptx.parse.syntax import (
     Variable,
     Vector,
 )
-from gpulease.daemon.drivers.ptx.translate.inlining import Inliner, map_variables, meets
-from gpulease.daemon.drivers.ptx.translate.waiting import find_waits, watches
+from gpulease.daemon.drivers.ptx.translate.inliner import Inliner, map_variables, meets
+from gpulease.daemon.drivers.ptx.translate.wait_points import find_waits, watches
 
 
 def link(image: Image) -> Image:

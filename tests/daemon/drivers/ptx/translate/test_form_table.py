@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from gpulease.daemon.drivers.ptx import driver
-from gpulease.daemon.drivers.ptx.translate.catalogue import FAMILIES, supported_table
+from gpulease.daemon.drivers.ptx.translate.form_table import FAMILIES, supported_table
 from gpulease.daemon.drivers.ptx.translate.forms import Family
 from helpers.forms_met import Choice, never_met
 

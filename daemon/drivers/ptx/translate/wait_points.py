@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpulease.daemon.drivers.ptx.native.layout import (
+from gpulease.daemon.drivers.ptx.native.structures import (
     HEAD_BYTES,
     SHORT_HEAD_BYTES,
     SLOT_BYTES,

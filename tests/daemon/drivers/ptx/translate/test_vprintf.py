@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpulease.daemon.drivers.interface import ImageRejected, KernelFault
 from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.limits import MAX_PRINT_BYTES, MAX_PRINT_TEXT, MAX_PRINT_WIDTH
-from gpulease.daemon.drivers.ptx.printing import render
+from gpulease.daemon.drivers.ptx.printf import render
 
 IMAGE = b"""
 .version 8.0

@@ -3,6 +3,7 @@
 from gpulease.daemon.drivers.ptx.limits import rejected
 from gpulease.daemon.drivers.ptx.parse.syntax import Instruction
 from gpulease.daemon.drivers.ptx.translate.approximate import FAMILY as APPROXIMATE
+from gpulease.daemon.drivers.ptx.translate.async_copies import FAMILY as COPYING
 from gpulease.daemon.drivers.ptx.translate.atomics import FAMILY as ATOMICS
 from gpulease.daemon.drivers.ptx.translate.barriers import FAMILY as BARRIERS
 from gpulease.daemon.drivers.ptx.translate.bulk import FAMILY as BULK
@@ -11,20 +12,19 @@ from gpulease.daemon.drivers.ptx.translate.carry import FAMILY as CARRY
 from gpulease.daemon.drivers.ptx.translate.comparison import FAMILY as COMPARISON
 from gpulease.daemon.drivers.ptx.translate.control import FAMILY as CONTROL
 from gpulease.daemon.drivers.ptx.translate.conversion import FAMILY as CONVERSION
-from gpulease.daemon.drivers.ptx.translate.copying import FAMILY as COPYING
 from gpulease.daemon.drivers.ptx.translate.directed import FAMILY as DIRECTED
+from gpulease.daemon.drivers.ptx.translate.fences import FAMILY as ORDERING
 from gpulease.daemon.drivers.ptx.translate.floating import FAMILY as FLOATING
 from gpulease.daemon.drivers.ptx.translate.forms import Form, Modifiers
 from gpulease.daemon.drivers.ptx.translate.half import FAMILY as HALF
 from gpulease.daemon.drivers.ptx.translate.integer import FAMILY as INTEGER
+from gpulease.daemon.drivers.ptx.translate.loads_stores import FAMILY as MEMORY
 from gpulease.daemon.drivers.ptx.translate.logic import FAMILY as LOGIC
 from gpulease.daemon.drivers.ptx.translate.matrix import FAMILY as MATRIX
-from gpulease.daemon.drivers.ptx.translate.memory import FAMILY as MEMORY
 from gpulease.daemon.drivers.ptx.translate.minifloats import FAMILY as MINIFLOATS
 from gpulease.daemon.drivers.ptx.translate.movement import FAMILY as MOVEMENT
 from gpulease.daemon.drivers.ptx.translate.multimedia import FAMILY as MULTIMEDIA
-from gpulease.daemon.drivers.ptx.translate.narrowing import FAMILY as NARROWING
-from gpulease.daemon.drivers.ptx.translate.ordering import FAMILY as ORDERING
+from gpulease.daemon.drivers.ptx.translate.narrow_conversions import FAMILY as NARROWING
 from gpulease.daemon.drivers.ptx.translate.phases import FAMILY as PHASES
 from gpulease.daemon.drivers.ptx.translate.placement import FAMILY as PLACEMENT
 from gpulease.daemon.drivers.ptx.translate.relation import FAMILY as RELATION

@@ -2,7 +2,7 @@
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.limits import rejected
-from gpulease.daemon.drivers.ptx.native.layout import Launch
+from gpulease.daemon.drivers.ptx.native.structures import Launch
 from gpulease.daemon.drivers.ptx.parse.declarations import decimal_pattern
 from gpulease.daemon.drivers.ptx.parse.syntax import (
     PREDICATE,

@@ -1,21 +1,29 @@
-"""vprintf: the native code behind a kernel's `printf` (CUDA C++ Programming Guide, "Formatted Output").
+"""Write `vprintf`, the native code behind a kernel's `printf` (CUDA C++ Programming Guide, "Formatted Output").
 
     i32 print(launch, environment, local, i64 bytes of the local window, i64 format, i64 arguments, ptr bad)
 
-It writes a record (printing.py) of the format and the values it asks for, out of a buffer in which each lies at the
-next multiple of its size. Every byte is read where a kernel's load could read it, and nowhere else: an address that
-may not be read comes back in `bad`, with a result below 0. Otherwise the result is the number of values.
+The code writes a record (`printf.py` reads it) of the format and the values it asks for. The values lie in a buffer,
+each at the next multiple of its size. Every byte is read where a kernel's load could read it, and nowhere else: an
+address that may not be read comes back in `bad`, with a result below 0. Otherwise the result is the number of values.
 
-Functions that CUDA provides and no image defines: what `printf`, `assert` and `free` become.
+`printf`, `assert` and `free`, which CUDA provides and no image defines, are called through here.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpulease.daemon.drivers.ptx.limits import MAX_PRINT_TEXT
-from gpulease.daemon.drivers.ptx.native.layout import Access, Environment, Fault, Launch, Mark, PrintHead, PrintRecord
+from gpulease.daemon.drivers.ptx.native.structures import (
+    Access,
+    Environment,
+    Fault,
+    Launch,
+    Mark,
+    PrintHead,
+    PrintRecord,
+)
 from gpulease.daemon.drivers.ptx.parse.syntax import CallSite, Space
-from gpulease.daemon.drivers.ptx.printing import MARKS
+from gpulease.daemon.drivers.ptx.printf import MARKS
 from gpulease.daemon.drivers.ptx.translate.access import fail_unless, global_is_valid, window_base, window_is_valid
 from gpulease.daemon.drivers.ptx.translate.callees import GIVEN
 from gpulease.daemon.drivers.ptx.translate.ir import FALSE, INVARIANT, IrWriter, Value, constant

@@ -1,10 +1,8 @@
-"""A thread's frame while it waits: what the thread, the block's loop and block.ll read and write.
+"""Structures that Python and generated code share: their fields' offsets are the contract between the two.
 
-In a kernel whose only waits are for barrier 0 a frame is `SHORT_HEAD_BYTES` with the place to go on at, then the
-registers kept. In all others it is a `FrameHead`, the words the thread shows to its warp, those words again as they
-were when its last exchange was complete, then the registers kept.
-
-Structures that Python writes and generated code reads: their fields' offsets are the contract between the two.
+A thread that waits keeps a frame. In a kernel whose only waits are for barrier 0 a frame is `SHORT_HEAD_BYTES` with the
+place to go on at, then the registers kept. In all others it is a `FrameHead`, the words the thread shows to its warp,
+those words again as they were when its last exchange was complete, then the registers kept.
 """
 
 import ctypes

@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.drivers.ptx.parse.parser import parse
-from gpulease.daemon.drivers.ptx.translate.waiting import find_waits
+from gpulease.daemon.drivers.ptx.translate.wait_points import find_waits
 
 RunBlock = Callable[..., list[list[int]]]
 

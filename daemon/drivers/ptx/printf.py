@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpulease.daemon.drivers.ptx.limits import MAX_PRINT_BYTES, MAX_PRINT_WIDTH
 from gpulease.daemon.drivers.ptx.memory import Mapping
-from gpulease.daemon.drivers.ptx.native.layout import Mark, PrintHead, PrintRecord
+from gpulease.daemon.drivers.ptx.native.structures import Mark, PrintHead, PrintRecord
 
 _LIBC = ctypes.CDLL(None)
 _HEAD_BYTES = ctypes.sizeof(PrintHead)

@@ -23,7 +23,7 @@ from gpulease.daemon.drivers.ptx.translate.formats import (
 )
 from gpulease.daemon.drivers.ptx.translate.forms import INTEGERS, Family, Modifiers
 from gpulease.daemon.drivers.ptx.translate.ir import Value, constant
-from gpulease.daemon.drivers.ptx.translate.operands import OperandTranslator
+from gpulease.daemon.drivers.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = Family("Conversion with rounding", "9.7.9.21")
 
