@@ -1,7 +1,8 @@
 """Compile an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
 Compiled code does not depend on the process it was made in: it names what it calls, and a table that each launch names
-holds the addresses of variables. So this process, or another one later, can use it again (`daemon/native/code_cache.py`).
+holds the addresses of variables. So this process, or another one later, can use it again
+(`daemon/native/code_cache.py`).
 """
 
 import ctypes

@@ -1,9 +1,9 @@
-"""Memory: the context's allocations, the places where blocks run, and mappings that cost nothing until they are touched.
+"""Memory: the context's allocations, the places where blocks run, mappings that cost nothing until touched.
 
-Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class has
-a region of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always finds a
-place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back when
-freed. A running block has its shared memory, local windows and frames in an area of its own.
+Device memory is one reservation of address space per context. Sizes are rounded up to powers of two. Each size class
+has a region of its own with room for more blocks than a slice can hold, so an allocation that fits the slice always
+finds a place: there is no fragmentation, only address space, which is free. Pages exist only where touched, and go back
+when freed. A running block has its shared memory, local windows and frames in an area of its own.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Declarations: parameters, variables and their initialisers (PTX ISA section 5.4), and parameter lists of functions.
 
-An initialiser may hold addresses (section 5.4.4): `x`, `x+4`, `generic(x)+4` and `0xFF00(generic(x)+4)`. Parameter lists
-are those of kernels, functions and prototypes (sections 5.1.6 and 11.3).
+An initialiser may hold addresses (section 5.4.4): `x`, `x+4`, `generic(x)+4` and `0xFF00(generic(x)+4)`. Parameter
+lists are those of kernels, functions and prototypes (sections 5.1.6 and 11.3).
 """
 
 import struct

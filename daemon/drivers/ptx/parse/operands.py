@@ -1,4 +1,4 @@
-"""Operands of instructions (PTX ISA section 6), and `call` with its lists and prototypes (sections 9.7.12.5 and 11.2)."""
+"""Operands of instructions (PTX ISA section 6); `call`, its lists and prototypes (sections 9.7.12.5 and 11.2)."""
 
 from collections.abc import Mapping
 
