@@ -23,7 +23,6 @@ from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
-from gpulease.daemon.broker.refusal import submit_word_for, word_for
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.contract.control_page import Counter
@@ -84,6 +83,7 @@ from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.memory_monitor import CardWatch, MemoryMonitor, Reclaimer
 from gpulease.daemon.workers.recycler import Recycler
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.broker.handlers.admin_requests import WebActionHandler, WebActions
-from gpulease.daemon.broker.listeners import BACKLOG, CannotListen, cannot_listen
+from gpulease.daemon.broker.listeners import BACKLOG, cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.config.settings import ConfigError
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
