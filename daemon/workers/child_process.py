@@ -57,7 +57,7 @@ class Heartbeat:
         self._unanswered = 0
         self._beat()
 
-    def answered(self) -> None:
+    def on_answer(self) -> None:
         """It lives."""
         self._unanswered = 0
 
@@ -245,7 +245,7 @@ class ChildProcess:
         self._delay_s = self._patience.restart_s
         self._began_s = 0.0
         ask = partial(self.send, {"op": "ping"})
-        self._pulse = Heartbeat(self._patience.beat_s, self._patience.hung_after_s, ask, self.give_up)
+        self._heartbeat = Heartbeat(self._patience.beat_s, self._patience.hung_after_s, ask, self.give_up)
 
     @property
     def pid(self) -> int:
@@ -279,7 +279,7 @@ class ChildProcess:
             await self._end()
             raise
         self._is_up, self._began_s = True, time.monotonic()
-        self._pulse.begin()
+        self._heartbeat.begin()
 
     async def stop(self) -> None:
         """End it, and start no other."""
@@ -355,7 +355,7 @@ class ChildProcess:
             self._awaited.set_exception(ChannelClosed("it is gone"))
 
     def _hang_up(self) -> None:
-        self._pulse.end()
+        self._heartbeat.end()
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
@@ -410,7 +410,7 @@ class ChildProcess:
         awaited = None if self._awaited is None or self._awaited.done() else self._awaited
         match message:
             case {"op": "pong"}:
-                self._pulse.answered()
+                self._heartbeat.on_answer()
             case {"op": "broken", "reason": reason} if awaited is not None:
                 awaited.set_exception(CannotListen(f"{self._kind.broken}: {reason}"))
             case {"op": word} if awaited is not None and word == self._awaited_word:

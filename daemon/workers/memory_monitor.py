@@ -255,5 +255,5 @@ class CardWatch:
         reading = await asyncio.to_thread(self._source.read, card_uuid)
         # A worker that began, or was settled, while the card was looked at is the daemon's own too.
         own |= self._workers.pids()
-        self._workers.see_listed(card_uuid, reading.processes.keys())
+        self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))
