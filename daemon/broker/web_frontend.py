@@ -80,7 +80,7 @@ class WebFrontend:
         # The same for every process of this broker's, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, patience=patience)
+        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, timeouts=patience)
 
     async def listen(self, given: Sequence[socket.socket] = ()) -> str:
         """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen.

@@ -51,8 +51,8 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.ring import Wanted
 
 MAX_REASON_CHARS: Final = 1000
-"""Longest reason of a worker for its end. Stops a worker that was taken over from filling the audit log and the journal,
-which is kept for thousands of leases."""
+"""Longest reason of a worker for its end. Stops a worker that was taken over from filling the audit log, and the
+journal that is kept of thousands of leases."""
 
 MAX_LAST_MESSAGES: Final = 300
 """Messages that are read of a worker that has ended: what fits its channel. A worker that was taken over can give its

@@ -215,7 +215,8 @@ class WorkerTable:
 # --- overdue while there is a broker ---
 
 OVERDUE_NS: Final = 1_000_000_000
-"""How late a broker may be before the zygote acts. A broker that runs is never so late. Stops a kernel that never ends from outliving its lease for as long as a broker hangs."""
+"""How late a broker may be before the zygote acts. A broker that runs is never so late. Stops a kernel that never ends
+from outliving its lease for as long as a broker hangs."""
 
 LOOK_NS: Final = 500_000_000
 """Between two looks at a lease's page: the broker ends the lease there, and moves the deadline, without a message."""
