@@ -194,8 +194,8 @@ class Worker:
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             elif self.pid:
-                # The pidfd did not get through for want of descriptors here. The number is safe: the zygote says that
-                # it has reaped a worker before another process can have the number.
+                # The pidfd did not get through for want of descriptors here. The number is the worker's until the
+                # zygote reaps it, and reports that.
                 os.kill(self.pid, signal.SIGKILL)
 
     def end_reason(self, reason: str) -> tuple[str, bool]:
