@@ -77,12 +77,11 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
     try:
         from gpulease.daemon.broker.audit_recording import CannotRecord
         from gpulease.daemon.broker.handlers.token_requests import TokensUnavailable
-        from gpulease.daemon.broker.listeners import CannotListen
         from gpulease.daemon.config.settings import ConfigError, load_config
         from gpulease.daemon.gpus.source import CardsUnavailable
+        from gpulease.daemon.host.socket_activation import BadHandover, CannotListen
         from gpulease.daemon.record.journal import JournalBroken
         from gpulease.daemon.supervisor.lifecycle import Supervised
-        from gpulease.daemon.supervisor.socket_activation import BadHandover
         from gpulease.daemon.workers.zygote_client import ZygoteBroken
         from gpulease.daemon.workers.zygote_discovery import CannotAdopt
     except ImportError as error:

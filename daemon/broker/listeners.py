@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.host.fd_passing import refuse_descriptors
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, UnixAddress
@@ -29,10 +30,6 @@ DROP_IN: Final = (
 )
 
 WRITABLE: Final = "a drop-in (systemctl edit gpuleased) with ReadWritePaths="
-
-
-class CannotListen(Exception):
-    """An address that can't be listened on; the message is a sentence for the operator."""
 
 
 class NeverListens(CannotListen):

@@ -24,7 +24,7 @@ from gpulease.daemon.record.metrics.families import CONTENT_TYPE, Content, NodeC
 from gpulease.daemon.record.metrics.gauges import AuditFacts, NodeFacts, gauges
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 from gpulease.daemon.workers.registry import Workers
-from gpulease.daemon.workers.worker import Worker, begin_at, held_bytes, news_of
+from gpulease.daemon.workers.worker import Worker, counter_increments, held_bytes, skip_counts
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Metrics
 from gpulease.protocol.opcodes import Status
@@ -60,7 +60,7 @@ class NodeMetrics:
         self._look: asyncio.Task[dict[str, int]] | None = None
         self._stray_bytes: dict[str, int] = {}
         self._beat: asyncio.TimerHandle | None = None
-        workers.tell_of_ends(self._worker_ended)
+        workers.set_end_listener(self._worker_ended)
 
     def start(self) -> None:
         """Begin to look how late the loop is."""
@@ -92,13 +92,13 @@ class NodeMetrics:
     def took_over(self) -> None:
         """The workers that there are were another daemon's."""
         for worker in self._workers.serving():
-            begin_at(worker)
+            skip_counts(worker)
 
     def _worker_ended(self, worker: Worker) -> None:
         """Its page shows for the last time what it did, however it ended."""
         lease = self._table.get(worker.spec.submit_of or worker.spec.lease_id)
         if lease is not None:
-            self._tally.worked(self._tally.pair(lease), news_of(worker))
+            self._tally.worked(self._tally.pair(lease), counter_increments(worker))
 
     def _on_beat(self, due_s: float) -> None:
         self._tally.histograms[families.LOOP_LAG_SECONDS].observe((), time.monotonic() - due_s)
@@ -166,7 +166,7 @@ class NodeMetrics:
         for worker in self._workers.serving():
             lease_id = worker.spec.submit_of or worker.spec.lease_id
             if (pair := pair_of.get(lease_id)) is not None:
-                self._tally.worked(pair, news_of(worker))
+                self._tally.worked(pair, counter_increments(worker))
                 # Of a lease's two workers together no more than it has.
                 most_bytes = charged[lease_id] - allocated.get(lease_id, 0)
                 allocated[lease_id] = allocated.get(lease_id, 0) + held_bytes(worker, most_bytes)

@@ -23,7 +23,6 @@ from gpulease.daemon.broker.handlers.token_requests import TokenService
 from gpulease.daemon.broker.health import Health
 from gpulease.daemon.broker.memory_reserve import MemoryReserve
 from gpulease.daemon.broker.node_metrics import NodeMetrics
-from gpulease.daemon.broker.refusal import submit_word_for, word_for
 from gpulease.daemon.broker.subscriptions import Publisher
 from gpulease.daemon.broker.timers import Timers
 from gpulease.daemon.contract.control_page import Counter
@@ -84,6 +83,7 @@ from gpulease.daemon.workers.adoption import adopt
 from gpulease.daemon.workers.memory_monitor import CardWatch, MemoryMonitor, Reclaimer
 from gpulease.daemon.workers.recycler import Recycler
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.daemon.workers.watchdog import KernelWatchdog
 from gpulease.protocol.opcodes import Exclusivity, Status
 
@@ -192,13 +192,13 @@ class Runtime:
         self.journal.observe(table, workers.pid, self.post)
         workers.deliver_to(self.post)
         self.presence = ConnectionTracker(table, workers, self.post)
-        workers.tell_of_connections(self.presence.look, partial(tokens.guest_answered, self.journal))
+        workers.set_connection_listeners(self.presence.look, partial(tokens.guest_answered, self.journal))
         self._source = source
         self._reclaimer = Reclaimer(source, self.post)
         self.card_watch = CardWatch(source, [card.uuid for card in table.cards()], workers, self.post)
         self._weigher = MemoryMonitor(table, source, workers, self.post)
         self._recycler = Recycler(source, workers, self.post)
-        workers.look_with(self._weigher.look, self._recycler.on_scrubbed)
+        workers.set_memory_listeners(self._weigher.look, self._recycler.on_scrubbed)
         self._watchman = KernelWatchdog(workers, self.post, max_load_s)
         self._events: deque[Event] = deque()
         self._is_busy = False

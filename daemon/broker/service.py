@@ -27,6 +27,7 @@ from gpulease.daemon.config.settings import Config, ConfigError, OnStop, changed
 from gpulease.daemon.gpus.selection import choose_cards
 from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable, insist
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
+from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
 from gpulease.daemon.leases import (
     Card,
     Cause,
@@ -41,7 +42,6 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.recorder import Recorder
 from gpulease.daemon.record.journal import Journal, open_journal
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.supervisor.socket_activation import Assigned, GivenSocket, assign
 from gpulease.daemon.workers.probe import measure_overhead
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.zygote_client import ZygoteBroken

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.broker.handlers.admin_requests import WebActionHandler, WebActions
-from gpulease.daemon.broker.listeners import BACKLOG, CannotListen, cannot_listen
+from gpulease.daemon.broker.listeners import BACKLOG, cannot_listen
 from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.config.settings import ConfigError
 from gpulease.daemon.gpus.source import CardLoad, CardSource
 from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.leases import LeaseTable
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -79,7 +80,7 @@ class WebFrontend:
         # The same for every process of this broker's, so that a tenant keeps its pseudonym.
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, patience=patience)
+        self._process = ChildProcess(_web_of(sandbox), self._begin, self._take, timeouts=patience)
 
     async def listen(self, given: Sequence[socket.socket] = ()) -> str:
         """Listen, start the process, and wait until it serves; returns the page's URL. Raises CannotListen.

@@ -1,1 +1,1 @@
-"""What broker, zygote and session agree on. It imports none of them."""
+"""What broker, zygote and session agree on: messages, control pages, tokens. Imports none of the three."""

@@ -1,43 +1,38 @@
-"""Memory that two processes share: a memfd of a size that holds (memfd_create(2), fcntl(2), F_ADD_SEALS).
+"""The control pages: memory that a worker shares with the broker and the zygote, for use without system calls.
 
-The control pages: what broker and worker share without a syscall.
+There are two sealed memfds of a page each for every worker (memfd_create(2)). The lease's page has the state of the
+lease. The broker writes it, or the zygote while there is no broker; a worker has nothing by which it could (see
+`for_worker`). The claims page is written by the worker, which its tenant may have taken over. So no deadline and no
+generation stands there, and whoever reads a claim must allow for a lie. Each field is one aligned native u64: a reader
+sees an old or a new value, never half of one.
 
-Two sealed memfds of a page each. The lease's page is what is so: the broker writes it, without a broker the zygote, and
-the worker has nothing by which it could (see `for_worker`). The claims are what the worker says: whoever reads them
-takes into account that it may have been taken over, so a deadline or the number of a grant is never among them. Each
-field is one aligned native u64, so a reader sees an old or a new value, never half of one.
+    the lease's page                    the claims page
+      0  revocation word                  0  launches
+      8  deadline, monotonic ns           8  syncs
+     16  generation                      16  failed operations
+     24  number of token marks           24  bytes allocated
+     32  200 marks of revoked tokens,    32  operations
+         then 200 times from which       40  when the worker's loop, or a wait of its, last looked
+         each can be forgotten,              at the page, monotonic ns
+         monotonic ms                    48  the operation that it is in; 0 for none
+   3232  length of the reason            56  since when the running kernel is known to run,
+   3240  why an operator ended the           monotonic ns; 0 for none
+         lease: 512 bytes of UTF-8       64  since when an image compiles, monotonic ns; 0 for none
+   3752  when the worker is to be        72  syncs that were answered with a failure
+         gone, monotonic ns; 0 if        80  copies
+         nobody has written it           88  bytes copied
+   3760  the same once the word is       96  connections that are attached
+         not 0
+   3768  whether a connection was
+         sent to the session: 1 none,
+         2 one; 0 if nobody has
+         written it
+   3776  the lease's cause of end, for
+         the next broker: 32 bytes,
+         filled up with zeros
 
-    the lease's page                the claims
-      0  revocation word              0  launches
-      8  deadline, monotonic ns       8  syncs
-     16  generation                  16  failed operations
-     24  marks there are             24  bytes allocated
-     32  200 marks of revoked        32  operations
-         tokens, then when each      40  when the worker's loop, or a wait of its, last went round, monotonic ns
-         can be forgotten, in        48  the operation it is in, 0 for none
-         monotonic ms,               56  since when the kernel that runs is known to run, monotonic ns; 0 for none
-   3232  how long is why it ended    64  since when an image is compiled, monotonic ns; 0 for none
-   3240  and why: 512 bytes of UTF-8 72  syncs that were answered with a failure
-   3752  when its worker is to be    80  copies
-         gone, monotonic ns; 0 if    88  bytes copied
-         nobody has said             96  connections that are attached
-    3760  the same, once the word is
-          not 0
-    3768  whether a connection was
-          handed to its session: 1
-          none, 2 one; 0 if nobody
-          has said
-    3776  why it ended, as the next
-          broker is to know it: 32
-          bytes, zeros behind
-
-The revocation word is 0 while the lease lives, else the (positive) number of the status that answers every operation
-from then on. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
-
-Whether a lease's kernel has run for longer than it may, by what its worker claims.
-
-The broker asks, and the zygote while there is none. A worker that was taken over may claim that nothing runs, and gains
-by it what its lease's deadline allows anyway.
+The revocation word is 0 while the lease lives. Then it is the (positive) number of the status that answers every
+operation. The memfds are sealed against shrinking: a truncated mapping would kill its reader with SIGBUS.
 """
 
 import fcntl
@@ -55,7 +50,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def sealed_memory(name: str, size_bytes: int) -> int:
-    """A descriptor of zeroed memory whose size nobody can change any more. Raises OSError."""
+    """Return a memfd of zeros whose size nobody can change any more (fcntl(2), F_ADD_SEALS). Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
@@ -73,10 +68,10 @@ _GENERATION: Final = 2
 _MARKS: Final = 3
 
 MAX_REVOKED_TOKENS: Final = 200
-"""Tokens of one lease that are known as revoked at a time: what a page of 4096 bytes has room for."""
+"""Most revoked tokens of one lease at a time: a page of 4096 bytes has no room for more."""
 
 MAX_REASON_BYTES: Final = 512
-"""Of why an operator ended the lease."""
+"""Longest reason of an operator for ending the lease."""
 
 _FIRST_MARK: Final = 4
 _FIRST_END: Final = _FIRST_MARK + MAX_REVOKED_TOKENS
@@ -94,7 +89,7 @@ _BOTH_GONE_BY: Final = struct.Struct("=QQ")
 
 
 class Counter(IntEnum):
-    """The worker's counters, by their place among the claims."""
+    """Fields of the claims page, by their position."""
 
     LAUNCHES = 0
     SYNCS = 1
@@ -112,18 +107,18 @@ class Counter(IntEnum):
 
 
 class Lapsing(Protocol):
-    """What a connection's right to the lease may depend on besides the lease."""
+    """A token's terms, on which a connection's right to the lease depends besides the lease."""
 
     @property
     def mark(self) -> int:
-        """What it is known by once it is revoked."""
+        """The number by which the lease's page names the token once it is revoked."""
 
     def holds(self, now_ns: int, generation: int) -> bool:
-        """Whether it still does, while the lease is of that generation."""
+        """Whether the token is valid, while the lease is of that generation."""
 
 
 class PageFds(NamedTuple):
-    """The descriptors of both pages."""
+    """The descriptors of the two pages."""
 
     lease: int
     claims: int
@@ -133,12 +128,13 @@ NO_FDS: Final = PageFds(-1, -1)
 
 
 def for_worker(fds: PageFds) -> PageFds:
-    """The pages as a worker may have them: of the lease's page a descriptor to read by, instead of `fds.lease`.
+    """Return the pages as a worker may have them: with a read-only descriptor of the lease's page. Closes `fds.lease`.
 
-    By such a one nothing is written, truncated or punched, and no mapping is made, or made later, that could be written
-    (mmap(2), mprotect(2)). It could be opened anew under /proc/self/fd, as the file's mode has it, which for a new
-    memfd is for everybody (memfd_create(2)). Who could change the mode is kept from that: by being another user, or by
-    the filter of system calls. F_SEAL_FUTURE_WRITE would be against the next broker too, who must map the page.
+    By a read-only descriptor nobody can write, truncate or punch the file, nor make a mapping writable, now or later
+    (mmap(2), mprotect(2)). The worker could open the file anew under /proc/self/fd, if the file's mode allows it: a new
+    memfd's mode allows everybody (memfd_create(2)). So the mode is read-only, too, and the worker can't change it: it
+    is another user, or the filter of system calls forbids it. F_SEAL_FUTURE_WRITE would also stop the next broker,
+    which must map the page to write it.
 
     Raises OSError.
     """
@@ -148,19 +144,20 @@ def for_worker(fds: PageFds) -> PageFds:
 
 
 def for_reading(lease_fd: int) -> int:
-    """Another descriptor of a lease's page, to read by alone; see `for_worker`. Raises OSError."""
+    """Return another, read-only descriptor of a lease's page; see `for_worker`. Raises OSError."""
     os.fchmod(lease_fd, stat.S_IRUSR)
     return os.open(f"/proc/self/fd/{lease_fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class PageState(NamedTuple):
-    """What a broker last wrote on a lease's page.
+    """The state of a lease by its page.
 
     Attributes:
         word: The status that answers every operation; None while the lease lives.
-        deadline_ns: 0 if the lease was never granted.
-        cause: Why it ended, in the broker's own word; "" while it lives, or where somebody else ended it.
-        has_session: A connection was handed to the session, or a broker of before that was written here may have.
+        deadline_ns: When the lease ends, on the monotonic clock; 0 if it was never granted.
+        generation: The number of the last grant or renewal.
+        has_session: Whether a connection was sent to the session; True if an older broker did not write it down.
+        cause: The cause of the lease's end, by its name; "" while it lives, or if no broker ended it.
     """
 
     word: Status | None
@@ -171,14 +168,14 @@ class PageState(NamedTuple):
 
 
 def state_of(lease_fd: int) -> PageState:
-    """Read a lease's page without mapping it."""
+    """Return the state on a lease's page, which need not be mapped."""
     page = os.pread(lease_fd, PAGE_BYTES, 0)
     word, deadline_ns, generation = _STATE.unpack_from(page)
     (session,) = struct.unpack_from("=Q", page, 8 * _SESSION)
     try:
         status = Status(-word) if word else None
     except ValueError:
-        # No broker writes that: whoever did, the lease is over.
+        # No broker writes such a word. Whoever did, the lease is over.
         status = Status.SESSION_FAILED
     cause = page[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES].rstrip(b"\0").decode(errors="replace") if word else ""
     return PageState(status, deadline_ns, generation, session != _NEVER_OPENED, cause)
@@ -197,23 +194,23 @@ class GoneBy(NamedTuple):
 
 
 def gone_by(lease_fd: int) -> GoneBy:
-    """Read when the worker of a lease's page is to be gone."""
+    """Return when a worker is to be gone by its lease's page."""
     return GoneBy(*_BOTH_GONE_BY.unpack(os.pread(lease_fd, _BOTH_GONE_BY.size, 8 * _GONE_BY)))
 
 
 def flip_word(lease_fd: int, status: Status) -> None:
-    """Flip the revocation word of a lease's page that is not mapped."""
+    """Set the revocation word of a lease's page, which need not be mapped."""
     os.pwrite(lease_fd, struct.pack("=Q", -status), 8 * _WORD)
 
 
 class BrokerPage:
-    """The broker's view: it writes the lease's state and reads the worker's claims.
+    """The broker's view of a worker's pages: it writes the lease's state and reads the worker's claims.
 
     Args:
-        fds: Pages that another broker made, this one's from now on; None to make them.
+        fds: Pages that another broker made, which this view closes; None to make new ones.
 
     Attributes:
-        fds: To be handed over, until `let_go`; the view itself does without.
+        fds: The descriptors for the worker and its zygote, until `let_go`. The view itself needs none.
     """
 
     def __init__(self, fds: PageFds | None = None) -> None:
@@ -232,20 +229,23 @@ class BrokerPage:
             self.let_go()
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
-        """The lease lives until `deadline_ns`, its worker until `gone_by_ns`, which the zygote reads: 0 for never."""
+        """Write when the lease ends, and for the zygote, when the worker is to be gone. `gone_by_ns`: 0 for never."""
         self._words[_GONE_BY] = gone_by_ns
         self._words[_DEADLINE] = deadline_ns
         self._words[_GENERATION] = generation
 
     def open_session(self) -> None:
-        """Say that a connection is about to be handed to the session: the next broker must know it."""
+        """Write that a connection is about to be sent to the session: the next broker must know it."""
         self._words[_SESSION] = _OPENED
 
     def refuse(self, status: Status, reason: str = "", gone_by_ns: int = 0, cause: str = "") -> None:
-        """Flip the revocation word: every operation is answered with `status` from the worker's next look on.
+        """Set the revocation word: the worker answers every operation with `status` from its next look on.
 
-        `reason` is told with it, cut at 512 bytes. The zygote reads `gone_by_ns`: see `give_grace`. `cause` is for the
-        next broker: several have one status.
+        Args:
+            status: The status.
+            reason: The operator's reason, which goes with the status; cut at 512 bytes.
+            gone_by_ns: When the zygote ends the worker if the broker does not, on the monotonic clock.
+            cause: The name of the cause of the end, for the next broker: several causes share one status.
         """
         self._words[_REFUSED_GONE_BY] = gone_by_ns
         self._map[_CAUSE_AT : _CAUSE_AT + _CAUSE_BYTES] = cause.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
@@ -255,11 +255,20 @@ class BrokerPage:
         self._words[_WORD] = -status
 
     def give_grace(self, gone_by_ns: int) -> None:
-        """The worker of a lease that has ended lives until then: the zygote ends it if the broker does not."""
+        """Write when the zygote ends the worker of a lease that has ended, if the broker does not."""
         self._words[_REFUSED_GONE_BY] = gone_by_ns
 
     def revoke_token(self, mark: int, until_ms: int, now_ms: int) -> bool:
-        """Have what depends on a token refused, for as long as it could be valid; False if there is no room."""
+        """Have the worker refuse a token.
+
+        Args:
+            mark: The token's mark, see `guests.mark_of`.
+            until_ms: When the token would end anyway, so that its place is free, monotonic milliseconds.
+            now_ms: The present time.
+
+        Returns:
+            False if the page has no room.
+        """
         words = self._words
         count = words[_MARKS]
         known = range(count)
@@ -274,22 +283,22 @@ class BrokerPage:
         return True
 
     def counter(self, counter: Counter) -> int:
-        """What the worker says: for reports, and for finding workers and kernels that do not end."""
+        """Return one claim of the worker: for reports, and to find workers and kernels that do not end."""
         return self._claims[counter]
 
     def counters(self) -> list[int]:
-        """All of them, by their numbers."""
+        """Return all claims, in the order of `Counter`."""
         return self._claims[: len(Counter)].tolist()
 
     def let_go(self) -> None:
-        """Close the descriptors: whoever was to have the pages has them."""
+        """Close the descriptors, once the worker and its zygote have theirs."""
         fds, self.fds = self.fds, NO_FDS
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Unmap the pages."""
         self._words.release()
         self._claims.release()
         self._map.close()
@@ -307,11 +316,12 @@ def _make() -> PageFds:
 
 
 class WorkerPage:
-    """The worker's view: it reads the lease's state before every operation and keeps the counters.
+    """The worker's view of its pages: it reads the lease's state before every operation and writes its claims.
 
     Attributes:
-        word: The revocation word alone, not 0 once the lease is over.
-        guest: Whose token the operations depend on that are done now; None if they are the tenant's own.
+        word: The revocation word alone; not 0 once the lease is over.
+        guest: The token on which the present operation depends; None for an operation of the tenant itself.
+        counters: The claims page, by `Counter`.
     """
 
     def __init__(self, fds: PageFds) -> None:
@@ -323,36 +333,36 @@ class WorkerPage:
         self.counters = memoryview(self._count_map).cast("Q")
 
     def refusal(self) -> Status | None:
-        """The status that answers every operation now, None while the lease lives. Costs no syscall."""
+        """Return the status that answers every operation now; None while the lease lives. Makes no system call."""
         word = self._state[_WORD]
         if word:
             return Status(-word)
         now_ns = time.monotonic_ns()
         if now_ns >= self._state[_DEADLINE]:
             return Status.LEASE_EXPIRED
-        if self.guest is not None and not self._lets(self.guest, now_ns):
+        if self.guest is not None and not self._holds(self.guest, now_ns):
             return Status.DENIED
         return None
 
     def reason(self, status: Status) -> str:
-        """What the broker has to say about the lease's end by that word, "" if nothing."""
+        """Return the operator's reason for the lease's end by that status; "" if there is none."""
         if self._state[_WORD] != -status:
             return ""
         length = min(self._state[_REASON_LENGTH], MAX_REASON_BYTES)
         return self._state_map[_REASON_AT : _REASON_AT + length].decode(errors="ignore")
 
     def is_held_by(self, guest: "Lapsing") -> bool:
-        """Whether a token is good for anything now."""
-        return self._lets(guest, time.monotonic_ns())
+        """Whether a token is valid now."""
+        return self._holds(guest, time.monotonic_ns())
 
-    def _lets(self, guest: "Lapsing", now_ns: int) -> bool:
+    def _holds(self, guest: "Lapsing", now_ns: int) -> bool:
         if not guest.holds(now_ns, self._state[_GENERATION]):
             return False
         count = self._state[_MARKS]
         return not count or guest.mark not in self._state[_FIRST_MARK : _FIRST_MARK + count].tolist()
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Unmap the pages."""
         self.word.release()
         self._state.release()
         self.counters.release()
@@ -365,13 +375,16 @@ _NS_PER_MS: Final = 1_000_000
 
 
 def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
-    """What is to be said of a kernel that ran for too long, "" if none did.
+    """Return, in words, that a kernel has run for too long by its worker's claims; "" if none has.
+
+    The broker asks, and the zygote while there is no broker. A worker that was taken over may claim that no kernel
+    runs. It gains no more time than its lease's deadline allows anyway.
 
     Args:
-        looked_ns: `Counter.LOOKED_NS`, and not the time it is now: one that compiles has not looked, and the kernel may
-            have ended meanwhile.
+        looked_ns: `Counter.LOOKED_NS`. The present time would be wrong: a worker that compiles does not look, and its
+            kernel may have ended meanwhile.
         since_ns: `Counter.KERNEL_SINCE_NS`.
-        bound_ms: How long one may run, 0 for no bound.
+        bound_ms: How long a kernel may run; 0 for no bound.
     """
     if not bound_ms or not since_ns or looked_ns - since_ns < bound_ms * _NS_PER_MS:
         return ""
@@ -379,7 +392,7 @@ def overran(looked_ns: int, since_ns: int, bound_ms: int) -> str:
 
 
 def overran_on(claims_fd: int, bound_ms: int) -> str:
-    """The same of claims that are not mapped."""
+    """Return what `overran` says of a claims page, which need not be mapped."""
     return overran(_counter(claims_fd, Counter.LOOKED_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
 
 

@@ -1,7 +1,7 @@
-"""What a connection that attached with a token may do.
+"""The rights of a guest: a connection that attached with a token.
 
-The token was checked once, by the broker; from then on an operation costs one look into a table, and at the clock and
-the lease's generation that are looked at anyway.
+The broker checks the token once. From then on a request costs one look into a table of permissions. The clock and the
+lease's generation are read for every request anyway.
 """
 
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ _NAMES = {int(op): op.name for op in Opcode}
 
 
 def mark_of(nonce: bytes) -> int:
-    """One word for a token's nonce, never 0: two of a lease are the same by its own tenant's long work alone."""
+    """Return a u64 for a token's nonce, never 0. Only a lease's own tenant could force a collision, by brute force."""
     return int.from_bytes(blake2b(nonce, digest_size=_MARK_BYTES).digest(), "big") or 1
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A token's bearer.
+    """The terms of a guest's token.
 
     Attributes:
-        permissions: What it permits.
+        permissions: The operations that it permits.
         expires_ns: When it ends, on the monotonic clock.
-        generation: The lease's; it ends with that.
-        mark: What the token is known by on the page once it is revoked; see `mark_of`.
+        generation: The lease's generation; the token ends with it.
+        mark: The number by which the lease's page names the token once it is revoked; see `mark_of`.
     """
 
     permissions: Permission
@@ -41,13 +41,13 @@ class Guest:
     mark: int
 
     def holds(self, now_ns: int, generation: int) -> bool:
-        """Whether it is good for anything, while the lease is of that generation."""
+        """Whether the token is valid, while the lease is of that generation."""
         return now_ns < self.expires_ns and generation == self.generation
 
     def refuse(self, frame: Frame) -> bytes | None:
-        """The reply to a request that it does not permit; None if it does, or if the frame is no request at all.
+        """Return the reply to a request that the token does not permit; None if it does, or if the frame is no request.
 
-        Raises FramingError for a quiet one: its failure would be kept for whoever asks next.
+        Raises FramingError for a quiet request: the session would keep its failure for the next one who syncs.
         """
         if frame.request_id == 0 or frame.flags not in (0, Flag.QUIET):
             return None
@@ -68,12 +68,12 @@ class Guest:
         return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
 
     def to_message(self) -> list[int]:
-        """As it travels to the worker."""
+        """Return the terms as the worker receives them."""
         return [int(self.permissions), self.expires_ns, self.generation, self.mark]
 
     @classmethod
     def from_message(cls, message: Any) -> "Guest | None":
-        """As it arrived; None for no token. Raises ValueError."""
+        """Return the terms that arrived; None for no token. Raises ValueError or TypeError."""
         if message is None:
             return None
         permissions, expires_ns, generation, mark = map(int, message)

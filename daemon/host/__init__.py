@@ -1,1 +1,1 @@
-"""What Linux offers for processes, threads, descriptors and memory."""
+"""What the daemon needs of Linux: processes, threads, channels, descriptors, sockets and memory."""

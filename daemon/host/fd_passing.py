@@ -1,7 +1,8 @@
-"""Descriptors that nobody asked for: whoever writes to a Unix socket may send some along (unix(7), SCM_RIGHTS).
+"""Refuses descriptors that nobody asked for: whoever writes to a Unix socket may pass some (unix(7), SCM_RIGHTS).
 
-Who reads there, or closes what was not read, closes them too, and is held up by the last close of one for as long as
-its sender has chosen: that of a TCP connection waits for the peer (socket(7), SO_LINGER).
+The reader must close them, and so does the kernel for messages that are never read. Closing a descriptor that a peer
+sent can block for as long as the peer likes: the last close of a TCP connection waits for its peer (socket(7),
+SO_LINGER).
 """
 
 import contextlib
@@ -11,16 +12,16 @@ from collections.abc import Iterator
 from typing import Final
 
 SO_PASSRIGHTS: Final = 83
-"""Whether a Unix socket takes descriptors (asm-generic/socket.h): from Linux 6.16 on."""
+"""Socket option: whether a Unix socket accepts descriptors (asm-generic/socket.h). Linux 6.16 and later have it."""
 
 INTERRUPT_S: Final = 0.25
-"""How long a close may take where the kernel can't refuse them."""
+"""How long a close may block where the kernel can't refuse descriptors."""
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:
-    """Have the kernel refuse what is sent along to a Unix socket, and to whoever connects to it from now on: EPERM.
+    """Have the kernel refuse descriptors that are sent to a Unix socket, with EPERM. Returns whether this kernel can.
 
-    False if this kernel can't.
+    A listening socket passes this on to the connections that it accepts from now on.
     """
     try:
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
@@ -31,9 +32,9 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def interrupting_closes() -> Iterator[None]:
-    """Where the kernel can't refuse them, interrupt again and again what the main thread waits for in a close.
+    """Where the kernel can't refuse descriptors, interrupt closes in which the main thread blocks, again and again.
 
-    A signal ends the wait, and that of all else that came by the same message.
+    A signal ends the wait, and the waits for the other descriptors of the same message.
     """
     with socket.socket(socket.AF_UNIX) as tried:
         if refuse_descriptors(tried):

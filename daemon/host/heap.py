@@ -1,8 +1,9 @@
-"""Memory of a process of ours that is overwritten as it is freed, so that nothing of one lease is left for the next.
+"""Makes a process overwrite memory that it frees, so that nothing of one lease is left for the next.
 
-Python's own allocator keeps freed blocks as they were, and so do the caches of glibc for blocks and for threads'
-stacks. So all goes to malloc (Python/C API, "Memory Management", PYTHONMALLOC), which overwrites what is freed, keeps
-no cache that it leaves as it is, and unmaps large blocks (glibc manual, "Tunables": glibc.malloc.perturb and others).
+Python's own allocator leaves freed blocks as they were, and so do the caches of glibc for blocks and for threads'
+stacks. So Python uses malloc for everything (Python/C API, "Memory Management", PYTHONMALLOC). Tunables have malloc
+overwrite freed blocks, keep no cache of others, and unmap large ones (glibc manual, "Tunables": glibc.malloc.perturb
+and others).
 """
 
 import ctypes
@@ -22,41 +23,41 @@ WIPING_HEAP: Final = {
         )
     ),
 }
-"""The environment that a process must be started with: both are read once, at the start."""
+"""Variables with which the process must be started: both are read once, at the start."""
 
 _TRIED_BYTES: Final = (200, 1000, 5000, 60_000, 130_000)
-"""Blocks of each kind that malloc keeps: small ones, large ones, and almost as large as those that it unmaps."""
+"""Sizes of each kind of block that malloc keeps: small, large, and almost as large as those that it unmaps."""
 
 _HEAD_BYTES: Final = 32
-"""Of a freed block, where malloc links it with others."""
+"""Beginning of a freed block, where malloc links it with others."""
 
 _MARK: Final = b"\x11" * 16
-"""Neither what is freed is overwritten with, nor its complement, which fills what is handed out."""
+"""Bytes that malloc never writes itself: neither into freed blocks nor, the complement, into new ones."""
 
 
 def is_told_to_wipe() -> bool:
-    """Whether this process was started so that it overwrites what it frees."""
+    """Whether this process was started with `WIPING_HEAP`."""
     return all(os.environ.get(name) == value for name, value in WIPING_HEAP.items())
 
 
 @cache
 def is_heap_wiped() -> bool:
-    """Whether this process overwrites what it frees: it was started so, and it was tried.
+    """Whether this process overwrites memory that it frees: it was started so, and a trial shows it.
 
-    Another C library, or one that was told to heed no environment, leaves everything as it was.
+    Another C library does not, nor does one that is told to ignore the environment.
     """
-    # Python's own allocator counts its blocks; malloc's are not counted (sys.getallocatedblocks).
+    # Python counts the blocks of its own allocator, and not those of malloc (sys.getallocatedblocks).
     return is_told_to_wipe() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
 
 
 def _is_left(size_bytes: int) -> bool:
-    """Whether what was in a block is there after it was freed."""
-    # It holds the interpreter's lock: nobody else in Python is given the block meanwhile.
+    """Whether a block keeps its content after it was freed."""
+    # PyDLL keeps the interpreter's lock, so nothing else in Python is given the block meanwhile.
     libc = ctypes.PyDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     block = libc.malloc(size_bytes)
-    # Behind it, so that it is not given back to the host.
+    # A block behind the first one keeps malloc from giving that one back to the host.
     guard = libc.malloc(size_bytes)
     if not block or not guard:
         return True

@@ -1,7 +1,7 @@
-"""Messages between the daemon's own processes: one msgpack map a datagram, with file descriptors beside it.
+"""Channels between the daemon's own processes: one msgpack map a datagram, with file descriptors beside it.
 
-SOCK_SEQPACKET keeps message boundaries and reports the peer's death as end of stream (unix(7)). Both ends are ours,
-but a worker computes for a tenant, so what comes from one is checked like any other input.
+SOCK_SEQPACKET keeps message boundaries and reports the peer's death as end of stream (unix(7)). Both ends are ours. But
+a tenant may have taken its worker over, so a worker's messages are checked like any other input.
 """
 
 import array
@@ -14,23 +14,23 @@ from typing import Any, Final
 import msgpack
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
-"""Largest datagram. The largest honest one carries what a tenant sent behind its ATTACH, which is at
-most a control connection's receive buffer, 64 KiB and a header. Room for 128 KiB would be mapped anew for each message,
-in 70 us, by a process that overwrites what it frees (worker/heap.py)."""
+"""Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: a control connection's
+receive buffer at most, 64 KiB and a header. A process that overwrites memory that it frees (host/heap.py) would map
+room for 128 KiB anew for each message, in 70 us."""
 
 PACKING_BYTES: Final = 4096
-"""What a message is packed in; it grows. The library's own 256 KiB would be mapped anew in the same way."""
+"""First size of the buffer in which a message is packed. The library's own 256 KiB would be mapped anew, too."""
 
 MAX_FDS: Final = 4
 """Most descriptors beside one message."""
 
 
 class ChannelClosed(Exception):
-    """The other process is gone, or sent what is not a message."""
+    """The other process is gone, or has sent something that is no message."""
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, close-on-exec."""
+    """Return two connected sockets, close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -48,10 +48,10 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
 
 
 class Outbox:
-    """What is sent through a channel that may be full: what has no room waits, in its order, with its descriptors.
+    """Sends messages through a channel that may be full: they wait for room in their order, with their descriptors.
 
     Args:
-        sock: One that does not block.
+        sock: The channel's socket, which must not block.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -62,9 +62,9 @@ class Outbox:
         return len(self._waiting)
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None) -> None:
-        """Send one message, now or in a later `flush`, and then do something; the descriptors stay open here.
+        """Send one message, now or in a later `flush`, and then call `then`. The descriptors stay open here.
 
-        Raises ChannelClosed, or OSError if descriptors can't be kept meanwhile.
+        Raises ChannelClosed, or OSError if descriptors can't be duplicated for a message that has to wait.
         """
         if not self._waiting:
             try:
@@ -84,7 +84,7 @@ class Outbox:
         self._waiting.append((message, kept, then))
 
     def flush(self) -> bool:
-        """Send what there is room for; whether there was room for any. Raises ChannelClosed."""
+        """Send the messages that there is room for. Returns whether any was sent. Raises ChannelClosed."""
         was = len(self._waiting)
         while self._waiting:
             message, fds, then = self._waiting[0]
@@ -98,22 +98,23 @@ class Outbox:
         return len(self._waiting) < was
 
     def close(self) -> None:
-        """Forget what waits."""
+        """Drop the messages that wait."""
         while self._waiting:
             close_all(self._waiting.popleft()[1])
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One message and its descriptors, close-on-exec and now the caller's; none if not all of them got through.
+    """Receive one message and its descriptors, which are close-on-exec and the caller's.
 
-    Raises ChannelClosed, or BlockingIOError if there is none yet.
+    If one of the descriptors did not get through, there are none. Raises ChannelClosed, or BlockingIOError if there is
+    no message yet.
     """
     space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     try:
         try:
             data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
-            # The peer died with messages it had not read. That is told once, before what it sent itself: that counts.
+            # The peer died with messages unread. The kernel reports that once, before the peer's own last messages.
             data, ancillary, flags, _ = sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         raise
@@ -128,14 +129,14 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         close_all(fds)
         raise ChannelClosed("the other process closed the channel" if not data else "a malformed message")
     if flags & socket.MSG_CTRUNC:
-        # More descriptors than are wanted, or than this process may open: a part of them is of no use.
+        # There were more than MAX_FDS descriptors, or more than this process may open: some are missing.
         close_all(fds)
         return message, []
     return message, list(fds)
 
 
 def close_all(fds: "array.array[int] | list[int]") -> None:
-    """Close descriptors that came with a message nobody wants."""
+    """Close descriptors that came with a message and that nobody needs."""
     for fd in fds:
         socket.close(fd)
 

@@ -1,9 +1,8 @@
-"""What Linux offers to make sure that no process outlives what it is for: prctl(2) and pidfd_open(2).
+"""Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and a pool of threads that is always complete.
 
-The daemon's threads: all that it ever needs are started when it starts.
-
-A host that lets it have no more (setrlimit(2), RLIMIT_NPROC; a control group's pids.max) would else show itself in the
-middle of leases: as a card that can't be looked at, whose sessions nobody weighs and whose memory nobody proves free.
+The daemon starts all threads that it ever needs when it starts. A host may allow no more later (setrlimit(2),
+RLIMIT_NPROC; a control group's pids.max). In the middle of leases nobody could then read a card: no session's memory
+would be checked, and no memory proved free.
 """
 
 import ctypes
@@ -33,14 +32,14 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies. Exits at once if that has happened already."""
+    """Have the kernel kill this process when its parent dies. Exits at once if the parent is dead already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be reaped here."""
+    """Become the parent of descendants whose own parent dies, so that this process can reap them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -55,7 +54,7 @@ def never_dump() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Use all the descriptors this process may have: the default of 1024 is for select(2), which nothing here uses."""
+    """Raise the limit on open files to the hard one: the default of 1024 is for select(2), which nothing here uses."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -66,7 +65,7 @@ def set_name(name: str) -> None:
 
 
 def exit_text(status: int) -> str:
-    """A wait(2) status in words."""
+    """Return a wait(2) status in words."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with status {code}"
@@ -77,14 +76,14 @@ def exit_text(status: int) -> str:
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Whether a process has ended, or does in time: its descriptor is readable from then on (pidfd_open(2))."""
+    """Whether a process has ended, or ends in time: its pidfd is readable from then on (pidfd_open(2))."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
 
 
 def name_of(pid: int) -> str:
-    """What ps(1) calls a process; "" if there is none."""
+    """Return a process's name, as ps(1) shows it; "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().rstrip("\n")
@@ -93,20 +92,20 @@ def name_of(pid: int) -> str:
 
 
 def started_ticks(pid: int) -> int:
-    """When a process was started, in clock ticks since the host was (proc_pid_stat(5), field 22); 0 if there is none.
+    """Return when a process was started, in clock ticks since the host's boot (proc_pid_stat(5), field 22).
 
-    With its number this tells it from every other process of one boot of the host.
+    Process id and start together name one process of a boot. Returns 0 if there is no such process.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Behind the name, which may hold spaces and parentheses, begins field 3.
+            # Field 3 begins behind the name, which may hold spaces and parentheses.
             return int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ProcessLookupError):
         return 0
 
 
-class _HeedlessText(io.TextIOBase):
-    """Text to a descriptor, lost where nobody takes it."""
+class _LossyText(io.TextIOBase):
+    """Text that is written to a descriptor, and lost if nobody takes it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -125,16 +124,16 @@ class _HeedlessText(io.TextIOBase):
 
 
 def survive_stderr() -> None:
-    """Let what this process says be lost, rather than the process, when the terminal or pipe it says it to is gone."""
-    sys.stderr = _HeedlessText(2)
+    """Drop what this process writes to standard error once the terminal or pipe is gone, rather than end."""
+    sys.stderr = _LossyText(2)
 
 
-LOOKING_THREADS: Final = 32
-"""For what blocks: looks at cards, files read anew. So many looks share one listing of a card's processes; one that
-hangs keeps one of them."""
+POOL_THREADS: Final = 32
+"""Threads for calls that block: reading cards, reading files anew. So many readers share one listing of a card's
+processes; a listing that hangs keeps one thread."""
 
 STACK_BYTES: Final = 1 << 20
-"""Of each: 32 MiB together, where a host that does not overcommit would count the 8 MiB that are usual 32 times."""
+"""Stack of each thread: 32 MiB together. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""
 
 HINT: Final = (
     "Let the daemon have more: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control group,"
@@ -143,7 +142,7 @@ HINT: Final = (
 
 
 class NoThread(Exception):
-    """A thread that the daemon can't do without can't be started; a later start may find it otherwise.
+    """A thread that the daemon needs can't be started; a later start of the daemon may succeed.
 
     Attributes:
         hint: What the operator can do, a sentence.
@@ -157,23 +156,23 @@ class NoThread(Exception):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it. Raises NoThread."""
+    """Start a thread. Raises NoThread."""
     try:
         thread.start()
     except (RuntimeError, MemoryError):
         raise NoThread from None
 
 
-def thread_pool(size: int = LOOKING_THREADS) -> ThreadPoolExecutor:
-    """A pool whose threads are all there: it never starts another. Raises NoThread."""
+def thread_pool(size: int = POOL_THREADS) -> ThreadPoolExecutor:
+    """Return a pool whose threads all run already, so that it never starts another. Raises NoThread."""
     pool = ThreadPoolExecutor(size, "gpulease-look")
-    together = threading.Barrier(size)
+    barrier = threading.Barrier(size)
     usual_bytes = threading.stack_size(STACK_BYTES)
     try:
-        # One that waits for the others is not idle, so each has the next one started.
-        wait([pool.submit(together.wait) for _ in range(size)])
+        # A thread that waits at the barrier is not idle, so the pool starts another one for each.
+        wait([pool.submit(barrier.wait) for _ in range(size)])
     except (RuntimeError, MemoryError):
-        together.abort()
+        barrier.abort()
         pool.shutdown(wait=False)
         raise NoThread from None
     finally:

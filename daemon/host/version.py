@@ -1,6 +1,6 @@
-"""The daemon's version, as it introduces itself.
+"""The daemon's version, and its build: a digest of the code that runs here.
 
-Which code runs here: builds of one version differ, and so does a build beside other versions of what it needs.
+Builds of one version differ. So does one build beside other versions of the libraries that it needs.
 """
 
 import os
@@ -22,12 +22,12 @@ DIGEST_BYTES: Final = 16
 
 
 def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
-    """A name for what can be imported, which differs where any of it does.
+    """Return a digest of the code that can be imported.
 
     Args:
-        sources: Folders, of whose Python files every byte counts.
-        installed: Folders of distributions, whose names and versions count. They stand in the names of their metadata's
-            folders (the core metadata specifications, "Recording installed projects").
+        sources: Folders; every byte of their Python files counts.
+        installed: Folders of installed distributions, whose names and versions count. Both stand in the names of their
+            metadata folders (the core metadata specifications, "Recording installed projects").
     """
     digest = blake2b(sys.version.encode(), digest_size=DIGEST_BYTES)
     for folder in sources:
@@ -46,9 +46,9 @@ def _own() -> str:
     try:
         return build_of((package, package.parent / "protocol"), libraries)
     except OSError:
-        # Files that change just now, or can't be read: no other process has the same.
+        # Files can't be read, or change at this moment: no other process has the same build.
         return os.urandom(DIGEST_BYTES).hex()
 
 
 BUILD: Final = _own()
-"""This process's, from when it imported this module."""
+"""Build of this process, when it imported this module."""

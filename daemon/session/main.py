@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from gpulease.daemon.contract.control_page import Counter, PageFds, WorkerPage
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import TO_WORKER, Failed, Faulted, Ready, Scrubbed, parse_message
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
@@ -71,10 +72,10 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
             rehearse(context)
             opening = driver.rewind(context)
         except (DriverError, RehearsalFailed) as error:
-            _tell(channel, {"op": "failed", "reason": str(error)})
+            _tell(channel, Failed(str(error)))
             return WorkerExit.NO_CONTEXT
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
-        _tell(channel, {"op": "ready"})
+        _tell(channel, Ready())
         return _serve_leases(spec, driver, channel, page, opening)
 
     return _begin(wait_and_serve, page_fds)
@@ -100,7 +101,7 @@ def _serve_leases(
         # What the lease's objects held is overwritten as they go, and they are cycles.
         gc.collect()
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
-        _tell(channel, {"op": "scrubbed", "doubt": "", "held": served.held_bytes})
+        _tell(channel, Scrubbed("", served.held_bytes))
 
 
 def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
@@ -129,9 +130,9 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Else it is told that the lease it was to take is over: it will be killed.
-        if message.get("op") == "spawn":
-            return WorkerSpec.from_message(message)
+        # Otherwise the lease that this worker was to take is over, and the broker will kill it.
+        if isinstance(spec := parse_message(TO_WORKER, message), WorkerSpec):
+            return spec
 
 
 def _serve(
@@ -140,12 +141,12 @@ def _serve(
     try:
         context = open_context()
     except DriverError as error:
-        _tell(channel, {"op": "failed", "reason": str(error)})
+        _tell(channel, Failed(str(error)))
         return WorkerExit.NO_CONTEXT
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
     patience = spin_policy_of(spec.waiting)
     context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
-    _tell(channel, {"op": "ready"})
+    _tell(channel, Ready())
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
     try:
@@ -160,19 +161,19 @@ def _serve(
         server.run()
     except MemoryError:
         # What the operation was about is let go by now. Whether the session is whole, nobody knows.
-        _tell(channel, {"op": "faulted", "reason": "its process found no memory on this host"})
+        _tell(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
     if server.next_pages is None:
         return WorkerExit.OK
     try:
         opening = scrub(session, context, driver)
     except NotScrubbed as error:
-        _tell(channel, {"op": "scrubbed", "doubt": str(error), "held": ledger.used_bytes})
+        _tell(channel, Scrubbed(str(error), ledger.used_bytes))
         return WorkerExit.OK
     return _Scrubbed(server.next_pages, opening, ledger.used_bytes)
 
 
-def _tell(channel: socket.socket, message: dict[str, Any]) -> None:
+def _tell(channel: socket.socket, message: Message) -> None:
     # If the broker is gone, the loop will see it too, and leave; or the next one will read it.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
-        send_message(channel, message)
+        send_message(channel, message.to_map())

@@ -12,6 +12,7 @@ import socket
 from typing import Any, Final, cast
 
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
+from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.drivers.interface import Context
 from gpulease.daemon.host.ipc import channel_pair, send_message
 from gpulease.daemon.session.ledger import Ledger
@@ -121,16 +122,9 @@ class _Rehearsal:
         tenant, connection = socket.socketpair()
         with worker, tenant:
             with broker, connection:
-                attach = {
-                    "op": "attach",
-                    "request_id": 1,
-                    "rest": sent,
-                    "ring": True,
-                    "arena": _ARENA_BYTES,
-                    "guest": None,
-                }
-                send_message(broker, attach, (connection.fileno(),))
-                send_message(broker, {"op": "end"})
+                attach = Attach(1, sent, ring=True, arena_bytes=_ARENA_BYTES)
+                send_message(broker, attach.to_map(), (connection.fileno(),))
+                send_message(broker, EndSession().to_map())
             Server(worker, self._session, AttachReply(_BYTES, "", "", ()), is_shared=False).run()
             if not select.select([tenant], [], [], 0)[0]:
                 raise RehearsalFailed("a connection that was handed over was not answered")

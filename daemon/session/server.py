@@ -16,10 +16,22 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from gpulease.daemon.contract.control_page import PageFds
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.messages import (
+    TO_WORKER,
+    Attach,
+    Attached,
+    EndSession,
+    Faulted,
+    LastLeft,
+    MemoryGrew,
+    Scrub,
+    parse_message,
+)
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.session.connection import (
     ALONE_WAIT_NS,
@@ -134,31 +146,24 @@ class Server:
     def _serve_broker(self) -> bool:
         while True:
             try:
-                message, fds = receive_message(self._channel)
+                message, fds = receive(self._channel)
             except BlockingIOError:
                 return True
             except ChannelClosed:
                 return False
             match message:
-                case {
-                    "op": "attach",
-                    "request_id": int(request_id),
-                    "rest": bytes(rest),
-                    "ring": bool(ring),
-                    "arena": int(arena_bytes),
-                    "guest": terms,
-                } if len(fds) == 1:
-                    self._session.meet(is_stranger=message.get("is_stranger", True))
-                    wanted, guest = Wanted(ring, arena_bytes), Guest.from_message(terms)
-                    self._attach(socket.socket(fileno=fds.pop()), request_id, rest, wanted, guest)
-                case {"op": "attach"}:
+                case Attach() as attach if len(fds) == 1:
+                    self._session.meet(is_stranger=attach.is_stranger)
+                    wanted = Wanted(attach.ring, attach.arena_bytes)
+                    self._attach(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest, wanted, attach.guest)
+                case Attach(guest=guest):
                     # Its socket did not get through, for want of descriptors here: to its peer it is closed.
-                    self._tell_of(Guest.from_message(message.get("guest")), is_in=False)
-                case {"op": "scrub"} if len(fds) == 2:
+                    self._tell_of(guest, is_in=False)
+                case Scrub() if len(fds) == 2:
                     self._say_goodbye()
                     self.next_pages = PageFds(*fds)
                     return False
-                case {"op": "end"}:
+                case EndSession():
                     self._say_goodbye()
             close_all(fds)
 
@@ -204,8 +209,7 @@ class Server:
 
     def _tell_of(self, guest: Guest | None, *, is_in: bool) -> None:
         """Tell the broker of a socket that it handed over: a token that let nobody in may be used again."""
-        of_guest = {} if guest is None else {"guest": guest.mark, "is_in": is_in}
-        report(self._channel, {"op": "attached", **of_guest})
+        report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
     def _welcome_in(self, connection: Connection, request_id: int, wanted: Wanted) -> None:
         """Answer its ATTACH, with a ring if it asks for one and there can be one; all that follows goes through it."""
@@ -319,14 +323,14 @@ class Server:
         if intake.is_mid_frame:
             connection.heard_at_s = time.monotonic()
         if session.take_growth():
-            report(self._channel, {"op": "look"})
+            report(self._channel, MemoryGrew())
         if self._session.lost is not None and not self._reported_lost:
-            self._reported_lost = report(self._channel, {"op": "faulted", "reason": self._session.lost.message})
+            self._reported_lost = report(self._channel, Faulted(self._session.lost.message))
 
     def _report_left(self) -> None:
         """Have the broker look at the page, once the last connection has gone."""
         if not self._reported_left and not self._connections:
-            self._reported_left = report(self._channel, {"op": "left"})
+            self._reported_left = report(self._channel, LastLeft())
 
     # --- replies ---
 
@@ -377,13 +381,26 @@ class Server:
         connection.wire.close()
 
 
-def report(channel: socket.socket, message: dict[str, Any]) -> bool:
+def report(channel: socket.socket, message: Message) -> bool:
     """Tell the broker something it can do without; False if it has not read for so long that there is no room."""
     try:
-        send_message(channel, message)
+        send_message(channel, message.to_map())
     except (ChannelClosed, BlockingIOError):
         return False
     return True
+
+
+def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
+    """Return the broker's next message, None if it means nothing here, and its descriptors.
+
+    A malformed Attach loses its connection, so that it is refused. Raises ChannelClosed and BlockingIOError.
+    """
+    message, fds = receive_message(channel)
+    try:
+        return parse_message(TO_WORKER, message), fds
+    except MalformedMessage as error:
+        close_all(fds)
+        return (Attach(0, b"", ring=False, arena_bytes=0) if error.op == Attach.OP else None), []
 
 
 HAND_OVER_S: Final = 10.0
@@ -431,17 +448,15 @@ class OnceServer:
             if not poll.poll(left_s * 1000):
                 continue
             try:
-                message, fds = receive_message(self._channel)
+                message, fds = receive(self._channel)
             except BlockingIOError:
                 continue
             match message:
-                case {"op": "attach", "request_id": int(request_id), "rest": bytes(rest), "guest": terms} if (
-                    len(fds) == 1
-                ):
-                    report(self._channel, {"op": "attached"})
-                    self._guest = Guest.from_message(terms)
-                    return self._welcome_in(socket.socket(fileno=fds.pop()), request_id, rest)
-                case {"op": "attach"} | {"op": "end"}:
+                case Attach() as attach if len(fds) == 1:
+                    report(self._channel, Attached())
+                    self._guest = attach.guest
+                    return self._welcome_in(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
+                case Attach() | EndSession():
                     # Its socket did not get through, or it is over before it began.
                     close_all(fds)
                     return None
@@ -477,7 +492,7 @@ class OnceServer:
                     with self._session.serving(guest) if guest is not None else contextlib.nullcontext():
                         reply = (guest.refuse(frame) if guest is not None else None) or self._session.handle(frame)
                     if (lost := self._session.lost) is not None:
-                        report(self._channel, {"op": "faulted", "reason": lost.message})
+                        report(self._channel, Faulted(lost.message))
                     if reply is not None:
                         self._send(sock, memoryview(reply))
                 if not submit.is_spent:
@@ -490,7 +505,7 @@ class OnceServer:
             return
 
     def _ask_for_a_look(self) -> None:
-        report(self._channel, {"op": "look"})
+        report(self._channel, MemoryGrew())
 
     def _receive(self, sock: socket.socket) -> None:
         self._wait(sock, select.POLLIN)
@@ -531,11 +546,11 @@ class OnceServer:
 
     def _hear(self) -> None:
         try:
-            message, fds = receive_message(self._channel)
+            message, fds = receive(self._channel)
         except BlockingIOError:
             return
         close_all(fds)
-        if message.get("op") == "end":
+        if isinstance(message, EndSession):
             raise BrokerSays
 
     def _say_last(self, sock: socket.socket, failure: Failure) -> None:

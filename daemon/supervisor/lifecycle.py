@@ -10,13 +10,13 @@ from gpulease.daemon.broker.memory_reserve import collect_rarely
 from gpulease.daemon.broker.service import Service, running_service
 from gpulease.daemon.config.settings import Config
 from gpulease.daemon.host.fd_passing import interrupting_closes
+from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
 from gpulease.daemon.host.version import VERSION
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.supervisor import notifier as watchdog
 from gpulease.daemon.supervisor.notifier import Notifier, status
 from gpulease.daemon.supervisor.reload import Reloading
-from gpulease.daemon.supervisor.socket_activation import BadHandover, GivenSocket, kept_name, take_sockets
 
 
 class Supervised:

@@ -1,1 +1,1 @@
-"""The worker processes as the broker sees them: started, watched, scrubbed, adopted, proved gone."""
+"""The worker processes as the broker sees them: forked, watched, scrubbed, taken over, and proved gone."""

@@ -1,7 +1,7 @@
-"""What becomes of what an earlier daemon left: leases that were kept, and workers that zygotes tell of.
+"""Takes over what an earlier daemon left: leases in the journal, and workers of its zygotes.
 
-`reconcile` decides, from what is known of both; `adopt` carries it out. What can't be told apart from somebody else's
-is ended: a lease goes on only if it was kept and its own worker lives.
+`reconcile` decides what becomes of each; `adopt` carries it out. A lease goes on only if the journal has it and its own
+worker lives. Every other worker is ended: nobody can tell whose it is.
 """
 
 import contextlib
@@ -12,44 +12,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.broker.refusal import cause_of
 from gpulease.daemon.contract.control_page import PageState
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.leases import Cause, Event, KeptLease, LeaseRestored, LeaseState, SubmitFound, WorkerFound
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
+from gpulease.daemon.workers.revocation_word import cause_of
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""How far a page's generation may be ahead of the kept one: renewals that were not on the disk yet. More is not a
-broker's doing."""
+"""How far a page's generation may be ahead of the journal's: renewals that were not on the disk yet. No broker gets
+further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
-"""For a worker that lost its zygote to be gone: the kernel kills it with its parent."""
+"""How long a worker that lost its zygote may take to be gone: the kernel kills it with its parent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """One worker, with what its page says, or said when it ended."""
+class LeftWorker:
+    """A worker of an earlier daemon, and the state of its lease's page, now or when it was reaped."""
 
     worker: FoundWorker
     page: PageState
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the worker has not ended."""
         return self.worker.reason is None
 
     @property
     def is_leased(self) -> bool:
-        """Whether its lease was granted, so that its tenant may have been told."""
+        """Whether the worker's lease was granted, so that a tenant may know of it."""
         return self.page.deadline_ns > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """One thing to tell the lease table, and the worker it is about, None if there is none."""
+    """An event for the lease table, and the worker that it is about; None if there is none."""
 
     event: LeaseRestored | WorkerFound | SubmitFound
     worker: FoundWorker | None
@@ -57,25 +57,25 @@ class Adoption:
 
 def reconcile(
     kept: Sequence[KeptLease],
-    left: Sequence[Left],
+    left: Sequence[LeftWorker],
     overheads: Mapping[str, int],
     latest_ns: int,
     draw: Callable[[], int],
 ) -> list[Adoption]:
-    """What becomes of each lease and of each worker.
+    """Decide what becomes of each lease and of each worker.
 
     Args:
-        kept: What the journal has.
-        left: What zygotes have.
-        overheads: Of each card's contexts, by uuid, in bytes.
-        latest_ns: The latest deadline a broker could have given.
-        draw: A lease id that nobody has.
+        kept: The leases that the journal has.
+        left: The workers that the zygotes have.
+        overheads: The bytes that one context costs on each card, by the card's uuid.
+        latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
+        draw: Returns a lease id that nobody has.
     """
     adoptions = []
     others = list(left)
     for lease in kept:
         own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
-        # A lease has a second one for the moment in which a context that hung was replaced; that has no deadline.
+        # While a context that hangs is replaced, a lease has two workers; the second one has no deadline yet.
         best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
@@ -89,7 +89,7 @@ def reconcile(
     for one in others:
         spec = one.worker.spec
         if spec.submit_of in open_for_submits:
-            # One more of the same lease is what an operator vouched for: nobody's.
+            # A lease has one submit at a time. Another is one whose fence an operator has cleared: it is nobody's.
             open_for_submits.discard(spec.submit_of)
             is_running = one.is_alive and one.is_leased and one.page.word is None
             submit = SubmitFound(
@@ -108,7 +108,7 @@ def reconcile(
 
 
 def _as_on_page(lease: KeptLease, page: PageState, latest_ns: int, overran: str) -> KeptLease:
-    """The worker is bound by its page, written before the journal is: a renewal, or an end, may be there alone."""
+    """Bring a lease of the journal up to date with its page, which brokers write first."""
     if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
         lease = lease._replace(
             deadline_ns=max(lease.deadline_ns, min(page.deadline_ns, latest_ns)),
@@ -128,11 +128,18 @@ def adopt(
     latest_ns: int,
     post: Callable[[Event], None],
 ) -> None:
-    """Take over all that was left: every worker is known by its number, and the lease table is told of everything.
+    """Take over everything: give every worker a number, and post an event about each lease and worker.
 
-    Blocks for as long as strays take to end.
+    Blocks for as long as stray workers take to end.
+
+    Args:
+        kept: The leases that the journal has.
+        workers: The registry, which has the zygotes' workers.
+        overheads: The bytes that one context costs on each card, by the card's uuid.
+        latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
+        post: Called with each event, for the lease table.
     """
-    left = [Left(worker, worker.page()) for worker in workers.found()]
+    left = [LeftWorker(worker, worker.page()) for worker in workers.found()]
     adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1)
     for adoption in adoptions:
         event, worker = adoption.event, adoption.worker
@@ -145,7 +152,7 @@ def adopt(
     for adoption in adoptions:
         post(adoption.event)
         if isinstance(adoption.event, LeaseRestored) and adoption.event.kept.state is LeaseState.FENCED:
-            # Its bytes stay fenced, whoever still holds them.
+            # The lease's bytes stay fenced, whoever still holds them.
             fenced = adoption.event.kept
             workers.kill(fenced.lease_id)
             workers.fence(fenced.lease_id, fenced.card_uuid, fenced.lease_id)
@@ -156,9 +163,9 @@ def adopt(
 
 
 def end_stray(lease_id: int, pid: int) -> None:
-    """End a lease's worker that no zygote tells of, if it still runs: whoever it came from is gone, or can't be found.
+    """Kill a lease's worker that no zygote has, if it still runs: its zygote is gone, or can't be found.
 
-    Its number may be another process's by now, so it is known by its name too.
+    The process id may be another process's by now, so the process must have the worker's name, too.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -176,5 +183,5 @@ def end_stray(lease_id: int, pid: int) -> None:
 
 
 def worker_name(lease_id: int) -> str:
-    """What a lease's worker is called: the kernel keeps 15 bytes."""
+    """Return the process name of a lease's worker; the kernel keeps 15 bytes."""
     return f"gpul-{lease_id:032x}"[:15]

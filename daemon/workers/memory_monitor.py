@@ -1,11 +1,8 @@
-"""Whether a session holds no more of its card than was admitted.
+"""Looks at the cards' memory without blocking the loop.
 
-Allocations are counted before they are made; modules and local memory are foreseen by rules (drivers/cuda). This is
-the proof that the rules hold: the card's own figure for the process, looked at whenever the driver may have taken more,
-and once a second besides, as contexts are that wait for the tenant whom they served. One that is over, or whose figure
-can't be had, is ended.
-
-Looks at the cards' memory, without blocking the loop: for dead workers' bytes, and for what others hold.
+- `MemoryMonitor`: whether a session holds no more of its card than was admitted.
+- `Reclaimer`: whether a dead worker's bytes are free.
+- `CardWatch`: how much of a card programs outside the daemon hold.
 """
 
 import asyncio
@@ -31,7 +28,9 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.workers.registry import Workers
 
 ROUND_S: Final = 1.0
-"""Between two looks at every session: what no rule foresaw is found within this. A look takes 0.1 ms."""
+"""Between two looks at every session, and at what others hold. A session that holds more than the rules foresaw is
+found within this; its look takes 0.1 ms. A program outside the daemon that takes memory shrinks the card's capacity
+within this; until then leases may be promised more of the card than it has. That look takes 0.3 ms."""
 
 PAUSE_S: Final = 0.01
 """Between two looks at one session. Stops a tenant that loads one module after the other from keeping the card's driver
@@ -39,7 +38,19 @@ busy with listing processes; what a session takes meanwhile is found that much l
 
 
 class MemoryMonitor:
-    """Looks at sessions, each at most once at a time."""
+    """Condemns sessions that hold more of their card than was admitted.
+
+    Allocations are counted before they are made; rules foresee the memory of modules and local memory (drivers/cuda).
+    The monitor proves that the rules hold, by the card's own figure for the process. It looks when the driver may have
+    taken more, and once a second. It also looks at scrubbed contexts that wait for their next lease. A session that
+    holds too much, or whose figure can't be had, is ended.
+
+    Args:
+        table: The leases.
+        source: The cards.
+        workers: The workers.
+        post: Called with each `SessionCondemned`.
+    """
 
     def __init__(self, table: LeaseTable, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
         self._table = table
@@ -48,15 +59,15 @@ class MemoryMonitor:
         self._post = post
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._again: set[int] = set()
-        self._rounds: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go round from now on, where a session can take more than it is given; once is enough."""
-        if self._rounds is None and self._source.reserve_bytes:
-            self._rounds = asyncio.get_running_loop().create_task(self._go_round())
+        """Look at all sessions from now on, where one can take more than it is given; later calls do nothing."""
+        if self._round is None and self._source.reserve_bytes:
+            self._round = asyncio.get_running_loop().create_task(self._look_in_rounds())
 
     def look(self, lease_id: int) -> None:
-        """Look at a session, and once more if that is asked for meanwhile."""
+        """Look at a session; and once more if this is called again meanwhile."""
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
@@ -65,14 +76,14 @@ class MemoryMonitor:
         task.add_done_callback(lambda _: self._done(lease_id))
 
     async def stop(self) -> None:
-        """Stop looking altogether."""
-        tasks = [*self._tasks.values(), *([self._rounds] if self._rounds else [])]
+        """Stop all looks."""
+        tasks = [*self._tasks.values(), *([self._round] if self._round else [])]
         self._again.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _go_round(self) -> None:
+    async def _look_in_rounds(self) -> None:
         while True:
             await asyncio.sleep(ROUND_S)
             for lease in self._table.snapshots():
@@ -82,7 +93,7 @@ class MemoryMonitor:
                 self.look(submit.submit_id)
             for context in self._table.warming():
                 if context.is_recycled:
-                    # Its process ran a tenant's kernels: that it said it is scrubbed binds it to nothing.
+                    # Its process ran a tenant's kernels, so its word that it is scrubbed is worth nothing.
                     self.look(context.warm_id)
 
     def _done(self, lease_id: int) -> None:
@@ -110,7 +121,7 @@ class MemoryMonitor:
             reason = (
                 f"the card shows {held} bytes for its process; {allowed} were admitted, the context's share included"
             )
-        # A worker that ended meanwhile is not on the card any more, and its end is told by whoever reaped it.
+        # A worker that ended meanwhile is no longer on the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
             log_event(LogEvent.WORKER_OVER_SLICE, lease_id=owner_id if owner_id < FIRST_WARM_ID else 0, reason=reason)
@@ -118,22 +129,20 @@ class MemoryMonitor:
 
 
 FIRST_LOOK_DELAY_S: Final = 0.002
-"""Before the second look at the card. The driver gives bytes back some milliseconds after the reap (74 ms seen for
-60 GiB), so looks start close together and get rarer."""
+"""Between the first look at a card and the second. The driver gives bytes back some milliseconds after the reap (74 ms
+seen for 60 GiB), so looks start close together and get rarer."""
 
 MAX_LOOK_DELAY_S: Final = 0.1
-"""Between two looks in the end: the core fences the slice when its own timer runs out, and looks are not free."""
+"""Longest time between two looks: the lease table fences the slice when its own timer runs out, and looks are not free.
+"""
 
-
-"""Between two looks at what others hold. A program outside the daemon that takes memory shrinks the capacity within
-this; the leases of this second may have more of the card promised than it has. A look takes 0.3 ms."""
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""For the look before the daemon listens. Stops a driver that hangs from keeping tenants from their leases."""
+"""How long the look before the daemon listens may take. Stops a driver that hangs from keeping tenants from leases."""
 
 
 class UnlistedSince:
-    """The looks at a card that did not list one process: the facts of `WorkerUnlisted`."""
+    """Looks at a card that does not list one process any more, and what they show for `WorkerUnlisted`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -141,7 +150,7 @@ class UnlistedSince:
         self._least_bytes = 0
 
     def missing(self, reading: CardReading, looked_ns: int) -> str:
-        """Take in a look, and say what is missing; "" if the card does not list the process."""
+        """Take in a look. Returns what keeps the proof, in words; "" if the card does not list the process."""
         if (held := reading.processes.get(self._pid)) is not None:
             self._since_ns = None
             return f"NVML still lists process {self._pid} with {held} bytes"
@@ -151,15 +160,15 @@ class UnlistedSince:
         return ""
 
     def event(self, lease_id: int, card_uuid: str, reading: CardReading, looked_ns: int) -> WorkerUnlisted:
-        """What the lease table is told of the last look."""
+        """Return the event for the lease table about the last look."""
         since_ns = looked_ns if self._since_ns is None else self._since_ns
         return WorkerUnlisted(lease_id, card_uuid, reading.unowned_bytes, self._least_bytes, since_ns, looked_ns)
 
 
 class Reclaimer:
-    """Looks at the card for a dead worker until the lease table has its proof.
+    """Looks at a card for a dead worker's bytes until the lease table has its proof.
 
-    It gives up only when told to: how long is too long is the lease table's to say.
+    Only `give_up` ends the looks: the lease table decides how long is too long.
     """
 
     def __init__(self, source: CardSource, post: Callable[[Event], None]) -> None:
@@ -168,18 +177,18 @@ class Reclaimer:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def prove(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        """Post `WorkerUnlisted` at each look that does not list the process, or `ReclaimProved` if there was none."""
+        """Post `WorkerUnlisted` at each look that does not list the process; `ReclaimProved` if there never was one."""
         task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(lease_id, None))
 
     def give_up(self, lease_id: int) -> None:
-        """Stop looking."""
+        """Stop the looks for a lease."""
         if (task := self._tasks.get(lease_id)) is not None:
             task.cancel()
 
     async def stop(self) -> None:
-        """Stop looking altogether."""
+        """Stop all looks."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -193,13 +202,13 @@ class Reclaimer:
             try:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError) as error:
-                # No thread can be started: that is no reason to fence, there may be memory before the time is over.
+                # If no thread can be started, that is no reason to fence: there may be memory again in time.
                 missing = f"the card can't be looked at: {error}"
             else:
                 missing = unlisted.missing(reading, looked_ns)
                 if not missing:
                     self._post(unlisted.event(lease_id, card_uuid, reading, looked_ns))
-                    # With its proof the lease table told this task to give up: it ends here.
+                    # If the lease table has its proof, it has had this task cancelled: the task ends here.
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
@@ -209,7 +218,7 @@ class Reclaimer:
 
 
 class CardWatch:
-    """Looks once a second at what others than workers hold of the cards, and tells the lease table."""
+    """Tells the lease table once a second how much of the cards others than the daemon's workers hold."""
 
     def __init__(
         self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
@@ -221,12 +230,12 @@ class CardWatch:
         self._rounds: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look once now, and go round from then on, where others can hold anything."""
+        """Look once now, and once a second from then on, where others can hold anything."""
         if self._rounds is None and self._source.has_others:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
                     await self._look_at_all()
-            self._rounds = asyncio.get_running_loop().create_task(self._go_round())
+            self._rounds = asyncio.get_running_loop().create_task(self._look_in_rounds())
 
     async def stop(self) -> None:
         """Stop looking."""
@@ -234,26 +243,26 @@ class CardWatch:
             self._rounds.cancel()
             await asyncio.gather(self._rounds, return_exceptions=True)
 
-    async def _go_round(self) -> None:
+    async def _look_in_rounds(self) -> None:
         while True:
             await asyncio.sleep(ROUND_S)
             await self._look_at_all()
 
     async def _look_at_all(self) -> None:
         for card_uuid in self._card_uuids:
-            # What can't be seen now is seen a second later; proofs wait meanwhile.
+            # A card that can't be read now is read a second later; proofs wait meanwhile.
             try:
                 await self._look(card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError):
                 pass
             except Exception:
-                # A bug of ours: without later looks, others' memory would be granted.
+                # A bug of ours. The looks go on: without them, others' memory would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
     async def _look(self, card_uuid: str) -> None:
         own, looked_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)
-        # A worker that began, or was settled, while the card was looked at is the daemon's own too.
+        # A worker that began, or was settled, during the look is the daemon's own, too.
         own |= self._workers.pids()
-        self._workers.see_listed(card_uuid, reading.processes.keys())
+        self._workers.on_processes_listed(card_uuid, reading.processes.keys())
         self._post(CardLooked(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), looked_ns))

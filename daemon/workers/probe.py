@@ -1,7 +1,7 @@
-"""Start-up's proof that contexts can be made, and what one costs.
+"""Proves at start-up that contexts can be made, and measures the memory that one costs.
 
-One worker is made on each card by the very path that leases take, and ended; what the card says it held, and what a
-session may make the driver take besides, is what every lease there will cost the node besides its tenant's bytes.
+One worker is made on each card in the same way as for leases, and ended. A lease costs the node its tenant's bytes, the
+bytes that the card showed for that worker, and what a session may make the driver take later.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from gpulease.daemon.workers.memory_monitor import UnlistedSince
 from gpulease.daemon.workers.registry import Workers
 
 PROBE_TIMEOUT_S: Final = 60.0
-"""For one context to be made; a cold driver takes seconds."""
+"""How long one context may take to be made; a cold driver takes seconds."""
 
 PROOF_TIMEOUT_S: Final = 10.0
-"""For its bytes to come back."""
+"""How long the context's bytes may take to be free again."""
 
 _LOOK_S: Final = 0.02
-_OF_WORKERS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
+_WORKER_EVENTS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
 
 
 async def measure_overhead(source: CardSource, workers: Workers, cards: list[CardFacts]) -> list[int]:
-    """Bytes one context may cost on each card: what it had when made, and what the driver may take besides later.
+    """Return the bytes that one context may cost on each card: at first, and by what the driver may take later.
 
-    Raises CardsUnavailable if one can't be made, or does not go away.
+    Raises CardsUnavailable if a context can't be made, or does not go away.
     """
     events: asyncio.Queue[Event] = asyncio.Queue()
     workers.deliver_to(events.put_nowait)
@@ -46,7 +46,7 @@ async def measure_overhead(source: CardSource, workers: Workers, cards: list[Car
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One worker, by its number, on one card."""
+    """One worker on one card. `number`: the number by which the registry knows the worker."""
 
     source: CardSource
     workers: Workers
@@ -55,13 +55,13 @@ class _Probe:
     number: int
 
     async def measure(self) -> int:
-        """What its context costs; it is gone when this returns. Raises CardsUnavailable."""
+        """Return the bytes that the worker's context costs. The worker is gone then. Raises CardsUnavailable."""
         self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
         started = await self._next()
         pid = self.workers.pid(self.number)
         if not isinstance(started, WorkerReady):
             await self._end(started)
-            raise await self._why(started)
+            raise await self._failure(started)
         overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
         await self._end(started)
         await _wait_for_proof(self.source, self.card, pid)
@@ -74,8 +74,8 @@ class _Probe:
             while not isinstance(await self._next(), WorkerExited):
                 pass
 
-    async def _why(self, started: Event) -> CardsUnavailable:
-        """The driver's own reason, if it has one."""
+    async def _failure(self, started: Event) -> CardsUnavailable:
+        """Return why there is no context: the driver's own reason, if it has one."""
         self.workers.settle(self.number)
         driver_says = await asyncio.to_thread(self.source.why_no_context)
         if driver_says is not None:
@@ -89,12 +89,12 @@ class _Probe:
         )
 
     async def _next(self) -> Event:
-        """What is told next of this worker: of one before it some may be told late."""
+        """Return the next event of this worker. Events of the worker before it may come late."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
                     event = await self.events.get()
-                    if isinstance(event, _OF_WORKERS) and event.lease_id == self.number:
+                    if isinstance(event, _WORKER_EVENTS) and event.lease_id == self.number:
                         return event
         raise CardsUnavailable(
             f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
@@ -103,7 +103,7 @@ class _Probe:
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
-    """Return once the card shows the probe's bytes back, by the rules that leases' bytes are proved free by."""
+    """Wait until the probe's bytes are proved free, by the same rules as leases' bytes."""
     until = time.monotonic() + PROOF_TIMEOUT_S
     unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
     while True:

@@ -1,7 +1,8 @@
-"""Having a worker scrubbed after its lease, and the proof that it is.
+"""Has a worker scrubbed after its lease, and proves that it is clean.
 
-Two must say so: the worker, which counts what it still has, and the card, which must show no more for its process than
-before the first lease. The worker's control page is another one from then on: the old one's word is flipped for good.
+The worker counts what it still has, and must have nothing. The card must show no more bytes for the worker's process
+than before its first lease. The worker then gets another control page: the old page's revocation word is flipped for
+good.
 """
 
 import asyncio
@@ -11,18 +12,25 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage, for_reading
+from gpulease.daemon.contract.messages import Scrub
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
 from gpulease.daemon.leases import FIRST_SUBMIT_ID, FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 
-_NO_FIGURE: Final = (CardsUnavailable, MemoryError, RuntimeError)
-"""The card does not say, or no thread can be started to ask it."""
+_UNKNOWN: Final = (CardsUnavailable, MemoryError, RuntimeError)
+"""The card does not say how many bytes a process has, or no thread can be started to ask it."""
 
 
 class Recycler:
-    """Weighs contexts before they serve anybody, has them scrubbed, and weighs them again."""
+    """Reads the memory of warm contexts before their first lease, has them scrubbed after a lease, and compares.
+
+    Args:
+        source: The cards.
+        workers: The workers.
+        post: Called with `WorkerReady`, once a context's memory was read, and with `WorkerScrubbed`.
+    """
 
     def __init__(self, source: CardSource, workers: Workers, post: Callable[[Event], None]) -> None:
         self._source = source
@@ -31,7 +39,7 @@ class Recycler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def holds_back(self, event: Event) -> bool:
-        """Whether it is to be told later: a context that is ready is weighed before a lease can have it."""
+        """Whether to hold an event back: a warm context's memory is read before a lease can have the context."""
         if not isinstance(event, WorkerReady) or not FIRST_WARM_ID <= event.lease_id < FIRST_SUBMIT_ID:
             return False
         worker = self._workers.worker(event.lease_id)
@@ -42,7 +50,7 @@ class Recycler:
         return True
 
     def scrub(self, lease_id: int) -> None:
-        """Ask the worker; `WorkerScrubbed` follows unless it does not answer."""
+        """Ask a worker to scrub its context; `WorkerScrubbed` follows unless it does not answer."""
         worker = self._workers.worker(lease_id)
         if worker is None:
             return
@@ -50,7 +58,7 @@ class Recycler:
             worker.next_page = page = BrokerPage()
             lease_fd = for_reading(page.fds.lease)
             try:
-                send_message(worker.channel, {"op": "scrub"}, (lease_fd, page.fds.claims))
+                send_message(worker.channel, Scrub().to_map(), (lease_fd, page.fds.claims))
             finally:
                 os.close(lease_fd)
         except (OSError, ChannelClosed) as error:
@@ -58,23 +66,23 @@ class Recycler:
             asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
 
     def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
-        """What the worker says of itself."""
+        """Take in a worker's answer: why it is not clean, or "", and the bytes that it still counts as its own."""
         if worker.next_page is None or worker.has_answered:
-            return  # nobody has asked
+            return  # Nobody has asked for a scrub, or the worker has answered before.
         worker.has_answered = True
         if not doubt and (held_bytes or worker.hand_overs):
             doubt = f"it still has {held_bytes} bytes and {worker.hand_overs} connections"
         self._start(self._prove(worker, worker.spec.lease_id, doubt))
 
     async def stop(self) -> None:
-        """Wait for no card any more."""
+        """Stop reading cards."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _weigh(self, worker: Worker, ready: WorkerReady) -> None:
-        # One that can't be weighed serves one lease, as ever.
-        with contextlib.suppress(*_NO_FIGURE):
+        # A context whose memory can't be read serves one lease, and is not scrubbed.
+        with contextlib.suppress(*_UNKNOWN):
             card_uuid, pid = worker.spec.card_uuid, worker.pid
             worker.own_bytes = await asyncio.to_thread(self._source.process_bytes, card_uuid, pid)
         self._post(ready)
@@ -83,7 +91,7 @@ class Recycler:
         if not doubt:
             try:
                 held = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
-            except _NO_FIGURE as error:
+            except _UNKNOWN as error:
                 doubt = f"the card can't be looked at: {error}"
             else:
                 if worker.hand_overs:
@@ -92,7 +100,7 @@ class Recycler:
                     doubt = f"the card shows {held} bytes for its process, not {worker.own_bytes}"
         self._post(WorkerScrubbed(lease_id, doubt))
 
-    def _start(self, weighing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(weighing)
+    def _start(self, reading: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(reading)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,6 +1,6 @@
-"""The workers as the broker sees them: one record each, from the spawn to the reaped process.
+"""All workers of a broker: one `Worker` each, from the request to the zygote until its process is reaped.
 
-A worker is known by the number of its lease, or warm context; that may change until its end was told.
+A worker is known by the number of its lease, submit or warm context. The number may change until its end is posted.
 """
 
 import asyncio
@@ -13,6 +13,21 @@ from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import BrokerPage
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.messages import (
+    FROM_WORKER,
+    Attached,
+    Failed,
+    Faulted,
+    ForkFailed,
+    LastLeft,
+    MemoryGrew,
+    Ready,
+    Scrubbed,
+    WorkerForked,
+    WorkerReaped,
+    parse_message,
+)
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
@@ -29,27 +44,29 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.records import clean_text
 from gpulease.daemon.sandbox.measures import SandboxSettings
-from gpulease.daemon.workers.worker import Ended, Worker
+from gpulease.daemon.workers.worker import ReapedWorker, Worker
 from gpulease.daemon.workers.zygote_client import Zygote, Zygotes
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.ring import Wanted
 
 MAX_REASON_CHARS: Final = 1000
-"""Of what a worker says of its end. Stops one that was taken over from filling the books, which are kept for thousands
-of leases, and the audit log."""
+"""Longest reason of a worker for its end. Stops a worker that was taken over from filling the audit log, and the
+journal that is kept of thousands of leases."""
 
-MAX_LAST_WORDS: Final = 300
-"""Of a worker that has ended: what fits a channel. Stops one that was taken over, and gave its end of the channel to
-its tenant, from being listened to for as long as that one goes on."""
+MAX_LAST_MESSAGES: Final = 300
+"""Messages that are read of a worker that has ended: what fits its channel. A worker that was taken over can give its
+end of the channel to its tenant. Stops the broker from reading for as long as that tenant goes on sending."""
 
 
 class Workers:
-    """All workers, and the zygotes that make them.
+    """All workers, and the zygotes that fork them.
 
     Args:
+        driver: The driver by which workers open their contexts.
+        sandbox: How workers are to be shut in; None for the default settings.
         folder: Where zygotes listen for the next broker; None if they are to die with this one.
-        wipes_heap: Whether workers overwrite what they free of their own memory.
+        wipes_heap: Whether workers overwrite memory that they free.
         grace_ns: How long work in flight may go on after a lease has expired.
     """
 
@@ -62,15 +79,17 @@ class Workers:
         grace_ns: int = 0,
     ) -> None:
         self._grace_ns = grace_ns
-        self._deliver: Callable[[Event], None] = _not_delivered
+        self._deliver: Callable[[Event], None] = _drop_event
         self._workers: dict[int, Worker] = {}
-        self._being_born: dict[int, Worker] = {}
+        # Workers that the zygote has not forked yet, by the number under which it was asked for them.
+        self._unforked: dict[int, Worker] = {}
         self._by_serial: dict[tuple[Zygote, int], Worker] = {}
-        self._ended_workers: dict[int, Ended] = {}
+        self._reaped: dict[int, ReapedWorker] = {}
         # Of reaped workers: the lease or warm context whose fence holds their bytes, and the card, by process id.
         self._fenced: dict[int, tuple[int, str]] = {}
         self._found: dict[tuple[Zygote, int], FoundWorker] = {}
-        self._on_look: Callable[[int], None] = lambda lease_id: None  # start-up's sessions run nothing
+        # Until `set_...` is called there are the sessions of start-up alone, which run nothing.
+        self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
         self._on_scrubbed: Callable[[Worker, str, int], None] = lambda *_: None
         self._on_connections: Callable[[int], None] = lambda lease_id: None
@@ -81,37 +100,47 @@ class Workers:
         )
 
     def deliver_to(self, deliver: Callable[[Event], None]) -> None:
-        """Who is told what happens to workers from now on."""
+        """Post events about workers to `deliver` from now on."""
         self._deliver = deliver
 
-    def look_with(self, look: Callable[[int], None], weigh: Callable[[Worker, str, int], None]) -> None:
-        """Who is told of leases whose context may have grown, and of workers scrubbed, or not, and why."""
-        self._on_look, self._on_scrubbed = look, weigh
+    def set_memory_listeners(
+        self, on_growth: Callable[[int], None], on_scrub: Callable[[Worker, str, int], None]
+    ) -> None:
+        """Set whom to call about workers' memory.
 
-    def tell_of_connections(
+        Args:
+            on_growth: Called with a lease whose context may have grown.
+            on_scrub: Called with a worker that was scrubbed, why it is not clean ("" if it is), and the bytes that it
+                still counts as its own.
+        """
+        self._on_growth, self._on_scrubbed = on_growth, on_scrub
+
+    def set_connection_listeners(
         self, on_connections: Callable[[int], None], on_guest: Callable[[int, int, bool], None]
     ) -> None:
-        """Who is told of leases whose sessions may have other connections than before, and of guests handed over.
+        """Set whom to call about connections.
 
-        `on_guest`: called with the lease, the mark of the guest's token and whether the worker let the guest in.
+        Args:
+            on_connections: Called with a lease whose session may have other connections than before.
+            on_guest: Called with a lease, the mark of a guest's token, and whether the worker let the guest in.
         """
         self._on_connections, self._on_guest = on_connections, on_guest
 
-    def tell_of_ends(self, on_end: Callable[[Worker], None]) -> None:
-        """Who is told of each worker that has ended, while its page can still be read."""
+    def set_end_listener(self, on_end: Callable[[Worker], None]) -> None:
+        """Set whom to call with each worker that has ended, while its page can still be read."""
         self._on_end = on_end
 
     @property
     def can_start(self) -> bool:
-        """Whether there is a zygote to make workers."""
+        """Whether there is a zygote to fork workers."""
         return self._zygotes.now.is_running
 
     def findings(self) -> list[dict[str, Any]]:
-        """The measures of the workers' sandbox: whether each is on, and how far it goes or why it is not."""
+        """Return the measures of the workers' sandbox: whether each is on, and how far it goes or why it is off."""
         return self._zygotes.now.findings
 
     async def start(self, found: Sequence[FoundZygote] = ()) -> None:
-        """Take over the zygotes of an earlier daemon, and start one if none of them can make workers here.
+        """Take over the zygotes of an earlier daemon, and start one if none of them can fork workers here.
 
         Raises ZygoteBroken.
         """
@@ -125,148 +154,153 @@ class Workers:
         await self._zygotes.stop()
         for worker in list(self._workers.values()):
             worker.kill()
-            self._forget(worker)
+            self._remove(worker)
 
     async def leave(self) -> None:
-        """Go, and leave zygotes and workers to the next broker; where there is nothing to leave, end the zygotes.
+        """Leave zygotes and workers to the next broker; where there is nothing to leave, end the zygotes.
 
-        One that waits for nobody would keep the daemon's standard error open, and who reads it waiting, for a minute.
+        A zygote that nobody needs would keep the daemon's standard error open for a minute, and its reader waiting.
         """
-        if not (self._workers or self._being_born or self._found or self._ended_workers):
+        if not (self._workers or self._unforked or self._found or self._reaped):
             await self.stop()
             return
         await self._zygotes.leave()
         for worker in list(self._workers.values()):
-            self._forget(worker)
+            self._remove(worker)
 
-    # --- an earlier daemon's ---
+    # --- workers of an earlier daemon ---
 
     def found(self) -> list[FoundWorker]:
-        """Those of an earlier daemon, alive or reaped, until each is adopted."""
+        """Return the workers of an earlier daemon, alive or reaped, that are not adopted yet."""
         return list(self._found.values())
 
     def adopt(self, found: FoundWorker, lease_id: int) -> None:
-        """Know an earlier daemon's worker by a lease's number, or a warm context's, from now on."""
+        """Take over an earlier daemon's worker under the number of a lease, or of a warm context."""
         ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found]
         del self._found[zygote, serial]
         if found.fds is None or found.reason is not None:
             close_all(list(found.fds or ()))
-            self._ended_workers[lease_id] = Ended(lease_id, found.pid, zygote, serial)
+            self._reaped[lease_id] = ReapedWorker(lease_id, found.pid, zygote, serial)
             return
         spec = replace(found.spec, lease_id=lease_id)
-        worker = Worker.adopted(spec, found.pid, found.fds, zygote, serial)
+        worker = Worker.adopt(spec, found.pid, found.fds, zygote, serial)
         self._workers[lease_id] = self._by_serial[zygote, serial] = worker
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
         if not zygote.is_running:
             self._watch_orphan(worker)
 
     def remember_ended(self, lease_id: int, pid: int) -> None:
-        """A lease's worker ended with the zygote it came from, before this daemon began."""
-        self._ended_workers.setdefault(lease_id, Ended(lease_id, pid))
+        """Remember a lease's worker that ended with its zygote before this daemon began."""
+        self._reaped.setdefault(lease_id, ReapedWorker(lease_id, pid))
 
     def serving(self) -> list[Worker]:
-        """Those that have said that they are ready and were not ordered dead."""
+        """Return the workers that are ready and not ordered dead."""
         return [worker for worker in self._workers.values() if worker.is_ready and not worker.is_killed]
 
     def worker(self, lease_id: int) -> Worker | None:
-        """The worker of that number."""
+        """Return the worker of a number."""
         return self._workers.get(lease_id)
 
     def pid(self, lease_id: int) -> int:
-        """The worker's process id, 0 if there is none."""
+        """Return a worker's process id, 0 if there is none."""
         return 0 if (worker := self._workers.get(lease_id)) is None else worker.pid
 
     def is_alive(self, lease_id: int) -> bool:
-        """Whether the worker's process runs: one that is dead is told of only once it was reaped."""
+        """Whether a worker's process runs. A dead one is still in the registry until its zygote has reaped it."""
         if (worker := self._workers.get(lease_id)) is None or worker.pidfd < 0:
             return worker is not None
         return not has_ended(worker.pidfd)
 
     def pids(self) -> set[int]:
-        """The process ids of all workers that live, have ended and are not settled, or whose bytes a fence holds."""
-        ended = {one.pid for one in self._ended_workers.values()}
+        """Return the process ids of all workers that live, or whose bytes are not proved free, or held by a fence."""
+        ended = {one.pid for one in self._reaped.values()}
         return {worker.pid for worker in self._workers.values()} | ended | self._fenced.keys()
 
     def ended_pid(self, lease_id: int) -> int:
-        """The process id of a worker that has ended; 0 if it never had one."""
-        return 0 if (ended := self._ended_workers.get(lease_id)) is None else ended.pid
+        """Return the process id of a worker that was reaped; 0 if it never had one."""
+        return 0 if (ended := self._reaped.get(lease_id)) is None else ended.pid
 
     def settle(self, lease_id: int) -> None:
-        """A worker's bytes are proved back, or fenced: nothing need be known of it any more."""
-        ended = self._ended_workers.pop(lease_id, None)
+        """Forget a reaped worker, whose bytes are proved free or fenced, and have its zygote forget it."""
+        ended = self._reaped.pop(lease_id, None)
         if ended is not None and ended.zygote is not None:
             ended.zygote.forget(ended.serial)
 
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
         """Count a reaped worker's process as the daemon's own while the card lists it: a fence holds its bytes.
 
-        There are as many as fences at most, and one more for a lease's submit. A process that runs under that number
-        by now is a stranger's. `charged_to`: the fenced lease, or warm context.
+        There are as many of them as fences at most, and one more for a lease's submit. If a process has the same id by
+        now, it is somebody else's.
+
+        Args:
+            number: The worker's number.
+            card_uuid: Its card.
+            charged_to: The fenced lease, or warm context.
         """
         pid = self.ended_pid(number)
         if pid and not name_of(pid):
             self._fenced[pid] = charged_to, card_uuid
 
     def end_fences(self, numbers: Collection[int]) -> None:
-        """An operator has cleared the fences of these leases and warm contexts: nothing holds their bytes any more."""
+        """Forget the processes of leases and warm contexts whose fences an operator has cleared."""
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[0] not in numbers}
         for number in numbers:
-            # One that was reaped only after it was fenced was not settled.
+            # A worker that was reaped only after its lease was fenced is not settled yet.
             self.settle(number)
 
-    def see_listed(self, card_uuid: str, pids: Collection[int]) -> None:
-        """Forget fenced workers' processes that the card does not list."""
+    def on_processes_listed(self, card_uuid: str, pids: Collection[int]) -> None:
+        """Forget the processes of fenced workers that a card lists no more. `pids`: the processes that it lists."""
         self._fenced = {pid: fence for pid, fence in self._fenced.items() if fence[1] != card_uuid or pid in pids}
 
     def page(self, lease_id: int) -> BrokerPage | None:
-        """The worker's control page."""
+        """Return a worker's control page."""
         return None if (worker := self._workers.get(lease_id)) is None else worker.page
 
     def rename(self, from_id: int, to_id: int) -> None:
-        """Know a worker by another number, whether it lives or has ended."""
+        """Give a worker another number, whether it lives or was reaped."""
         if (worker := self._workers.pop(from_id, None)) is not None:
             worker.spec = replace(worker.spec, lease_id=to_id)
             self._workers[to_id] = worker
-        if (ended := self._ended_workers.pop(from_id, None)) is not None:
+        if (ended := self._reaped.pop(from_id, None)) is not None:
             ended.lease_id = to_id
-            self._ended_workers[to_id] = ended
+            self._reaped[to_id] = ended
 
     def recycle(self, lease_id: int, warm_id: int) -> None:
-        """A lease's worker is scrubbed: it has no lease and another page from now on."""
+        """Make a warm context of a lease's worker that was scrubbed; it gets another control page."""
         if (worker := self._workers.get(lease_id)) is not None:
-            # What the page that goes has counted is that lease's.
+            # The counters on the old page are that lease's.
             self._on_end(worker)
         self.rename(lease_id, warm_id)
         if worker is not None and not worker.become_warm():
-            # The next broker would take it for another's: no lease may have it.
+            # The zygote does not know, so the next broker would take the worker for the old lease's.
             self.kill(warm_id)
 
     def spawn(self, spec: WorkerSpec) -> None:
-        """Have a worker made, or have the one that was made ahead for this lease, or submit, take it.
+        """Have a worker forked, or have the warm one that has this number take the lease, or submit.
 
-        `WorkerReady` or `WorkerExited` follows; of a worker made ahead that hangs, nothing.
+        `WorkerReady` or `WorkerExited` follows; nothing if a warm worker hangs.
         """
-        if (made := self._workers.get(spec.lease_id)) is not None:
-            made.take_lease(spec)
+        if (warm := self._workers.get(spec.lease_id)) is not None:
+            warm.take_lease(spec)
             return
-        if spec.lease_id in self._ended_workers:
-            # One made ahead that has just died, which is about to be told.
+        if spec.lease_id in self._reaped:
+            # The warm worker has just died; `WorkerExited` is about to be posted.
             return
         try:
-            worker, theirs = Worker.to_be(spec, self._zygotes.now)
+            worker, theirs = Worker.create(spec, self._zygotes.now)
         except OSError as error:
             self._not_started(spec, error)
             return
-        self._workers[spec.lease_id] = self._being_born[spec.lease_id] = worker
+        self._workers[spec.lease_id] = self._unforked[spec.lease_id] = worker
         with theirs:
             try:
                 self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
                 worker.page.let_go()
             except ChannelClosed as error:
-                self._ended(worker, f"could not be started: {error}")
+                self._on_ended(worker, f"could not be started: {error}")
                 return
             except OSError as error:
-                self._ended(worker, f"could not be started: {error.strerror}", is_busy=True)
+                self._on_ended(worker, f"could not be started: {error.strerror}", is_busy=True)
                 return
         asyncio.get_running_loop().add_reader(worker.channel, self._on_worker_message, worker)
 
@@ -276,25 +310,25 @@ class Workers:
         asyncio.get_running_loop().call_soon(self._post, ended)
 
     def set_deadline(self, lease_id: int, deadline_ns: int, generation: int) -> None:
-        """Write the deadline where the worker reads it."""
+        """Write a lease's deadline on its page, where the worker and the zygote read it."""
         if (worker := self._workers.get(lease_id)) is not None:
             worker.set_deadline(deadline_ns, generation, self._grace_ns)
 
     def refuse(self, lease_id: int, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have the worker answer everything with `status` and that reason, and say so to whoever is connected.
+        """Have a worker answer everything with `status` and `reason`, and tell its connections so.
 
-        `cause` is for the next broker.
+        The next broker reads `cause`.
         """
         if (worker := self._workers.get(lease_id)) is not None:
             worker.refuse(status, reason, cause)
 
     def give_grace(self, lease_id: int, until_ns: int) -> None:
-        """Write until when work in flight may go on in a worker that refuses more, for its zygote to read."""
+        """Write on the page until when work in flight may go on in a worker that refuses more; its zygote reads it."""
         if (worker := self._workers.get(lease_id)) is not None:
             worker.page.give_grace(until_ns)
 
     def kill(self, lease_id: int) -> None:
-        """End the worker whatever it is doing; `WorkerExited` follows."""
+        """Kill a worker; `WorkerExited` follows."""
         if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "there was no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
@@ -305,38 +339,27 @@ class Workers:
     def attach(
         self, lease_id: int, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None = None
     ) -> bool:
-        """Hand a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
+        """Send a tenant's socket, or a guest's, to the lease's worker; False if the worker can't take it now."""
         worker = self._workers.get(lease_id)
         if worker is None or not worker.hand_over(sock_fd, request_id, rest, wanted, guest):
             return False
         self._on_connections(lease_id)
         return True
 
-    # --- what the zygote and the workers say ---
+    # --- messages of zygotes and workers ---
 
-    def _on_zygote_message(self, zygote: Zygote, message: dict[str, Any], fds: list[int]) -> None:
+    def _on_zygote_message(self, zygote: Zygote, message: Message, fds: list[int]) -> None:
         match message:
-            case {"op": "spawned", "lease": str(number), "pid": int(pid), "serial": int(serial)} if len(fds) <= 1:
-                self._born(zygote, self._being_born.pop(int(number, 16)), pid, serial, fds)
+            case WorkerForked(lease_id, pid, serial) if len(fds) <= 1:
+                self._on_forked(zygote, self._unforked.pop(lease_id), pid, serial, fds)
                 return
-            case {"op": "no_fork", "lease": str(number), "reason": str(reason)}:
-                self._ended(self._being_born[int(number, 16)], reason)
-            case {"op": "exited", "serial": int(serial), "reason": str(reason)}:
-                if (worker := self._by_serial.get((zygote, serial))) is not None:
-                    if message.get("is_overdue") is True:
-                        self._was_overdue(worker, str(message.get("overran", "")))
-                    self._ended(worker, reason)
-                elif (found := self._found.get((zygote, serial))) is not None:
-                    found.reason, found.overran = reason, str(message.get("overran", ""))
+            case ForkFailed(lease_id, reason):
+                self._on_ended(self._unforked[lease_id], reason)
+            case WorkerReaped() as reaped:
+                self._on_reaped(zygote, reaped)
         close_all(fds)
 
-    def _was_overdue(self, worker: Worker, overran: str) -> None:
-        """Its zygote has ended it while this process hung: by the deadline, which the lease table has, or a kernel."""
-        worker.is_killed = True
-        if overran:
-            self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
-
-    def _born(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
+    def _on_forked(self, zygote: Zygote, worker: Worker, pid: int, serial: int, fds: list[int]) -> None:
         worker.serial, worker.pid, worker.pidfd = serial, pid, fds[0] if fds else -1
         self._by_serial[zygote, serial] = worker
         if worker.is_killed:
@@ -344,47 +367,61 @@ class Workers:
         if worker.is_ready:
             self._post(WorkerReady(worker.spec.lease_id))
 
+    def _on_reaped(self, zygote: Zygote, reaped: WorkerReaped) -> None:
+        overran = reaped.overran or ""
+        if (worker := self._by_serial.get((zygote, reaped.serial))) is not None:
+            if reaped.is_overdue:
+                # The zygote has killed the worker while this process hung. If the deadline was the reason, the lease
+                # table finds that itself.
+                worker.is_killed = True
+                if overran:
+                    self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
+            self._on_ended(worker, reaped.reason)
+        elif (found := self._found.get((zygote, reaped.serial))) is not None:
+            found.reason, found.overran = reaped.reason, overran
+
     def _on_worker_message(self, worker: Worker) -> None:
         try:
             message, fds = receive_message(worker.channel)
         except BlockingIOError:
             return
         except ChannelClosed:
-            # Its exit is reported by whoever reaps it.
+            # The zygote reports the worker's exit.
             asyncio.get_running_loop().remove_reader(worker.channel)
             return
         close_all(fds)
-        self._take_word(worker, message)
+        if (parsed := _parsed(message)) is not None:
+            self._on_parsed(worker, parsed)
 
-    def _take_word(self, worker: Worker, message: dict[str, Any]) -> None:
+    def _on_parsed(self, worker: Worker, message: Message) -> None:
         lease_id = worker.spec.lease_id
         match message:
-            case {"op": "attached"}:
-                # Never below zero, whatever a worker says.
+            case Attached(mark, is_in):
+                # Never below zero: the worker may lie.
                 worker.hand_overs = max(0, worker.hand_overs - 1)
-                if isinstance(mark := message.get("guest"), int):
-                    self._on_guest(lease_id, mark, message.get("is_in") is True)
+                if mark is not None:
+                    self._on_guest(lease_id, mark, is_in is True)
                 self._on_connections(lease_id)
-            case {"op": "left"}:
+            case LastLeft():
                 self._on_connections(lease_id)
-            case {"op": "look"}:
-                self._on_look(lease_id)
-            case {"op": "ready"}:
+            case MemoryGrew():
+                self._on_growth(lease_id)
+            case Ready():
                 worker.is_ready = True
                 if worker.pid:
-                    # Else what it holds could not be told from others' bytes: the zygote says at once who it is.
+                    # Without the pid its bytes could not be told from others'. The zygote sends it at once.
                     self._post(WorkerReady(lease_id))
-            case {"op": "scrubbed", "doubt": str(doubt), "held": int(held_bytes)}:
+            case Scrubbed(doubt, held_bytes):
                 self._on_scrubbed(worker, clean_text(doubt, MAX_REASON_CHARS), held_bytes)
-            case {"op": "failed", "reason": str(reason)}:
+            case Failed(reason):
                 self._post(WorkerFailed(lease_id, clean_text(reason, MAX_REASON_CHARS)))
-            case {"op": "faulted", "reason": str(reason)} if worker.faults_first():
+            case Faulted(reason) if worker.on_fault():
                 self._post(SessionFaulted(lease_id, clean_text(reason, MAX_REASON_CHARS)))
 
     def _on_zygote_exit(self, zygote: Zygote) -> None:
         for worker in [worker for worker in self._workers.values() if worker.zygote is zygote]:
             if worker.pidfd < 0:
-                self._ended(worker, "the zygote died before it could start the worker")
+                self._on_ended(worker, "the zygote died before it could start the worker")
             else:
                 self._watch_orphan(worker)
 
@@ -392,48 +429,56 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.pidfd, self._reap_orphan, worker)
 
     def _reap_orphan(self, worker: Worker) -> None:
-        """A dead zygote's worker died with its parent; it is this process's child, or init's if an earlier daemon's.
+        """Reap a worker that the kernel killed with its zygote.
 
-        See processes.adopt_orphans.
+        It is this process's child by now (see processes.adopt_orphans), or init's if an earlier daemon started it.
         """
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-        self._ended(worker, "was killed with the zygote it came from")
+        self._on_ended(worker, "was killed with the zygote it came from")
 
     # --- ends ---
 
     def _post(self, event: Event) -> None:
         self._deliver(event)
 
-    def _ended(self, worker: Worker, reason: str, *, is_busy: bool = False) -> None:
-        self._take_last_words(worker)
+    def _on_ended(self, worker: Worker, reason: str, *, is_busy: bool = False) -> None:
+        self._read_last_messages(worker)
         self._on_end(worker)
-        self._forget(worker)
+        self._remove(worker)
         lease_id = worker.spec.lease_id
-        ended = Ended(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
-        self._ended_workers[lease_id] = ended
-        asyncio.get_running_loop().call_soon(self._tell_end, ended, *worker.end_of(reason), is_busy)
+        reaped = ReapedWorker(lease_id, worker.pid, worker.zygote if worker.serial else None, worker.serial)
+        self._reaped[lease_id] = reaped
+        asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
-    def _take_last_words(self, worker: Worker) -> None:
-        """Why it ended, if it said so itself: the zygote may be heard first."""
+    def _read_last_messages(self, worker: Worker) -> None:
+        """Read why a worker ended, if it said so: the zygote's report may come first."""
         with contextlib.suppress(BlockingIOError, ChannelClosed):
-            for _ in range(MAX_LAST_WORDS):
-                message, fds = receive_message(worker.channel)
+            for _ in range(MAX_LAST_MESSAGES):
+                received, fds = receive_message(worker.channel)
                 close_all(fds)
-                if message.get("op") in ("failed", "faulted"):
-                    self._take_word(worker, message)
+                message = _parsed(received)
+                if isinstance(message, Failed | Faulted):
+                    self._on_parsed(worker, message)
 
-    def _tell_end(self, ended: Ended, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
-        """By the number it is known by now: until this was told, its lease may have been given another worker."""
-        self._post(WorkerExited(ended.lease_id, reason, is_by_daemon, is_busy))
+    def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
+        """Post a worker's end by its present number: its lease may have been given another worker meanwhile."""
+        self._post(WorkerExited(reaped.lease_id, reason, is_by_daemon, is_busy))
 
-    def _forget(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         del self._workers[worker.spec.lease_id]
-        self._being_born.pop(worker.born_as, None)
+        self._unforked.pop(worker.forked_for, None)
         self._by_serial.pop((worker.zygote, worker.serial), None)
         worker.close()
 
 
-def _not_delivered(event: Event) -> None:
+def _parsed(message: dict[str, Any]) -> Message | None:
+    """Return a worker's message; None if it is malformed or unknown. A worker may have been taken over."""
+    with contextlib.suppress(MalformedMessage):
+        return parse_message(FROM_WORKER, message)
+    return None
+
+
+def _drop_event(event: Event) -> None:
     log_event(LogEvent.DAEMON_FAULT, doing=f"telling nobody of {event!r}")

@@ -1,9 +1,7 @@
-"""One worker as the broker sees it.
+"""One worker as the broker sees it: its process, its channel and its control page, and the counters on that page.
 
-What workers' counters say, as increments: a session's numbers go into its tenant's, which outlive it.
-
-A page is its worker's own to write, so nothing of it is taken at its word: a number that goes back, or that no counting
-could have come to, counts as no news. A tenant that took its worker over can lie about its own figures, no further.
+A worker writes its counters itself. So a counter that goes back, or that no counting could have come to, counts as
+unchanged. A tenant that took its worker over can lie about its own figures, and about nothing else.
 """
 
 import asyncio
@@ -18,6 +16,8 @@ from typing import Final, Self
 
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, PageFds
 from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import Message
+from gpulease.daemon.contract.messages import Attach, EndSession
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.fd_passing import refuse_descriptors
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
@@ -29,32 +29,41 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.ring import Wanted
 
 MAX_HAND_OVERS: Final = 16
-"""Sockets on their way to a worker that is too busy to take them. They count as nobody's connections meanwhile."""
+"""Most sockets in the channel of a worker that is too busy to take them. Until then they count as nobody's connections.
+"""
 
 NS_PER_MS: Final = 1_000_000
 
 KILLED: Final = exit_text(signal.SIGKILL)
-"""How a zygote tells that a worker died of what the daemon, or anybody else, kills with."""
+"""The zygote's words for a worker that was killed, by the daemon or by anybody else."""
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker, or one to be. `pid` is 0 until the zygote said that it has forked it.
+    """One worker, from the request to the zygote on.
 
     Attributes:
-        zygote: Who made it.
-        serial: Its number there.
-        born_as: The lease, or warm context, it was made for.
-        counted: What of its page's counters was told, see `readings`; empty before the first time.
-        is_weighed: It was, or is being, weighed before it had a lease.
-        own_bytes: What the card showed for it then; None if that is not known.
-        next_page: Its control page once it is scrubbed; None unless it is asked to be.
-        has_answered: It has said how that went.
-        is_stranger: Whether whoever attaches next may be of another tenant than the lease.
-        has_faulted: It has said why its context was lost, in this lease.
-        submit_ends_ns: When the time of a submit is over; None until it began, or if it is none.
+        spec: The worker's lease; its `lease_id` is the number by which the broker knows the worker.
+        page: Its control page.
+        channel: The broker's end of its channel.
+        zygote: The zygote that forked it, or is to.
+        serial: Its number in that zygote; 0 until it is forked.
+        pid: Its process id; 0 until it is forked.
+        pidfd: Its pidfd; -1 until it is forked, or if the descriptor did not get through.
+        is_ready: It has a context.
+        is_killed: The broker has ordered its death.
+        hand_overs: Sockets that were sent to it and that it has not taken yet.
+        forked_for: The lease, or warm context, for which it was made.
+        counted: The counters that were reported last, see `counter_increments`; empty before the first report.
+        is_weighed: Its memory was read, or is being read, before it had a lease.
+        own_bytes: Bytes that the card showed for it then; None if that is not known.
+        next_page: Its control page after the scrub; None unless the broker has asked for a scrub.
+        has_answered: It has said how the scrub went.
+        is_stranger: The tenant who attaches next may be another than the lease's.
+        has_faulted: It has said in this lease why its context is lost.
+        submit_ends_ns: When the submit's timeout is over, on the monotonic clock; None until it began, or for a lease.
     """
 
     spec: WorkerSpec
@@ -67,7 +76,7 @@ class Worker:
     is_ready: bool = False
     is_killed: bool = False
     hand_overs: int = 0
-    born_as: int = 0
+    forked_for: int = 0
     counted: tuple[int, ...] = ()
     is_weighed: bool = False
     own_bytes: int | None = None
@@ -78,8 +87,8 @@ class Worker:
     submit_ends_ns: int | None = None
 
     @classmethod
-    def to_be(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
-        """One that a zygote is to make, and its own end of its channel. Raises OSError."""
+    def create(cls, spec: WorkerSpec, zygote: Zygote) -> tuple[Self, socket.socket]:
+        """Return a worker that a zygote is to fork, and the worker's end of its channel. Raises OSError."""
         page = BrokerPage()
         try:
             ours, theirs = channel_pair()
@@ -88,30 +97,38 @@ class Worker:
             raise
         ours.setblocking(False)
         refuse_descriptors(ours)
-        return cls(spec, page, ours, zygote, born_as=spec.lease_id), theirs
+        return cls(spec, page, ours, zygote, forked_for=spec.lease_id), theirs
 
     @classmethod
-    def adopted(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: Zygote, serial: int) -> Self:
-        """One that an earlier daemon had; `fds` are its pidfd, pages and channel."""
+    def adopt(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: Zygote, serial: int) -> Self:
+        """Return a worker of an earlier daemon. `fds`: its pidfd, two pages, and the broker's end of its channel."""
         pidfd, *page_fds, channel_fd = fds
         channel = socket.socket(fileno=channel_fd)
         channel.setblocking(False)
         refuse_descriptors(channel)
         return cls(spec, BrokerPage(PageFds(*page_fds)), channel, zygote, serial, pid, pidfd, is_ready=True)
 
-    def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
-        """Have it answer everything with `status` and that reason, and say so to whoever is connected.
+    # --- its lease ---
 
-        Its zygote ends it if this process hangs; what is in flight has no grace unless the page is given one. The next
-        broker reads `cause`.
-        """
-        self.page.refuse(status, reason, time.monotonic_ns(), cause)
-        # The word alone suffices; the message wakes a worker that sleeps, so that idle tenants learn why.
+    def take_lease(self, spec: WorkerSpec) -> None:
+        """Have a warm worker take a lease, or a submit."""
+        self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
-            send_message(self.channel, {"op": "end"})
+            # The zygote first: it must not take a worker that has a lease for a warm one.
+            self.zygote.change(self.serial, spec, lambda: self._send_lease(spec))
+
+    def _send_lease(self, spec: WorkerSpec) -> None:
+        if self.spec is spec:
+            self._send_or_drop(spec)
 
     def set_deadline(self, deadline_ns: int, generation: int, grace_ns: int) -> None:
-        """Write the deadline where it reads it, and where its zygote does, which ends it if nobody else does."""
+        """Write the deadline on the page, for the worker and for its zygote, which ends the worker if nobody else does.
+
+        Args:
+            deadline_ns: When the lease ends, on the monotonic clock.
+            generation: The number of the grant or renewal.
+            grace_ns: How long work in flight may go on behind the deadline.
+        """
         ends_ns = deadline_ns
         if self.spec.submit_of:
             if self.submit_ends_ns is None:
@@ -119,60 +136,39 @@ class Worker:
             ends_ns = min(deadline_ns, self.submit_ends_ns)
         self.page.set_deadline(deadline_ns, generation, ends_ns + grace_ns)
 
-    def take_lease(self, spec: WorkerSpec) -> None:
-        """Have it take a lease, or a submit, if it was made ahead."""
-        self.spec, self.has_faulted = spec, False
-        with contextlib.suppress(ChannelClosed, BlockingIOError):
-            # The zygote first: a worker that has a lease must not be known to it as one that has none.
-            self.zygote.change(self.serial, spec, lambda: self._tell_lease(spec))
+    def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
+        """Have the worker answer everything with `status` and `reason`, and tell its connections so.
 
-    def _tell_lease(self, spec: WorkerSpec) -> None:
-        if self.spec is spec:
-            with contextlib.suppress(ChannelClosed, BlockingIOError):
-                send_message(self.channel, spec.to_message())
+        If this process hangs, the zygote ends the worker at once; `BrokerPage.give_grace` gives work in flight time.
+        The next broker reads `cause`.
+        """
+        self.page.refuse(status, reason, time.monotonic_ns(), cause)
+        # The word on the page suffices. The message wakes a worker that sleeps, so that idle tenants learn why.
+        self._send_or_drop(EndSession())
 
     def hand_over(self, sock_fd: int, request_id: int, rest: bytes, wanted: Wanted, guest: Guest | None) -> bool:
-        """Give it a tenant's socket, or a guest's; False if it can't take it now."""
+        """Send the worker a tenant's socket, or a guest's; False if the worker can't take it now."""
         if self.hand_overs >= MAX_HAND_OVERS:
             return False
-        message = {"op": "attach", "request_id": request_id, "rest": rest}
-        message |= {"ring": wanted.ring, "arena": wanted.arena_bytes}
-        message["is_stranger"] = self.is_stranger
-        message["guest"] = None if guest is None else guest.to_message()
+        attach = Attach(request_id, rest, wanted.ring, wanted.arena_bytes, self.is_stranger, guest)
         self.page.open_session()
         try:
-            send_message(self.channel, message, (sock_fd,))
+            send_message(self.channel, attach.to_map(), (sock_fd,))
         except (ChannelClosed, BlockingIOError):
             return False
         self.hand_overs += 1
         return True
 
-    def faults_first(self) -> bool:
-        """It says that its context is lost; whether it says so for the first time in its lease.
+    def on_fault(self) -> bool:
+        """Take in that the worker's context is lost; False if the worker has said so in this lease before.
 
-        What it says again is not listened to: each would be a row of the journal, and one that was taken over says it
-        as fast as it can.
+        Each such message is a row of the journal, and a worker that was taken over sends them as fast as it can.
         """
         was_first, self.has_faulted = not self.has_faulted, True
         return was_first
 
-    def kill(self) -> None:
-        """End its process, if there is one."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.pidfd >= 0:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            elif self.pid:
-                # Its pidfd did not get through for want of descriptors here. The zygote reaps it, and says so first.
-                os.kill(self.pid, signal.SIGKILL)
-
-    def end_of(self, reason: str) -> tuple[str, bool]:
-        """How it ended, for logs, and whether by the daemon; `reason`: as its zygote tells it."""
-        # Whatever else it died of, it died of before the kill.
-        is_by_daemon = self.is_killed and reason == KILLED
-        return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
-
     def become_warm(self) -> bool:
-        """It is scrubbed: it has its next page, and no lease but its number. False if its zygote can't be told."""
+        """Take the next page after a scrub, and no lease but the number. False if the zygote can't be told."""
         if self.next_page is None:
             return False
         self.page.close()
@@ -186,8 +182,30 @@ class Worker:
             self.page.let_go()
         return True
 
+    def _send_or_drop(self, message: Message) -> None:
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            send_message(self.channel, message.to_map())
+
+    # --- its end ---
+
+    def kill(self) -> None:
+        """Kill the process, if there is one."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            elif self.pid:
+                # The pidfd did not get through for want of descriptors here. The number is the worker's until the
+                # zygote reaps it, and reports that.
+                os.kill(self.pid, signal.SIGKILL)
+
+    def end_reason(self, reason: str) -> tuple[str, bool]:
+        """Return how the worker ended, for logs, and whether the daemon ended it. `reason`: the zygote's words."""
+        # If it died of anything but SIGKILL, it died before the daemon killed it.
+        is_by_daemon = self.is_killed and reason == KILLED
+        return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
+
     def close(self) -> None:
-        """Let go of all that is open for it; it is listened to no more."""
+        """Close all descriptors, and read the channel no more."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.channel)
         self.channel.close()
@@ -200,8 +218,15 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Ended:
-    """What is known of a worker that was reaped, until its bytes are proved back."""
+class ReapedWorker:
+    """A worker that was reaped, until its bytes are proved free.
+
+    Attributes:
+        lease_id: The number by which the broker knows the worker.
+        pid: The process id that it had; 0 if it was never forked.
+        zygote: The zygote that is to forget it; None if none has to.
+        serial: Its number in that zygote.
+    """
 
     lease_id: int
     pid: int
@@ -209,10 +234,11 @@ class Ended:
     serial: int = 0
 
 
-LARGEST: Final = 1 << 53
-"""Of a counter: what Prometheus's numbers, doubles, hold exactly. A launch a microsecond comes to it in 285 years."""
+MAX_COUNT: Final = 1 << 53
+"""Largest value of a counter: Prometheus's numbers, doubles, hold all integers up to it exactly. One launch a
+microsecond comes to it in 285 years."""
 
-_READ: Final = (
+_COUNTERS: Final = (
     Counter.LAUNCHES,
     Counter.SYNCS,
     Counter.SYNC_ERRORS,
@@ -221,7 +247,7 @@ _READ: Final = (
     Counter.OPS,
     Counter.FAILED_OPS,
 )
-_NOTHING: Final = (0,) * len(_READ)
+_ZEROS: Final = (0,) * len(_COUNTERS)
 _FAMILIES: Final = (
     families.SESSION_LAUNCHES,
     families.SESSION_SYNCS,
@@ -233,29 +259,33 @@ _FAMILIES: Final = (
 )
 
 
-def news_of(worker: Worker) -> list[tuple[Family, float]]:
-    """What it did since it was asked last."""
-    before = worker.counted or _NOTHING
+def counter_increments(worker: Worker) -> list[tuple[Family, float]]:
+    """Return what a worker's counters have grown by since the last call.
+
+    Metrics count by tenant, and a tenant outlives its sessions, so increments are added up.
+    """
+    before = worker.counted or _ZEROS
     now = _read(worker.page, before)
     worker.counted = now
     more = [new - old for new, old in zip(now, before, strict=True)]
-    # The page counts waits that went well and those that did not; the series counts all.
+    # The page counts waits that succeeded apart from those that failed; the metric counts all.
     more[1] += more[2]
     return [(family, float(count)) for family, count in zip(_FAMILIES, more, strict=True) if count]
 
 
-def begin_at(worker: Worker) -> None:
-    """What it did so far was another daemon's to count."""
-    worker.counted = _read(worker.page, _NOTHING)
+def skip_counts(worker: Worker) -> None:
+    """Leave a worker's counts so far out: another daemon has counted them."""
+    worker.counted = _read(worker.page, _ZEROS)
 
 
 def held_bytes(worker: Worker, most_bytes: int) -> int:
-    """What its session holds, as far as that can be."""
+    """Return the bytes that a worker's session says it holds, `most_bytes` at most."""
     return min(worker.page.counter(Counter.ALLOCATED_BYTES), most_bytes)
 
 
 def _read(page: BrokerPage, before: tuple[int, ...]) -> tuple[int, ...]:
     found = page.counters()
     return tuple(
-        found[counter] if old <= found[counter] < LARGEST else old for counter, old in zip(_READ, before, strict=True)
+        found[counter] if old <= found[counter] < MAX_COUNT else old
+        for counter, old in zip(_COUNTERS, before, strict=True)
     )

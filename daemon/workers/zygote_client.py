@@ -1,6 +1,6 @@
-"""The zygote as the broker sees it: start it or take it over, ask it for workers, notice when it dies.
+"""The zygote as the broker sees it: started or taken over, asked for workers, watched, and started anew when it dies.
 
-The zygote that makes workers now, started anew when it dies, and those of earlier daemons that make no more.
+`Zygotes` holds the zygote that forks workers now, and those of earlier daemons, which fork no more.
 """
 
 import asyncio
@@ -17,6 +17,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageFds
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.messages import (
+    FROM_ZYGOTE,
+    Broken,
+    LeaseChanged,
+    PagesRenewed,
+    Ping,
+    Pong,
+    Preloaded,
+    Retire,
+    WorkerForgotten,
+    parse_message,
+)
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.heap import WIPING_HEAP
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_pair, close_all, receive_message
@@ -28,19 +41,8 @@ from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.child_process import Heartbeat, ordinary_timeouts
 from gpulease.daemon.workers.zygote_discovery import FoundZygote
 
-START_TIMEOUT_S: Final = 60.0
-"""How long the zygote may take to import what it needs; a cold disk takes seconds."""
-
-END_TIMEOUT_S: Final = 5.0
-"""How long one that was killed and is not this process's child is waited for."""
-
-HUNG_AFTER_S: Final = 20.0
-"""Of questions without an answer, until one is killed: before what ends meanwhile, and nobody reaps, is fenced
-(reclaim_timeout_s of [limits], 30)."""
-
-MAX_WAITING: Final = 16_384
-"""Messages that wait for room in the channel: several for each lease that there may be (max_leases of [limits], 4096).
-The kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
+RESTART_DELAY_S: Final = 1.0
+"""Between the death of a zygote and the next start. Stops one that dies at once from being started in a busy loop."""
 
 
 class ZygoteBroken(Exception):
@@ -55,299 +57,26 @@ class ZygoteBroken(Exception):
         self.hint = hint
 
 
-class Zygote:
-    """One zygote process and the channel to it.
-
-    Args:
-        on_message: Called with this zygote, each message and its descriptors, which are then the callee's.
-        on_exit: Called once with this zygote when it is gone; its workers die with it.
-        folder: Where it listens for the next broker; None for one that dies with this one.
-        wipes_heap: Whether it, and its workers, overwrite what they free of their own memory.
-
-    Attributes:
-        findings: Which measures its workers are under, as it said when it was ready.
-    """
-
-    def __init__(
-        self,
-        driver: str,
-        on_message: Callable[["Zygote", dict[str, Any], list[int]], None],
-        on_exit: Callable[["Zygote"], None],
-        sandbox: SandboxSettings,
-        folder: Path | None = None,
-        wipes_heap: bool = False,
-    ) -> None:
-        self.findings: list[dict[str, Any]] = []
-        self._driver = driver
-        self._sandbox = sandbox
-        self._on_message = on_message
-        self._on_exit = on_exit
-        self._folder = folder
-        self._wipes_heap = wipes_heap
-        self._channel: socket.socket | None = None
-        self._outbox: Outbox | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0
-        self._pidfd = -1
-        self._path: Path | None = None
-        self._preloaded: asyncio.Future[None] | None = None
-        self._pulse = Heartbeat(ordinary_timeouts().beat_s, HUNG_AFTER_S, self._ping, self._give_up)
-
-    @property
-    def outlives_its_broker(self) -> bool:
-        """Whether it is to be told which workers it may forget."""
-        return self._folder is not None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it can be spoken to."""
-        return self._channel is not None
-
-    def take_over(self, found: FoundZygote) -> bool:
-        """Be one that an earlier broker left; whether it can make workers for this one."""
-        self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
-        self._channel.setblocking(False)
-        self._outbox = Outbox(self._channel)
-        asyncio.get_running_loop().add_reader(self._channel, self._read)
-        self._pid, self.findings = found.pid, found.findings
-        if found.answers_pings:
-            self._pulse.begin()
-        # By its code, not its version alone: else what an upgrade mends would not be mended while this one lives.
-        own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
-        return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
-
-    def retire(self) -> None:
-        """Have it end with the last of the workers it has."""
-        self._say({"op": "retire"})
-
-    async def start(self) -> None:
-        """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._channel = self._launch()
-        except OSError as error:
-            raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
-        self._outbox = Outbox(self._channel)
-        self._preloaded = loop.create_future()
-        loop.add_reader(self._channel, self._read)
-        try:
-            await asyncio.wait_for(self._preloaded, START_TIMEOUT_S)
-        except TimeoutError:
-            self.stop()
-            raise ZygoteBroken(f"the zygote was not ready after {START_TIMEOUT_S:g} s") from None
-        except BaseException:
-            self.stop()
-            raise
-        self._pulse.begin()
-
-    def _launch(self) -> socket.socket:
-        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
-        command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
-        # A BLAS that starts threads when it is imported would make every fork unsafe.
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        if self._wipes_heap:
-            environment |= WIPING_HEAP
-        with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
-            ours, theirs = channel_pair()
-            undo.callback(ours.close)
-            handed_over.callback(theirs.close)
-            ours.setblocking(False)
-            arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
-            fds = [theirs.fileno()]
-            if self._folder is not None:
-                # Made here, so that the next broker finds it from the moment there is a process.
-                self._path = self._folder / f"{secrets.token_hex(4)}.sock"
-                listener = handed_over.enter_context(_listen_at(self._path))
-                arguments.append(str(listener.fileno()))
-                fds.append(listener.fileno())
-            # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
-            self._process = subprocess.Popen(
-                command + arguments,
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=environment,
-            )
-            self._pid = self._process.pid
-            undo.pop_all()
-        return ours
-
-    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
-        """Ask for a worker. Raises ChannelClosed, or OSError if the zygote can't be asked now, nor soon."""
-        kept = (broker_end_fd,) if self.outlives_its_broker else ()
-        self._send(spec.to_message(), (channel_fd, *page_fds, *kept))
-
-    def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
-        """A worker has another lease now: the next broker must know, and the log whose words its are.
-
-        `then` is called when it is told. Raises as `spawn` does.
-        """
-        self._send(spec.to_message() | {"op": "lease", "serial": serial}, (), then)
-
-    def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
-        """A worker was scrubbed and has other control pages. Raises as `spawn` does."""
-        self._send(spec.to_message() | {"op": "renew", "serial": serial}, page_fds)
-
-    def forget(self, serial: int) -> None:
-        """A worker's bytes are proved back: nobody needs to know of it any more."""
-        if self.outlives_its_broker:
-            self._say({"op": "forget", "serial": serial})
-
-    def stop(self) -> None:
-        """End the zygote, and with it all its workers. Nothing is called back."""
-        self._close_channel()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            has_ended(self._pidfd, END_TIMEOUT_S)
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def leave(self) -> None:
-        """Go, and let it live on for the next broker."""
-        self._close_channel()
-        if self._process is not None:
-            # It is waited for by whoever gets its parent's children: this process is about to end.
-            self._process.returncode = 0
-            self._process = None
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    def _ping(self) -> None:
-        # While others wait, that one gets through is answer enough.
-        if not self._outbox:
-            self._send({"op": "ping"})
-
-    def _give_up(self, _: str) -> None:
-        """Kill it. That its channel closes then is seen as of any that dies.
-
-        One that lives on would make no worker and reap none, so every lease that ends would leave a fence.
-        """
-        log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
-        if self._process is not None:
-            self._process.kill()
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def _say(self, message: dict[str, Any]) -> None:
-        # One that is gone needs to know nothing; one that does not read for so long keeps a little more than it must.
-        with contextlib.suppress(ChannelClosed, BlockingIOError):
-            self._send(message)
-
-    def _send(
-        self, message: dict[str, Any], fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
-    ) -> None:
-        """Tell the zygote, as soon as it has room. Raises as `spawn` does."""
-        if self._channel is None or self._outbox is None:
-            raise ChannelClosed("the zygote is not running")
-        if len(self._outbox) >= MAX_WAITING:
-            raise BlockingIOError(errno.EAGAIN, f"{MAX_WAITING} messages wait for the zygote")
-        self._outbox.send(message, fds, then)
-        if self._outbox:
-            asyncio.get_running_loop().add_writer(self._channel, self._flush)
-
-    def _flush(self) -> None:
-        if self._channel is None or self._outbox is None:
-            return
-        # That it is gone is seen by who reads.
-        with contextlib.suppress(ChannelClosed):
-            if self._outbox.flush():
-                self._pulse.answered()
-            if self._outbox:
-                return
-        asyncio.get_running_loop().remove_writer(self._channel)
-
-    def _read(self) -> None:
-        while self._channel is not None:
-            try:
-                message, fds = receive_message(self._channel)
-            except BlockingIOError:
-                return
-            except ChannelClosed:
-                self._gone()
-                return
-            self._take(message, fds)
-
-    def _take(self, message: dict[str, Any], fds: list[int]) -> None:
-        waiting = self._preloaded is not None and not self._preloaded.done()
-        if waiting and self._preloaded is not None:
-            close_all(fds)
-            if message["op"] == "preloaded":
-                self.findings = message["sandbox"]
-                self._preloaded.set_result(None)
-            else:
-                self._preloaded.set_exception(ZygoteBroken(str(message.get("reason")), hint=str(message.get("hint"))))
-            return
-        if message.get("op") == "pong":
-            close_all(fds)
-            self._pulse.answered()
-            return
-        self._on_message(self, message, fds)
-
-    def _gone(self) -> None:
-        self.stop()
-        if self._preloaded is not None and not self._preloaded.done():
-            self._preloaded.set_exception(ZygoteBroken("the zygote died while it was starting; its log says why"))
-            return
-        if self._preloaded is not None and (self._preloaded.cancelled() or self._preloaded.exception() is not None):
-            return  # It never made a worker, and whoever started it knows why.
-        self._on_exit(self)
-
-    def _close_channel(self) -> None:
-        self._pulse.end()
-        if self._outbox is not None:
-            self._outbox.close()
-            self._outbox = None
-        if self._channel is not None:
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._channel)
-            loop.remove_writer(self._channel)
-            self._channel.close()
-            self._channel = None
-
-
-def _listen_at(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-RESTART_DELAY_S: Final = 1.0
-"""Between the death of a zygote and the next start: one that dies at once must not be restarted in a busy loop."""
-
-
 class Zygotes:
-    """All that there are.
+    """All zygotes of a broker.
 
     Args:
-        on_message: Called with the zygote, each message of it and its descriptors, which are then the callee's.
-        on_exit: Called with each that is gone; its workers die with it.
-        folder: Where they listen for the next broker; None if they are to die with this one.
-        wipes_heap: Whether they and their workers overwrite what they free of their own memory.
+        driver: The driver by which workers open their contexts.
+        on_message: Called with the zygote, each of its messages, and the descriptors, which are then the callee's.
+        on_exit: Called with each zygote that is gone; its workers die with it.
+        sandbox: How workers are to be shut in.
+        folder: Where zygotes listen for the next broker; None if they are to die with this one.
+        wipes_heap: Whether zygotes and their workers overwrite memory that they free.
 
     Attributes:
-        now: The one that makes workers, running or not.
+        now: The zygote that forks workers, running or not.
     """
 
     def __init__(
         self,
         driver: str,
-        on_message: Callable[[Zygote, dict[str, Any], list[int]], None],
-        on_exit: Callable[[Zygote], None],
+        on_message: Callable[["Zygote", Message, list[int]], None],
+        on_exit: Callable[["Zygote"], None],
         sandbox: SandboxSettings,
         folder: Path | None,
         wipes_heap: bool,
@@ -362,8 +91,8 @@ class Zygotes:
         self._earlier: list[Zygote] = []
         self._restart: asyncio.Task[None] | None = None
 
-    def take_over(self, found: FoundZygote) -> Zygote:
-        """One that an earlier daemon left: it makes workers from now on, if it can make them here and no other does."""
+    def take_over(self, found: FoundZygote) -> "Zygote":
+        """Take over a zygote of an earlier daemon. It forks workers from now on if it can here and no other does."""
         zygote = self._new()
         if zygote.take_over(found) and not self.now.is_running:
             self.now = zygote
@@ -373,18 +102,18 @@ class Zygotes:
         return zygote
 
     async def start(self) -> None:
-        """Start one, unless one of those taken over makes workers. Raises ZygoteBroken."""
+        """Start a zygote, unless one that was taken over forks workers. Raises ZygoteBroken."""
         if not self.now.is_running:
             await self.now.start()
 
     async def stop(self) -> None:
-        """End them, and with them their workers."""
+        """End all zygotes, and with them their workers."""
         await self._stop_restarting()
         for zygote in (self.now, *self._earlier):
             zygote.stop()
 
     async def leave(self) -> None:
-        """Go, and leave them to the next broker."""
+        """Leave all zygotes to the next broker."""
         await self._stop_restarting()
         for zygote in (self.now, *self._earlier):
             zygote.leave()
@@ -395,10 +124,10 @@ class Zygotes:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._restart
 
-    def _new(self) -> Zygote:
-        return Zygote(self._driver, self._on_message, self._gone, self._sandbox, self._folder, self._wipes_heap)
+    def _new(self) -> "Zygote":
+        return Zygote(self._driver, self._on_message, self._on_gone, self._sandbox, self._folder, self._wipes_heap)
 
-    def _gone(self, zygote: Zygote) -> None:
+    def _on_gone(self, zygote: "Zygote") -> None:
         self._on_exit(zygote)
         if zygote is not self.now:
             log_event(LogEvent.ZYGOTE_LEFT)
@@ -418,3 +147,304 @@ class Zygotes:
                 continue
             log_event(LogEvent.ZYGOTE_BACK)
             return
+
+
+START_TIMEOUT_S: Final = 60.0
+"""How long a zygote may take to import what it needs; a cold disk takes seconds."""
+
+END_TIMEOUT_S: Final = 5.0
+"""How long a zygote of an earlier daemon may take to be gone once it was killed: it is not this process's child."""
+
+HUNG_AFTER_S: Final = 20.0
+"""Time of pings without an answer after which a zygote is killed. A worker that ends meanwhile is not reaped, so the
+zygote must be gone before that worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
+
+MAX_WAITING: Final = 16_384
+"""Messages that wait for room in the channel: several for each lease that there may be (max_leases of [limits], 4096).
+The kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
+
+
+class Zygote:
+    """One zygote process and the channel to it.
+
+    Args:
+        driver: The driver by which workers open their contexts.
+        on_message: Called with this zygote, each of its messages, and the descriptors, which are then the callee's.
+        on_exit: Called once with this zygote when it is gone; its workers die with it.
+        sandbox: How workers are to be shut in.
+        folder: Where it listens for the next broker; None for one that dies with this one.
+        wipes_heap: Whether it and its workers overwrite memory that they free.
+
+    Attributes:
+        findings: The measures its workers are under, as the zygote reported them when it was ready.
+    """
+
+    def __init__(
+        self,
+        driver: str,
+        on_message: Callable[["Zygote", Message, list[int]], None],
+        on_exit: Callable[["Zygote"], None],
+        sandbox: SandboxSettings,
+        folder: Path | None = None,
+        wipes_heap: bool = False,
+    ) -> None:
+        self.findings: list[dict[str, Any]] = []
+        self._driver = driver
+        self._sandbox = sandbox
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._folder = folder
+        self._wipes_heap = wipes_heap
+        self._channel: socket.socket | None = None
+        self._outbox: Outbox | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._pidfd = -1
+        self._path: Path | None = None
+        self._preloaded: asyncio.Future[None] | None = None
+        self._heartbeat = Heartbeat(ordinary_timeouts().beat_s, HUNG_AFTER_S, self._ping, self._kill_hung)
+
+    @property
+    def outlives_its_broker(self) -> bool:
+        """Whether the zygote keeps workers that have ended until it is told to forget them."""
+        return self._folder is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a channel to the zygote."""
+        return self._channel is not None
+
+    # --- begin and end ---
+
+    async def start(self) -> None:
+        """Start the process and wait until it can fork workers. Raises ZygoteBroken."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._channel = self._launch()
+        except OSError as error:
+            raise ZygoteBroken(f"no process can be started: {error.strerror or error}") from None
+        self._outbox = Outbox(self._channel)
+        self._preloaded = loop.create_future()
+        loop.add_reader(self._channel, self._read)
+        try:
+            await asyncio.wait_for(self._preloaded, START_TIMEOUT_S)
+        except TimeoutError:
+            self.stop()
+            raise ZygoteBroken(f"the zygote was not ready after {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            self.stop()
+            raise
+        self._heartbeat.begin()
+
+    def _launch(self) -> socket.socket:
+        """Start the process; from this thread, whose end would be its end too (prctl(2), PR_SET_PDEATHSIG)."""
+        command = [sys.executable, "-P", "-m", "gpulease.daemon.zygote"]
+        # A BLAS that starts threads when it is imported would make every fork unsafe.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        if self._wipes_heap:
+            environment |= WIPING_HEAP
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
+            ours, theirs = channel_pair()
+            undo.callback(ours.close)
+            handed_over.callback(theirs.close)
+            ours.setblocking(False)
+            arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
+            fds = [theirs.fileno()]
+            if self._folder is not None:
+                # The broker makes the socket, so that the next broker finds it as soon as there is a process.
+                self._path = self._folder / f"{secrets.token_hex(4)}.sock"
+                listener = handed_over.enter_context(_listen_at(self._path))
+                arguments.append(str(listener.fileno()))
+                fds.append(listener.fileno())
+            # Its own session: a Ctrl-C at the broker's terminal is the broker's to handle.
+            self._process = subprocess.Popen(
+                command + arguments,
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+            )
+            self._pid = self._process.pid
+            undo.pop_all()
+        return ours
+
+    def take_over(self, found: FoundZygote) -> bool:
+        """Take over a zygote that an earlier broker left. Returns whether it can fork workers for this one."""
+        self._channel, self._pidfd, self._path = found.channel, found.pidfd, found.path
+        self._channel.setblocking(False)
+        self._outbox = Outbox(self._channel)
+        asyncio.get_running_loop().add_reader(self._channel, self._read)
+        self._pid, self.findings = found.pid, found.findings
+        if found.answers_pings:
+            self._heartbeat.begin()
+        # Builds are compared, too: with versions alone, an upgrade would mend nothing while this zygote lives.
+        own = (VERSION, BUILD, self._driver, self._sandbox.to_text(), self._wipes_heap)
+        return (found.version, found.build, found.driver, found.sandbox, found.wipes_heap) == own
+
+    def stop(self) -> None:
+        """End the zygote, and with it all its workers. Nothing is called back."""
+        self._close_channel()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            has_ended(self._pidfd, END_TIMEOUT_S)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Close the channel, and leave the zygote to the next broker."""
+        self._close_channel()
+        if self._process is not None:
+            # This process is about to end, so another becomes the zygote's parent and waits for it.
+            self._process.returncode = 0
+            self._process = None
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _close_channel(self) -> None:
+        self._heartbeat.end()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+        if self._channel is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._channel)
+            loop.remove_writer(self._channel)
+            self._channel.close()
+            self._channel = None
+
+    def _kill_hung(self, _: str) -> None:
+        """Kill a zygote that hangs; `_read` then finds its channel closed, as that of any zygote that dies.
+
+        A zygote that hangs forks no worker and reaps none, so every lease that ends would leave a fence.
+        """
+        log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=self._pid)
+        if self._process is not None:
+            self._process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    # --- to the zygote ---
+
+    def spawn(self, spec: WorkerSpec, channel_fd: int, page_fds: PageFds, broker_end_fd: int) -> None:
+        """Ask for a worker. Raises ChannelClosed, or OSError if the zygote can't be asked now, nor soon."""
+        kept = (broker_end_fd,) if self.outlives_its_broker else ()
+        self._send(spec, (channel_fd, *page_fds, *kept))
+
+    def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
+        """Say that a worker has another lease: the next broker must know, and the log whose output the worker's is.
+
+        `then` is called when the message was sent. Raises as `spawn` does.
+        """
+        self._send(LeaseChanged(spec, serial), (), then)
+
+    def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
+        """Say that a worker was scrubbed and has other control pages. Raises as `spawn` does."""
+        self._send(PagesRenewed(spec, serial), page_fds)
+
+    def forget(self, serial: int) -> None:
+        """Say that a worker's bytes are proved free: no broker needs to know of it any more."""
+        if self.outlives_its_broker:
+            self._send_or_drop(WorkerForgotten(serial))
+
+    def retire(self) -> None:
+        """Have the zygote end with the last of its workers."""
+        self._send_or_drop(Retire())
+
+    def _ping(self) -> None:
+        # While messages wait for room, `_flush` counts each one that is read as an answer.
+        if not self._outbox:
+            self._send(Ping())
+
+    def _send_or_drop(self, message: Message) -> None:
+        # A zygote that is gone needs to know nothing. One that has not read for so long keeps a little too much.
+        with contextlib.suppress(ChannelClosed, BlockingIOError):
+            self._send(message)
+
+    def _send(self, message: Message, fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None) -> None:
+        """Send a message as soon as there is room for it. Raises as `spawn` does."""
+        if self._channel is None or self._outbox is None:
+            raise ChannelClosed("the zygote is not running")
+        if len(self._outbox) >= MAX_WAITING:
+            raise BlockingIOError(errno.EAGAIN, f"{MAX_WAITING} messages wait for the zygote")
+        self._outbox.send(message.to_map(), fds, then)
+        if self._outbox:
+            asyncio.get_running_loop().add_writer(self._channel, self._flush)
+
+    def _flush(self) -> None:
+        if self._channel is None or self._outbox is None:
+            return
+        # `_read` finds a channel that is closed.
+        with contextlib.suppress(ChannelClosed):
+            if self._outbox.flush():
+                self._heartbeat.on_answer()
+            if self._outbox:
+                return
+        asyncio.get_running_loop().remove_writer(self._channel)
+
+    # --- from the zygote ---
+
+    def _read(self) -> None:
+        while self._channel is not None:
+            try:
+                message, fds = receive_message(self._channel)
+            except BlockingIOError:
+                return
+            except ChannelClosed:
+                self._on_closed()
+                return
+            self._on_received(message, fds)
+
+    def _on_received(self, received: dict[str, Any], fds: list[int]) -> None:
+        message: Message | None = None
+        with contextlib.suppress(MalformedMessage):
+            message = parse_message(FROM_ZYGOTE, received)
+        if self._preloaded is not None and not self._preloaded.done():
+            close_all(fds)
+            self._on_first_message(message, self._preloaded)
+        elif isinstance(message, Pong):
+            close_all(fds)
+            self._heartbeat.on_answer()
+        elif message is not None:
+            self._on_message(self, message, fds)
+        else:
+            close_all(fds)
+
+    def _on_first_message(self, message: Message | None, preloaded: asyncio.Future[None]) -> None:
+        match message:
+            case Preloaded(findings):
+                self.findings = findings
+                preloaded.set_result(None)
+            case Broken(reason, hint):
+                preloaded.set_exception(ZygoteBroken(reason, hint=hint))
+            case _:
+                preloaded.set_exception(ZygoteBroken("the zygote sent something else than that it is ready"))
+
+    def _on_closed(self) -> None:
+        self.stop()
+        if self._preloaded is not None and not self._preloaded.done():
+            self._preloaded.set_exception(ZygoteBroken("the zygote died while it was starting; its log says why"))
+            return
+        if self._preloaded is not None and (self._preloaded.cancelled() or self._preloaded.exception() is not None):
+            return  # It never forked a worker, and `start` has raised why.
+        self._on_exit(self)
+
+
+def _listen_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,6 +1,6 @@
-"""Finding the zygotes that an earlier daemon left, and what they keep of its sessions.
+"""Finds the zygotes that an earlier daemon left, and learns which workers they have.
 
-Everything here blocks, with bounds: it is done before the daemon listens.
+Everything here blocks, with bounds: it runs before the daemon listens.
 """
 
 import contextlib
@@ -15,22 +15,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpulease.daemon.contract.control_page import PageState, state_of
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.messages import (
+    HANDOVER,
+    HANDOVER_MESSAGES,
+    ZYGOTE_NAME,
+    EndedWorker,
+    HandoverDone,
+    LivingWorker,
+    ZygoteIntroduction,
+    ZygoteTaken,
+    parse_message,
+)
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message
 from gpulease.daemon.host.processes import has_ended, name_of
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
-from gpulease.daemon.zygote.handover import HANDOVER, ZYGOTE_NAME
-from gpulease.protocol.opcodes import Status
 
 ANSWER_TIMEOUT_S: Final = 30.0
-"""For a zygote to tell what it has. It answers in milliseconds; one that was just started imports for some seconds."""
+"""How long a zygote may take for one message. It answers in milliseconds, but imports for seconds when it starts."""
 
 TAKEN_TIMEOUT_S: Final = 10.0
-"""For the daemon before this one, which let go of the state's lock, to be gone from its zygotes too."""
+"""How long an earlier daemon may keep a zygote's channel after it has let go of the lock on the state."""
 
 END_TIMEOUT_S: Final = 10.0
-"""For a zygote that was killed to be gone."""
+"""How long a zygote that was killed may take to be gone."""
 
 _PAUSE_S: Final = 0.02
 _NO_PAGE: Final = PageState(None, 0, 0)
@@ -38,7 +48,7 @@ _UCRED: Final = struct.Struct("3i")
 
 
 class CannotAdopt(Exception):
-    """Sessions of an earlier daemon live on and can't be taken over: this one must not grant what they hold.
+    """Sessions of an earlier daemon live on and can't be taken over: this daemon must not grant what they hold.
 
     Attributes:
         hint: What the operator can do, a sentence.
@@ -49,28 +59,28 @@ class CannotAdopt(Exception):
         self.hint = hint
 
 
-class _Gone(Exception):
-    """The zygote ended."""
+class _ZygoteGone(Exception):
+    """The zygote has ended."""
 
 
-class _Taken(Exception):
-    """It has another broker."""
+class _HasBroker(Exception):
+    """The zygote has another broker."""
 
 
-class _Hung(Exception):
-    """It does not answer."""
+class _ZygoteHangs(Exception):
+    """The zygote does not answer."""
 
 
 @dataclass(slots=True)
 class FoundWorker:
-    """One worker as its zygote tells of it.
+    """One worker of a zygote that was found.
 
     Attributes:
-        serial: Its number in that zygote.
+        serial: The worker's number in that zygote.
         fds: Its pidfd, its two pages and the broker's end of its channel; None if it has ended.
-        reason: How it ended; None while it has not.
-        last_page: What its page said then; None while it has not.
-        overran: What is to be said of a kernel for which its zygote ended its lease, "" if it did not.
+        reason: How it ended; None while it lives.
+        last_page: The state of its lease's page when it was reaped; None while it lives.
+        overran: The kernel for which the zygote ended its lease, in words; "" if it did not.
     """
 
     serial: int
@@ -82,20 +92,22 @@ class FoundWorker:
     overran: str = ""
 
     def page(self) -> PageState:
-        """What a broker last wrote on its page."""
+        """Return what a broker, or the zygote, wrote on the page of its lease last."""
         return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
 
 
 @dataclass(slots=True)
 class FoundZygote:
-    """One zygote, this process's from now on.
+    """One zygote that was found; its channel and descriptors belong to this process.
 
     Attributes:
-        sandbox: How its workers were to be shut in, as on its command line.
-        findings: Which measures they are under.
-        wipes_heap: Whether they overwrite what they free of their own memory.
-        build: Which code it runs, as `gpulease.daemon.host.version` names it; "" if it does not say.
-        answers_pings: Whether it is to be asked if it lives.
+        path: The socket at which it listens.
+        sandbox: The sandbox settings of its workers, as on its command line.
+        findings: The measures its workers are under.
+        wipes_heap: Whether it and its workers overwrite memory that they free.
+        build: Which code it runs, by `host.version.BUILD`; "" if it does not say.
+        answers_pings: Whether it answers a Ping.
+        pid: Its process id; 0 if it does not say.
     """
 
     path: Path
@@ -112,7 +124,7 @@ class FoundZygote:
     pid: int = 0
 
     def close(self) -> None:
-        """Let it go again: it keeps its workers."""
+        """Let the zygote go again: it keeps its workers."""
         self.channel.close()
         os.close(self.pidfd)
         for worker in self.workers:
@@ -121,7 +133,7 @@ class FoundZygote:
 
 
 def find_zygotes(folder: Path) -> list[FoundZygote]:
-    """All that listen in a folder; what is left of others is removed. Raises CannotAdopt."""
+    """Return all zygotes that listen in a folder, and remove the sockets of others. Raises CannotAdopt."""
     found: list[FoundZygote] = []
     try:
         for path in sorted(folder.glob("*.sock")):
@@ -140,10 +152,10 @@ def _find(path: Path) -> FoundZygote | None:
     while True:
         try:
             return _connect(path)
-        except _Gone:
+        except _ZygoteGone:
             path.unlink(missing_ok=True)
             return None
-        except _Taken:
+        except _HasBroker:
             if time.monotonic() > until:
                 raise CannotAdopt(f"another gpuleased has the sessions behind {path}", hint="Stop it first.") from None
             time.sleep(_PAUSE_S)
@@ -156,44 +168,29 @@ def _connect(path: Path) -> FoundZygote:
         try:
             channel.connect(str(path))
         except (ConnectionError, FileNotFoundError):
-            raise _Gone from None
+            raise _ZygoteGone from None
         except OSError as error:
-            # For one, its line of those who wait is full, so nobody takes them.
+            # One cause: the zygote hangs, and so many clients wait to be accepted that its backlog is full.
             raise CannotAdopt(
                 f"the zygote behind {path} can't be reached: {error.strerror or error}",
                 hint="Kill it, and start again.",
             ) from None
         channel.settimeout(None)
         try:
-            return _listen_to(channel, path)
-        except _Hung:
+            return _take_over(channel, path)
+        except _ZygoteHangs:
             _kill_listener(channel, path)
-            raise _Gone from None
+            raise _ZygoteGone from None
     except BaseException:
         channel.close()
         raise
 
 
-def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
-    message, fds = _hear(channel)
-    if message.get("op") == "taken":
-        raise _Taken
-    if message.get("handover") != HANDOVER or len(fds) != 1:
-        close_all(fds)
-        raise CannotAdopt(
-            f"sessions of gpuleased {message.get('version')} live on, which this version can't take over",
-            hint=f"Start that version, or end them: kill {message.get('pid')}.",
-        )
-    version, driver, sandbox = (str(message[name]) for name in ("version", "driver", "sandbox"))
-    zygote = FoundZygote(path, channel, fds[0], version, driver, sandbox, list(message["findings"]))
-    # Zygotes of before there was recycling do not say it.
-    zygote.wipes_heap = message.get("wipes_heap") is True
-    # Nor their build those of before a version could have several.
-    zygote.build = str(message.get("build", ""))
-    zygote.pid = int(message.get("pid", 0))
-    zygote.answers_pings = message.get("answers_pings") is True
+def _take_over(channel: socket.socket, path: Path) -> FoundZygote:
+    """Read a zygote's introduction, and then all its workers."""
+    zygote = _introduced(channel, path)
     try:
-        while (message := _take(channel, zygote))["op"] != "told":
+        while not _add_worker(zygote):
             pass
     except BaseException:
         zygote.close()
@@ -201,45 +198,80 @@ def _listen_to(channel: socket.socket, path: Path) -> FoundZygote:
     return zygote
 
 
-def _take(channel: socket.socket, zygote: FoundZygote) -> dict[str, Any]:
-    message, fds = _hear(channel)
-    # A zygote of an earlier version does not say it.
-    overran = str(message.get("overran", ""))
-    match message:
-        case {"op": "worker", "serial": int(serial), "pid": int(pid), "spec": dict(spec)} if len(fds) == 4:
+def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
+    answer, fds = _receive(channel)
+    if answer.get("op") == ZygoteTaken.OP:
+        raise _HasBroker
+    own = _parsed(answer)
+    if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
+        close_all(fds)
+        raise CannotAdopt(
+            f"sessions of gpuleased {answer.get('version')} live on, which this version can't take over",
+            hint=f"Start that version, or end them: kill {answer.get('pid')}.",
+        )
+    return FoundZygote(
+        path,
+        channel,
+        fds[0],
+        own.version,
+        own.driver,
+        own.sandbox,
+        own.findings,
+        wipes_heap=own.wipes_heap,
+        build=own.build,
+        answers_pings=own.answers_pings,
+        pid=own.pid,
+    )
+
+
+def _add_worker(zygote: FoundZygote) -> bool:
+    """Read one message about a worker; True if there are no more."""
+    answer, fds = _receive(zygote.channel)
+    match _parsed(answer):
+        case LivingWorker() as living if len(fds) == 4:
             pidfd, lease, claims, end = fds
-            known = WorkerSpec.from_message(spec)
-            worker = FoundWorker(serial, known, pid, (pidfd, lease, claims, end), overran=overran)
+            worker = FoundWorker(
+                living.serial, living.spec, living.pid, (pidfd, lease, claims, end), overran=living.overran
+            )
             zygote.workers.append(worker)
-        case {"op": "ended", "serial": int(serial), "pid": int(pid), "spec": dict(spec), "reason": str(reason)}:
-            word, deadline_ns, generation = message["page"]
-            status = None if word is None else Status(word)
-            last = PageState(status, deadline_ns, generation, cause=str(message.get("cause", "")))
-            zygote.workers.append(FoundWorker(serial, WorkerSpec.from_message(spec), pid, None, reason, last, overran))
-        case {"op": "told"}:
-            pass
+        case EndedWorker() as ended:
+            close_all(fds)
+            worker = FoundWorker(
+                ended.serial, ended.spec, ended.pid, None, ended.reason, ended.last_page, ended.overran
+            )
+            zygote.workers.append(worker)
+        case HandoverDone():
+            close_all(fds)
+            return True
         case _:
             close_all(fds)
             raise CannotAdopt(
                 "this process has no descriptors left for the sessions that live on",
                 hint="Raise the limit on open files (LimitNOFILE of systemd.exec(5), ulimit -n).",
             )
-    return message
+    return False
 
 
-def _hear(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _parsed(answer: dict[str, Any]) -> Message | None:
+    """Return a zygote's message; None for one that only another version understands."""
+    with contextlib.suppress(MalformedMessage):
+        return parse_message(HANDOVER_MESSAGES, answer)
+    return None
+
+
+def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     if not poll.poll(ANSWER_TIMEOUT_S * 1000):
-        raise _Hung
+        raise _ZygoteHangs
     try:
         return receive_message(channel)
     except ChannelClosed:
-        raise _Gone from None
+        raise _ZygoteGone from None
 
 
 def _kill_listener(channel: socket.socket, path: Path) -> None:
-    """End a zygote that hangs, and with it its workers: nobody could end their leases."""
+    """Kill a zygote that hangs, and with it its workers: nobody could end their leases."""
     pid, _, _ = _UCRED.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     hint = "Find out who listens there, end it, and start again."
     try:

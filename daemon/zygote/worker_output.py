@@ -1,7 +1,7 @@
-"""What workers say to their standard output and error: passed on to the daemon's log, by the line and within bounds.
+"""Standard output and error of workers, passed on to the daemon's log line by line and within bounds.
 
-A worker has a pipe there, not the log itself. Kernels print through it, as many lines as their tenant likes; and one
-that was taken over could empty a log that is a file, or write others' lines into it.
+A worker writes to a pipe, never to the log itself. Kernels print through the pipe, as many lines as their tenant likes.
+A worker that its tenant took over could empty a log that is a file, or write lines in others' names.
 """
 
 import os
@@ -11,32 +11,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-MAX_SAID_BYTES: Final = 64 << 10
-"""Of one worker, in its life: room for many tracebacks. Then its pipe is closed, and what it says costs nobody
-anything. Stops a kernel that prints in a loop from filling the log's disk."""
+MAX_OUTPUT_BYTES: Final = 64 << 10
+"""Bytes of one worker in its life: room for many tracebacks. Its pipe is closed then, and further output costs nothing.
+Stops a kernel that prints in a loop from filling the log's disk."""
 
-SAID_BYTES_PER_S: Final = 16 << 10
-"""Of all workers, on the average. Stops a tenant that has one lease after the other print."""
+OUTPUT_BYTES_PER_S: Final = 16 << 10
+"""Bytes of all workers a second, on average. Stops a tenant from printing in one lease after the other."""
 
 BURST_BYTES: Final = 1 << 20
-"""Of all workers at once, after they were silent for a minute."""
+"""Bytes of all workers at once, after about a minute of silence."""
 
 MAX_LINE_BYTES: Final = 900
-"""Of one line; what is longer is several. Less than what a record shows of a text."""
+"""Bytes of one line; a longer one becomes several. A log record shows more than that of a text."""
 
 RECORD_BYTES: Final = 250
-"""What a record has besides what was said. Stops a kernel from filling the log with lines of one character."""
+"""Bytes of a log record besides the line. Stops a kernel from filling the log with lines of one character."""
 
 _READ_BYTES: Final = 4096
 
 
 @dataclass(slots=True)
 class _Pipe:
-    """One worker's."""
+    """The pipe of one worker.
+
+    Attributes:
+        pid: The worker's process id.
+        output_bytes: Bytes counted against MAX_OUTPUT_BYTES.
+        partial: The beginning of a line whose end has not come.
+        lost_lines: Lines dropped since the last one that was logged.
+    """
 
     pid: int
-    said_bytes: int = 0
-    begun: bytes = b""
+    output_bytes: int = 0
+    partial: bytes = b""
     lost_lines: int = 0
 
 
@@ -44,8 +51,9 @@ class WorkerOutput:
     """The pipes of all workers of a zygote.
 
     Args:
-        poll: Tells of the descriptors that `hear` is to be called with.
-        log: Called with a worker's process id, a line of its, and how many before it were lost.
+        poll: The poll object at which pipes are registered; call `on_readable` for each that is ready.
+        log: Called with a worker's process id, a line, and how many of its lines before were dropped.
+        clock: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -64,41 +72,42 @@ class WorkerOutput:
     def __contains__(self, fd: int) -> bool:
         return fd in self._pipes
 
-    def listen(self, fd: int, pid: int) -> None:
-        """Listen to a worker's pipe, which is closed here in the end."""
+    def add(self, fd: int, pid: int) -> None:
+        """Read a worker's pipe from now on, and close it in the end."""
         self._pipes[fd] = _Pipe(pid)
         self._poll.register(fd, select.POLLIN)
 
-    def hear(self, fd: int) -> None:
-        """Something was said, or the worker is gone."""
+    def on_readable(self, fd: int) -> None:
+        """Read a pipe that has data, or whose worker has ended."""
         pipe = self._pipes[fd]
         data = os.read(fd, _READ_BYTES)
-        pipe.said_bytes += len(data)
-        *lines, pipe.begun = (pipe.begun + data).split(b"\n")
-        if len(pipe.begun) > MAX_LINE_BYTES or (pipe.begun and not data):
-            lines.append(pipe.begun)
-            pipe.begun = b""
+        pipe.output_bytes += len(data)
+        *lines, pipe.partial = (pipe.partial + data).split(b"\n")
+        if len(pipe.partial) > MAX_LINE_BYTES or (pipe.partial and not data):
+            lines.append(pipe.partial)
+            pipe.partial = b""
         for line in lines:
             for at in range(0, len(line), MAX_LINE_BYTES):
-                self._pass_on(pipe, line[at : at + MAX_LINE_BYTES])
-        if pipe.said_bytes > MAX_SAID_BYTES:
-            self._pass_on(pipe, f"(it has said {MAX_SAID_BYTES} bytes; the rest is lost)".encode())
-        if pipe.said_bytes > MAX_SAID_BYTES or not data:
+                self._log_line(pipe, line[at : at + MAX_LINE_BYTES])
+        if pipe.output_bytes > MAX_OUTPUT_BYTES:
+            self._log_line(pipe, f"(it has said {MAX_OUTPUT_BYTES} bytes; the rest is lost)".encode())
+        if pipe.output_bytes > MAX_OUTPUT_BYTES or not data:
             self._poll.unregister(fd)
             del self._pipes[fd]
             os.close(fd)
 
     def close(self) -> None:
-        """In a worker just forked: let go of what is others'."""
+        """Close all pipes, in a worker just forked: they are others'."""
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()
 
-    def _pass_on(self, pipe: _Pipe, line: bytes) -> None:
+    def _log_line(self, pipe: _Pipe, line: bytes) -> None:
+        """Log a line, or drop it if the workers together have used up their rate."""
         now_s = self._clock()
-        self._left_bytes = min(BURST_BYTES, self._left_bytes + (now_s - self._counted_s) * SAID_BYTES_PER_S)
+        self._left_bytes = min(BURST_BYTES, self._left_bytes + (now_s - self._counted_s) * OUTPUT_BYTES_PER_S)
         self._counted_s = now_s
-        pipe.said_bytes += RECORD_BYTES
+        pipe.output_bytes += RECORD_BYTES
         if len(line) + RECORD_BYTES > self._left_bytes:
             pipe.lost_lines += 1
             return
@@ -107,8 +116,8 @@ class WorkerOutput:
         pipe.lost_lines = 0
 
 
-def say_to(fd: int) -> None:
-    """In a worker just forked: have standard output and error be that end of a pipe, and wait for no room in it."""
+def redirect_output(fd: int) -> None:
+    """Make a pipe's end the standard output and error of a worker just forked; what has no room in it is lost."""
     os.set_blocking(fd, False)
     for standard in (1, 2):
         os.dup2(fd, standard)

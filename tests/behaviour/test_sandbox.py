@@ -17,7 +17,7 @@ from gpulease.client.cli.node import info
 from gpulease.client.verify.kernels import compiling_long
 from gpulease.daemon.__main__ import EXIT_UNAVAILABLE
 from gpulease.daemon.sandbox.measures import Measure
-from gpulease.daemon.zygote.worker_output import MAX_SAID_BYTES
+from gpulease.daemon.zygote.worker_output import MAX_OUTPUT_BYTES
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, check_main_job
 from helpers.processes import open_files
@@ -113,7 +113,7 @@ def test_a_kernel_that_prints_fills_no_log_and_forges_no_line(daemon: Daemon) ->
         rf"[-\d]+ [:.\d]+ INFO +a worker or its kernel says:  lease_id={lease.lease_id:032x} worker_pid={pid} said="
     )
     assert all(record.match(line) for line in forged)
-    assert 0 < sum(map(len, forged)) < 3 * MAX_SAID_BYTES
+    assert 0 < sum(map(len, forged)) < 3 * MAX_OUTPUT_BYTES
 
 
 def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

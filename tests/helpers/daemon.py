@@ -290,4 +290,4 @@ class Daemon:
 
 def worker_name(lease_id: int) -> str:
     """What a worker is called in /proc: the kernel keeps 15 bytes."""
-    return f"gpul-{WorkerSpec(lease_id, '', 1, False).to_message()['lease']}"[:15]
+    return f"gpul-{WorkerSpec(lease_id, '', 1, False).to_map()['lease']}"[:15]

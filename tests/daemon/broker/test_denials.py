@@ -1,8 +1,9 @@
 import pytest
 
 from gpulease.client.errors import GpuLeaseError, error_class
-from gpulease.daemon.broker.refusal import failure_of, word_for
+from gpulease.daemon.broker.refusal import failure_of
 from gpulease.daemon.leases import Cause, Denial, DenialReason
+from gpulease.daemon.workers.revocation_word import word_for
 from gpulease.protocol.opcodes import Status
 
 

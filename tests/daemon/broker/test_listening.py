@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.listeners import CannotListen, Listeners
+from gpulease.daemon.broker.listeners import Listeners
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.protocol.address import TcpAddress, UnixAddress
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.broker import listeners
-from gpulease.daemon.broker.listeners import CannotListen, NeverListens, PlaceLock, prepare_place
+from gpulease.daemon.broker.listeners import NeverListens, PlaceLock, prepare_place
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.protocol.address import UnixAddress
 
 ROUNDS = 100

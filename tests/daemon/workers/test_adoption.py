@@ -19,7 +19,7 @@ from gpulease.daemon.leases import (
     SubmitFound,
     WorkerFound,
 )
-from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, Left, reconcile
+from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, LeftWorker, reconcile
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 from gpulease.protocol.opcodes import Exclusivity, Status
 
@@ -58,12 +58,14 @@ def left(
     size: int = 100,
     overran: str = "",
     submit_of: int = 0,
-) -> Left:
+) -> LeftWorker:
     spec = WorkerSpec(lease_id, CARD, size, is_shared=True, submit_of=submit_of, timeout_ms=50)
-    return Left(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
+    return LeftWorker(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
 
 
-def decide(kept: list[KeptLease], workers: list[Left]) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
+def decide(
+    kept: list[KeptLease], workers: list[LeftWorker]
+) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
     """Events, each with its worker's serial, 0 for none."""
     draw = count(1000).__next__
     adoptions = reconcile(kept, workers, {CARD: OVERHEAD}, LATEST_NS, draw)
@@ -139,7 +141,9 @@ def test_a_kept_lease_without_a_worker() -> None:
 
 
 @pytest.mark.parametrize("order", [lambda pair: pair, lambda pair: pair[::-1]])
-def test_of_two_workers_the_one_that_was_granted_is_the_leases(order: Callable[[list[Left]], list[Left]]) -> None:
+def test_of_two_workers_the_one_that_was_granted_is_the_leases(
+    order: Callable[[list[LeftWorker]], list[LeftWorker]],
+) -> None:
     hung, own = left(5, PageState(None, 0, 0)), left(5)
     (restored, serial), (found, other) = decide([KEPT], order([hung, own]))
     assert isinstance(restored, LeaseRestored)
@@ -219,7 +223,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, WORKERS)
-def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[Left]) -> None:
+def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[LeftWorker]) -> None:
     events = decide(rows, workers)
     assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
     numbers = [event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id for event, _ in events]

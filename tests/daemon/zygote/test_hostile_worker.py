@@ -14,7 +14,7 @@ from gpulease.protocol.opcodes import Status
 from helpers.processes import is_running
 from helpers.waiting import wait_until
 
-from .test_keeping import Broker, found
+from .test_worker_table import Broker, found
 
 REFUSED = {
     "map it for writing": "EACCES",

@@ -20,7 +20,7 @@ def test_whether_it_is_a_strangers(told: bool | None) -> None:
     """Who nobody said anything of is one."""
 
     async def story() -> None:
-        worker, theirs = Worker.to_be(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(Zygote, None))
+        worker, theirs = Worker.create(WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False), cast(Zygote, None))
         if told is not None:
             worker.is_stranger = told
         near, far = socket.socketpair()
@@ -36,7 +36,7 @@ def test_whether_it_is_a_strangers(told: bool | None) -> None:
 
 def test_a_session_counts_as_opened_before_its_worker_hears_of_the_connection() -> None:
     async def story() -> None:
-        worker, theirs = Worker.to_be(WorkerSpec(1, "GPU-a", 1, is_shared=False), cast(Zygote, None))
+        worker, theirs = Worker.create(WorkerSpec(1, "GPU-a", 1, is_shared=False), cast(Zygote, None))
         near, far = socket.socketpair()
         with near, far:
             assert not state_of(worker.page.fds.lease).has_session

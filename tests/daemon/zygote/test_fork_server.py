@@ -75,7 +75,7 @@ class Parent:
         ours.settimeout(60)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
-            send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds))
+            send_message(self.channel, spec.to_map(), (theirs.fileno(), *page.fds))
         message, (pidfd,) = receive_message(self.channel)
         assert message["op"] == "spawned"
         assert message["lease"] == f"{lease_id:032x}"
@@ -147,7 +147,7 @@ def test_a_worker_made_ahead_takes_a_lease_and_holds_nothing_else(parent: Parent
     assert info.name == WARM_NAME
     send_message(born.channel, {"op": "end"})
     lease = WorkerSpec(7, "GPU-0", SIZE, is_shared=False)
-    send_message(born.channel, lease.to_message())
+    send_message(born.channel, lease.to_map())
     assert receive_message(born.channel) == ({"op": "ready"}, [])
     wait_until(lambda: process_info(born.pid).name == worker_name(7), "it has its lease's name")  # type: ignore[union-attr]
     # What it rehearsed with is closed.

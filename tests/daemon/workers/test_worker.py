@@ -9,7 +9,7 @@ import pytest
 from gpulease.daemon.contract.control_page import BrokerPage, Counter, WorkerPage
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.record.metrics import families
-from gpulease.daemon.workers.worker import LARGEST, Worker, begin_at, held_bytes, news_of
+from gpulease.daemon.workers.worker import MAX_COUNT, Worker, counter_increments, held_bytes, skip_counts
 from gpulease.daemon.workers.zygote_client import Zygote
 
 
@@ -27,7 +27,7 @@ class Scene:
             self.own.counters[Counter[name]] = count
 
     def news(self) -> dict[str, float]:
-        return {family.name: more for family, more in news_of(self.worker)}
+        return {family.name: more for family, more in counter_increments(self.worker)}
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_waits_are_all_waits(scene: Scene) -> None:
 
 def test_what_another_daemon_counted_is_not_counted_again(scene: Scene) -> None:
     scene.shows(LAUNCHES=1_000_000)
-    begin_at(scene.worker)
+    skip_counts(scene.worker)
     scene.shows(LAUNCHES=1_000_007)
     assert scene.news() == {"gpu_session_launch": 7}
 
 
-@pytest.mark.parametrize("lie", [0, 9, LARGEST, 2**64 - 1])
+@pytest.mark.parametrize("lie", [0, 9, MAX_COUNT, 2**64 - 1])
 def test_a_number_that_no_counting_comes_to_is_no_news(scene: Scene, lie: int) -> None:
     scene.shows(LAUNCHES=10)
     assert scene.news() == {families.SESSION_LAUNCHES.name: 10}

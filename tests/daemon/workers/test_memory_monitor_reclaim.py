@@ -41,7 +41,7 @@ class MadeWorkers:
     def pids(self) -> set[int]:
         return set(self.own)
 
-    def see_listed(self, card_uuid: str, pids: Collection[int]) -> None:
+    def on_processes_listed(self, card_uuid: str, pids: Collection[int]) -> None:
         pass
 
 

@@ -38,7 +38,7 @@ class Scene:
         self.counters[Counter.KERNEL_SINCE_NS] = since_ns
         self.counters[Counter.DOING] = doing
         self.posted.clear()
-        self.watchman.go_round(at_ns)
+        self.watchman.look_at_all(at_ns)
         return [event.cause for event in self.posted if isinstance(event, SessionCondemned)]
 
 

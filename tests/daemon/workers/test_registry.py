@@ -162,5 +162,5 @@ def test_whose_doing_an_end_was(is_killed: bool, reason: str, told: tuple[str, b
     ours, theirs = channel_pair()
     with ours, theirs:
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        assert Worker(spec, page, ours, workers._zygotes.now, pid=1, is_killed=is_killed).end_of(reason) == told
+        assert Worker(spec, page, ours, workers._zygotes.now, pid=1, is_killed=is_killed).end_reason(reason) == told
     page.close()

@@ -21,7 +21,7 @@ from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.leases.rules import MAX_GRACE_MS, NS_PER_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
-from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, KeptWorker, WorkerTable
+from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, WorkerEntry, WorkerTable
 from gpulease.protocol.opcodes import Status
 from helpers.daemon import python_environment
 from helpers.processes import descendants, is_running, open_files
@@ -88,7 +88,7 @@ class Broker:
         ours.settimeout(60)
         spec = WorkerSpec(lease_id, "GPU-0", size_bytes, is_shared=False)
         with theirs:
-            send_message(self.channel, spec.to_message(), (theirs.fileno(), *page.fds, ours.fileno()))
+            send_message(self.channel, spec.to_map(), (theirs.fileno(), *page.fds, ours.fileno()))
         message, (pidfd,) = receive_message(self.channel)
         os.close(pidfd)
         assert receive_message(ours) == ({"op": "ready"}, [])
@@ -133,7 +133,7 @@ def test_the_next_broker_gets_all_that_the_last_one_had(broker: Broker) -> None:
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: len(descendants(broker.process.pid)) == 2, "it is reaped")
     # Its end is a message that the broker has not read: what the broker said last must count all the same.
-    message = WorkerSpec(9, "GPU-0", 5, is_shared=True).to_message() | {"op": "lease", "serial": 3}
+    message = WorkerSpec(9, "GPU-0", 5, is_shared=True).to_map() | {"op": "lease", "serial": 3}
     send_message(broker.channel, message)
     broker.die()
     with found(broker) as (zygote, workers):
@@ -281,7 +281,7 @@ def test_a_submit_has_the_time_that_the_next_broker_gives_it() -> None:
 
 
 @contextlib.contextmanager
-def kept_of(submit_of: int) -> Iterator[tuple[WorkerTable, KeptWorker, BrokerPage]]:
+def kept_of(submit_of: int) -> Iterator[tuple[WorkerTable, WorkerEntry, BrokerPage]]:
     """What a zygote keeps of one worker, here another process, and the broker's view of its page."""
     page, keeper = BrokerPage(), WorkerTable()
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -373,7 +373,7 @@ def test_a_pipe_that_nobody_reads_ends_neither_it_nor_its_workers(tmp_path: Path
         other = broker.spawn(1, for_s=60)
         pid, channel, page = broker.bear(FIRST_WARM_ID, size_bytes=0)
         # A lease on another card than its context's: a bug of the broker's, of which it prints a traceback.
-        send_message(channel, WorkerSpec(7, "GPU-1", SIZE, is_shared=False).to_message())
+        send_message(channel, WorkerSpec(7, "GPU-1", SIZE, is_shared=False).to_map())
         message, _ = receive_message(broker.channel)
         assert message["reason"] == f"exited with status {WorkerExit.BUG:d}"
         assert not is_running(pid)

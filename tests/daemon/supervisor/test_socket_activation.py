@@ -18,8 +18,8 @@ import pytest
 from gpulease.client import GpuBuilder, GpuSession
 from gpulease.client.cli.service import UNITS
 from gpulease.client.control import ask
-from gpulease.daemon.supervisor import socket_activation
-from gpulease.daemon.supervisor.socket_activation import BadHandover, GivenSocket, assign, kept_name, take_sockets
+from gpulease.daemon.host import socket_activation
+from gpulease.daemon.host.socket_activation import BadHandover, GivenSocket, assign, kept_name, take_sockets
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import Address, UnixAddress, parse_address
 from gpulease.protocol.messages import Ping

@@ -25,6 +25,6 @@ def test_a_worker_hears_all_that_was_said(waiting: Waiting | None) -> None:
     spec = WorkerSpec((1 << 128) - 1, "GPU-a", 1 << 36, True, 1 << 20, 2500, waiting)
     ours, theirs = channel_pair()
     with ours, theirs:
-        send_message(ours, spec.to_message())
+        send_message(ours, spec.to_map())
         message, _ = receive_message(theirs)
-    assert WorkerSpec.from_message(message) == spec
+    assert WorkerSpec.from_map(message) == spec

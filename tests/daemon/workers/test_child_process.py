@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.listeners import CannotListen
 from gpulease.daemon.broker.service import loop_factory
+from gpulease.daemon.host.socket_activation import CannotListen
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.workers.child_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts

@@ -1,8 +1,9 @@
 """Listening sockets that the service manager hands over when it starts the daemon: sd_listen_fds(3).
 
-They are of two kinds. Those of a .socket unit are the service manager's: it made them, with their owner and mode. The
-others this daemon's predecessor made, and left in its keeping (FDSTORE=1 of sd_notify(3)) so that who connects while
-there is no daemon waits instead of being refused; these are known by the name they were left under.
+A .socket unit's sockets belong to the service manager: it made them, and set their owner and mode. The others were made
+by an earlier daemon, which left them in the service manager's file descriptor store (FDSTORE=1, sd_notify(3)). A client
+that connects while no daemon runs then waits instead of being refused. These sockets are known by the name (FDNAME)
+under which they were stored.
 """
 
 import os
@@ -18,21 +19,26 @@ FIRST_FD: Final = 3
 """SD_LISTEN_FDS_START."""
 
 MAX_HANDED_OVER: Final = 256
-"""More is no number of addresses, but a mistake; each is looked at."""
+"""A larger number of sockets is a mistake: no settings name so many addresses, and the daemon examines each socket."""
 
 MAX_DIGITS: Final = 6
-"""Of their number; a number of any length would be made before it is looked at."""
+"""Longest number of sockets, in digits. Stops Python from converting a text of any length before the bound is checked.
+"""
 
 KEPT_PREFIX: Final = "kept-by-gpuleased-"
-"""Of the names under which sockets are left in the service manager's keeping (FDNAME). No unit's begins so."""
+"""Prefix of the names (FDNAME) of sockets in the file descriptor store. No unit's name begins with it."""
 
 _COUNT: Final = "LISTEN_FDS"
 _PROCESS: Final = "LISTEN_PID"
 _NAMES: Final = "LISTEN_FDNAMES"
 
 
+class CannotListen(Exception):
+    """The daemon, or a process of its own, can't serve an address; the message is a sentence for the operator."""
+
+
 class BadHandover(Exception):
-    """What was handed over is not what the daemon was told to listen on; the message is a sentence for the operator."""
+    """The sockets handed over don't fit the addresses of the settings; the message is a sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class GivenSocket:
     """One socket that was handed over.
 
     Attributes:
-        name: Its unit's, or the one it was left under.
+        name: The name of its unit, or the name under which an earlier daemon stored it.
     """
 
     sock: socket.socket
@@ -58,18 +64,21 @@ class GivenSocket:
 
 
 def kept_name(address: Address) -> str:
-    """The name under which an address's sockets are left; the same for the same words in the settings."""
+    """Return the name under which an address's sockets are stored; it depends on the words of the settings alone."""
     return KEPT_PREFIX + blake2b(str(address).encode(), digest_size=8).hexdigest()
 
 
 def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenSocket]:
-    """What was handed over to this process; the variables are taken out, and children inherit no descriptor.
+    """Return the sockets handed over to this process.
 
-    Raises BadHandover: a descriptor is something else than a listening stream socket.
+    The variables are removed from `environment`, and children inherit no descriptor.
+
+    Raises:
+        BadHandover: A descriptor is no listening stream socket.
     """
     process, count, names = (environment.pop(name, "") for name in (_PROCESS, _COUNT, _NAMES))
     if process != str(pid):
-        # Meant for another, whose child this is.
+        # Meant for another process, of which this one is a child.
         return []
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
@@ -103,32 +112,37 @@ def _listening(fd: int) -> socket.socket:
 
 @dataclass
 class Assigned:
-    """Which of the sockets that were handed over an address is listened at by.
+    """The sockets handed over, by the address that they serve.
 
     Attributes:
-        stale: Those that an earlier daemon left for addresses that are not listened on any more, or twice.
+        stale: Sockets of an earlier daemon whose address is gone from the settings, or has another socket.
     """
 
     by_address: dict[Address, list[GivenSocket]] = field(default_factory=dict)
     stale: list[GivenSocket] = field(default_factory=list)
 
     def of(self, address: Address) -> list[socket.socket]:
-        """An address's; none if it is to be bound."""
+        """Return an address's sockets; none if the daemon has to bind it."""
         return [given.sock for given in self.by_address.get(address, [])]
 
     def is_units(self, address: Address) -> bool:
-        """Whether they are a unit's: owner and mode are not this daemon's to say."""
+        """Whether an address's sockets are a unit's, which sets their owner and mode."""
         return any(not given.was_kept for given in self.by_address.get(address, []))
 
 
 def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple[str, int]]]) -> Assigned:
-    """Whose socket each is. `listen`: the addresses of the settings, TCP ones with what their names stand for.
+    """Assign each socket to an address of the settings.
 
-    Raises BadHandover for a unit's socket that no address names: it would be open, and nobody would answer.
+    Args:
+        given: The sockets handed over.
+        listen: The addresses of the settings; those of TCP with the IP addresses and ports of their names.
+
+    Raises:
+        BadHandover: No address names a unit's socket. It would be open, and nobody would answer.
     """
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
-    # A unit's first: what an earlier daemon left for the same address gives way.
+    # Units' sockets first: a stored socket of the same address gives way.
     for one in sorted(given, key=lambda one: one.was_kept):
         if one.was_kept:
             owner = by_kept_name.get(one.name)
@@ -146,13 +160,13 @@ def assign(given: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tuple
         assigned.by_address.setdefault(owner, []).append(one)
     for address, those in list(assigned.by_address.items()):
         if isinstance(address, UnixAddress) and len(those) > 1:
-            # Of one path: nobody can tell which of them its file leads to.
+            # Nobody can tell to which of them the file at that path leads.
             assigned.stale += assigned.by_address.pop(address)
     return assigned
 
 
 def _is_there(one: GivenSocket, address: Address) -> bool:
-    """Whether a socket that was left can still be reached: a Unix one's file may have been taken away."""
+    """Whether clients can still reach a stored socket: the file of a Unix socket may have been removed."""
     if not isinstance(address, UnixAddress):
         return one.sock.family != socket.AF_UNIX
     return one.sock.family == socket.AF_UNIX and os.path.exists(address.path)
@@ -161,7 +175,7 @@ def _is_there(one: GivenSocket, address: Address) -> bool:
 def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[str, int]]) -> bool:
     where = sock.getsockname()
     if sock.family == socket.AF_UNIX:
-        # /var/run is /run; a socket without a path has a name of bytes.
+        # /var/run is /run; the name of a socket without a path is bytes.
         is_path = isinstance(where, str) and isinstance(address, UnixAddress)
         return is_path and os.path.realpath(where) == os.path.realpath(str(getattr(address, "path", "")))
     if isinstance(address, UnixAddress):
@@ -169,6 +183,6 @@ def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[st
     names = [where[0]]
     is_any = sock.family == socket.AF_INET6 and where[0] == "::"
     if is_any and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
-        # It takes IPv4 too: what ListenStream= with a port alone makes.
+        # The socket takes IPv4, too: ListenStream= with a port alone makes such a one.
         names.append("0.0.0.0")
     return any((name, int(where[1])) in hosts for name in names)

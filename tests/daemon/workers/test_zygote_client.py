@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from gpulease.daemon.contract.control_page import BrokerPage
+from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, close_all
 from gpulease.daemon.sandbox.measures import SandboxSettings
@@ -48,8 +48,8 @@ def test_what_has_no_room_in_the_channel_waits() -> None:
     told: list[int] = []
     spawned: list[str] = []
 
-    def hear(_: Zygote, message: dict[str, Any], fds: list[int]) -> None:
-        spawned.append(message["op"])
+    def hear(_: Zygote, message: Message, fds: list[int]) -> None:
+        spawned.append(message.OP)
         close_all(fds)
 
     async def ask() -> None:

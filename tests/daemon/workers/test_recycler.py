@@ -44,7 +44,7 @@ async def settled() -> None:
 def test_a_card_that_can_not_be_asked(error: Exception) -> None:
     async def story() -> None:
         spec = WorkerSpec(FIRST_WARM_ID, "GPU-a", 0, is_shared=False)
-        worker, theirs = Worker.to_be(spec, cast(Zygote, None))
+        worker, theirs = Worker.create(spec, cast(Zygote, None))
         posted: list[Event] = []
         recycler = Recycler(cast(CardSource, MadeCards(error)), cast(Workers, MadeWorkers(worker)), posted.append)
         assert recycler.holds_back(WorkerReady(FIRST_WARM_ID))

@@ -1,0 +1,403 @@
+"""The messages between broker, zygote and workers.
+
+    from      to           messages                                             descriptors beside them
+    broker    zygote       WorkerSpec: fork a worker                            its channel, its two pages; of a zygote
+                                                                                that outlives its broker also the
+                                                                                broker's end of the channel
+                           LeaseChanged, WorkerForgotten, Ping, Retire
+                           PagesRenewed                                         the worker's two new pages
+    zygote    broker       Preloaded or Broken, once
+                           WorkerForked                                         the worker's pidfd
+                           ForkFailed, WorkerReaped, Pong
+    zygote    next broker  ZygoteTaken, or:
+                           ZygoteIntroduction                                   the zygote's pidfd
+                           LivingWorker, for each                               pidfd, two pages, channel's broker end
+                           EndedWorker, for each; then HandoverDone
+    broker    worker       WorkerSpec: take this lease                          (only to a warm worker)
+                           Attach                                               a tenant's socket
+                           Scrub                                                the next two pages
+                           EndSession
+    worker    broker       Ready, Failed, Scrubbed, Attached, LastLeft, MemoryGrew, Faulted
+
+Each message is one msgpack map (see host/ipc.py). A broker that starts takes over the zygotes and workers of an earlier
+version, so an op, a key and a type never change their meaning: what differs gets another HANDOVER.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import (
+    BYTES,
+    FLAG,
+    TEXT,
+    U64,
+    Flag,
+    Kind,
+    LeaseNumber,
+    Message,
+    Pid,
+    Serial,
+    Text,
+    by_op,
+    converted,
+    inline,
+    integer,
+    nested,
+)
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.protocol.opcodes import Status
+
+HANDOVER: Final = 3
+"""Version of these messages. A broker can't take over a zygote that introduces itself with another one."""
+
+ZYGOTE_NAME: Final = "gpul-zygote"
+"""Name of a zygote's process, for ps(1). A broker kills no process of another name."""
+
+Spec = Annotated[WorkerSpec, nested(WorkerSpec)]
+InlineSpec = Annotated[WorkerSpec, inline(WorkerSpec)]
+
+
+def _findings(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(finding, dict) for finding in value):
+        raise ValueError("they are no list of maps")
+    return value
+
+
+Findings = Annotated[list[dict[str, Any]], Kind(_findings)]
+"""Measures of the sandbox, each as `Finding.to_message` says it."""
+
+
+# --- broker to zygote; a request for a worker is a WorkerSpec ---
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseChanged(Message):
+    """A worker that was made ahead has taken a lease, or a submit."""
+
+    OP: ClassVar[str] = "lease"
+    spec: InlineSpec
+    serial: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRenewed(Message):
+    """A worker was scrubbed: it has no lease, and other control pages."""
+
+    OP: ClassVar[str] = "renew"
+    spec: InlineSpec
+    serial: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerForgotten(Message):
+    """A reaped worker's bytes are proved free: no broker needs to know of it any more."""
+
+    OP: ClassVar[str] = "forget"
+    serial: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class Retire(Message):
+    """The zygote shall end with the last of its workers."""
+
+    OP: ClassVar[str] = "retire"
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Message):
+    """The broker asks whether the zygote lives."""
+
+    OP: ClassVar[str] = "ping"
+
+
+# --- zygote to broker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Preloaded(Message):
+    """The zygote can fork workers from now on."""
+
+    OP: ClassVar[str] = "preloaded"
+    findings: Annotated[list[dict[str, Any]], Kind(_findings, key="sandbox")]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Message):
+    """The zygote can never fork a worker.
+
+    Attributes:
+        reason: Sentence for the operator.
+        hint: What the operator can do; "" for nothing.
+    """
+
+    OP: ClassVar[str] = "broken"
+    reason: Text
+    hint: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Pong(Message):
+    """Answer to a Ping."""
+
+    OP: ClassVar[str] = "pong"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerForked(Message):
+    """A worker was forked."""
+
+    OP: ClassVar[str] = "spawned"
+    lease_id: LeaseNumber
+    pid: Pid
+    serial: Serial
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailed(Message):
+    """A worker could not be forked; `reason` is a clause for the log."""
+
+    OP: ClassVar[str] = "no_fork"
+    lease_id: LeaseNumber
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReaped(Message):
+    """A worker has ended.
+
+    Attributes:
+        lease_id: The lease or warm context for which the worker was made.
+        reason: How it ended, in words.
+        is_overdue: The zygote killed it because its broker hung; None if not.
+        overran: The kernel for which it was killed, in words; "" if the deadline was the reason. None unless overdue.
+    """
+
+    OP: ClassVar[str] = "exited"
+    lease_id: LeaseNumber
+    serial: Serial
+    reason: Text
+    is_overdue: Annotated[bool | None, FLAG.optional()] = None
+    overran: Annotated[str | None, TEXT.optional()] = None
+
+
+# --- zygote to the next broker ---
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteTaken(Message):
+    """The zygote has a broker already."""
+
+    OP: ClassVar[str] = "taken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteIntroduction(Message):
+    """A zygote introduces itself.
+
+    Attributes:
+        build: Which code it runs, by `host.version.BUILD`; "" from a version that could have one build only.
+        handover: Its HANDOVER.
+        sandbox: The sandbox settings of its workers, as on its command line.
+        findings: The measures its workers are under.
+        wipes_heap: Whether it and its workers overwrite memory that they free.
+        answers_pings: Whether it answers a Ping.
+    """
+
+    OP: ClassVar[str] = "zygote"
+    version: Text
+    build: Text = ""
+    handover: Annotated[int, U64]
+    pid: Pid = 0
+    driver: Text
+    sandbox: Text
+    findings: Findings
+    wipes_heap: Flag = False
+    answers_pings: Flag = False
+
+
+@dataclass(frozen=True, slots=True)
+class LivingWorker(Message):
+    """A worker that has not ended. `overran`: the kernel for which the zygote ended its lease, "" if it did not."""
+
+    OP: ClassVar[str] = "worker"
+    serial: Serial
+    pid: Pid
+    spec: Spec
+    overran: Text = ""
+
+
+def _page(value: Any) -> PageState:
+    word, deadline_ns, generation = value
+    check = U64.parse
+    return PageState(None if word is None else Status(word), check(deadline_ns), check(generation))
+
+
+def _page_map(page: PageState) -> tuple[Status | None, int, int]:
+    return page.word, page.deadline_ns, page.generation
+
+
+@dataclass(frozen=True, slots=True)
+class EndedWorker(Message):
+    """A worker that was reaped and not forgotten.
+
+    Attributes:
+        reason: How it ended, in words.
+        overran: The kernel for which the zygote ended its lease; "" if it did not.
+        page: The last state of its lease's page, without the cause; None if it was not read.
+        cause: The cause on that page.
+    """
+
+    OP: ClassVar[str] = "ended"
+    serial: Serial
+    pid: Pid
+    reason: Text
+    spec: Spec
+    overran: Text = ""
+    page: Annotated[PageState | None, converted(_page, _page_map).optional()] = None
+    cause: Annotated[str | None, TEXT.optional()] = None
+
+    @property
+    def last_page(self) -> PageState | None:
+        """The last state of the lease's page, with the cause."""
+        return None if self.page is None else self.page._replace(cause=self.cause or "")
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverDone(Message):
+    """The zygote has told of all its workers."""
+
+    OP: ClassVar[str] = "told"
+
+
+# --- broker to worker; the lease of a warm worker is a WorkerSpec ---
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Message):
+    """A tenant's connection, or a guest's, for the worker's session.
+
+    Attributes:
+        request_id: The id of the request that is to be answered.
+        rest: Bytes that the tenant sent behind that request.
+        ring: Whether the tenant asks for a ring.
+        arena_bytes: Size of the arena that the tenant asks for; 0 for none.
+        is_stranger: Whether the tenant may be another than the lease's; an older broker does not say.
+        guest: The terms of the guest's token; None for the lease's own tenant.
+    """
+
+    OP: ClassVar[str] = "attach"
+    request_id: Annotated[int, U64]
+    rest: Annotated[bytes, BYTES]
+    ring: Flag
+    arena_bytes: Annotated[int, U64.named("arena")]
+    is_stranger: Flag = True
+    guest: Annotated[Guest | None, converted(Guest.from_message, Guest.to_message).or_nil()] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub(Message):
+    """The lease is over: scrub the context for another lease."""
+
+    OP: ClassVar[str] = "scrub"
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession(Message):
+    """The lease is over: read the page, and tell the connections why."""
+
+    OP: ClassVar[str] = "end"
+
+
+# --- worker to broker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """The worker has its context; it can take connections, or a lease if it was made ahead."""
+
+    OP: ClassVar[str] = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Message):
+    """The worker has no context, and ends."""
+
+    OP: ClassVar[str] = "failed"
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted(Message):
+    """The worker's context is lost."""
+
+    OP: ClassVar[str] = "faulted"
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed(Message):
+    """The worker has scrubbed its context.
+
+    Attributes:
+        doubt: Why the context is not clean; "" if it is.
+        held_bytes: Bytes that the worker still counts as its own.
+    """
+
+    OP: ClassVar[str] = "scrubbed"
+    doubt: Text
+    held_bytes: Annotated[int, integer(-(1 << 63), (1 << 64) - 1).named("held")]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached(Message):
+    """The worker has taken a connection from its channel, and let it in or not.
+
+    Attributes:
+        guest: The mark of the guest's token; None for the lease's own tenant.
+        is_in: Whether the guest was let in; None for the lease's own tenant.
+    """
+
+    OP: ClassVar[str] = "attached"
+    guest: Annotated[int | None, U64.optional()] = None
+    is_in: Annotated[bool | None, FLAG.optional()] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastLeft(Message):
+    """The session's last connection has gone."""
+
+    OP: ClassVar[str] = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrew(Message):
+    """The driver may hold more of the card for the worker: the broker shall look at it."""
+
+    OP: ClassVar[str] = "look"
+
+
+# --- parsing ---
+
+TO_ZYGOTE: Final = by_op(WorkerSpec, LeaseChanged, PagesRenewed, WorkerForgotten, Retire, Ping)
+FROM_ZYGOTE: Final = by_op(Preloaded, Broken, Pong, WorkerForked, ForkFailed, WorkerReaped)
+HANDOVER_MESSAGES: Final = by_op(ZygoteTaken, ZygoteIntroduction, LivingWorker, EndedWorker, HandoverDone)
+TO_WORKER: Final = by_op(WorkerSpec, Attach, Scrub, EndSession)
+FROM_WORKER: Final = by_op(Ready, Failed, Faulted, Scrubbed, Attached, LastLeft, MemoryGrew)
+
+
+def parse_message(ops: Mapping[str, type[Message]], message: Mapping[str, Any]) -> Message | None:
+    """Return the message that a map holds, or None if its op is none of `ops`: a newer process may send more.
+
+    Args:
+        ops: The messages that may arrive there: TO_ZYGOTE, FROM_WORKER and so on.
+        message: The map, as `host.ipc.receive_message` returns it.
+
+    Raises:
+        MalformedMessage: A field is missing, has the wrong type, or is out of bounds.
+    """
+    op = message.get("op")
+    kind = ops.get(op) if isinstance(op, str) else None
+    return None if kind is None else kind.from_map(message)

@@ -1,0 +1,276 @@
+"""Messages between our processes: their maps, which no version may change, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from gpulease.daemon.contract import messages
+from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.guests import Guest
+from gpulease.daemon.contract.message_fields import MalformedMessage, Message
+from gpulease.daemon.contract.messages import (
+    FROM_WORKER,
+    FROM_ZYGOTE,
+    HANDOVER_MESSAGES,
+    TO_WORKER,
+    TO_ZYGOTE,
+    parse_message,
+)
+from gpulease.daemon.contract.worker_spec import WorkerSpec
+from gpulease.protocol.capabilities import Permission
+from gpulease.protocol.opcodes import Status, Waiting
+
+LEASE = "0000000000000000000000000000000a"
+SPEC = WorkerSpec(10, "GPU-a", 1 << 30, True, 1 << 20, 2500, Waiting.BLOCK, 11, 900)
+SPEC_MAP = {
+    "op": "spawn",
+    "lease": LEASE,
+    "card": "GPU-a",
+    "size": 1 << 30,
+    "shared": True,
+    "allowance": 1 << 20,
+    "max_kernel_ms": 2500,
+    "waiting": int(Waiting.BLOCK),
+    "submit_of": "0000000000000000000000000000000b",
+    "timeout_ms": 900,
+}
+FINDINGS = [{"measure": "descriptors", "on": True, "detail": "none"}]
+GUEST = Guest(Permission(3), 1 << 40, 2, (1 << 64) - 1)
+INTRODUCTION = messages.ZygoteIntroduction(
+    version="0.1.0",
+    build="ab",
+    handover=3,
+    pid=7,
+    driver="cpu",
+    sandbox="available",
+    findings=FINDINGS,
+    wipes_heap=True,
+    answers_pings=True,
+)
+
+# Literals of the version whose zygotes and workers are out there. A key's order counts, too: bytes are compared.
+MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
+    (TO_ZYGOTE, SPEC, SPEC_MAP),
+    (TO_ZYGOTE, messages.LeaseChanged(SPEC, 3), SPEC_MAP | {"op": "lease", "serial": 3}),
+    (TO_ZYGOTE, messages.PagesRenewed(SPEC, 3), SPEC_MAP | {"op": "renew", "serial": 3}),
+    (TO_ZYGOTE, messages.WorkerForgotten(3), {"op": "forget", "serial": 3}),
+    (TO_ZYGOTE, messages.Retire(), {"op": "retire"}),
+    (TO_ZYGOTE, messages.Ping(), {"op": "ping"}),
+    (FROM_ZYGOTE, messages.Preloaded(FINDINGS), {"op": "preloaded", "sandbox": FINDINGS}),
+    (FROM_ZYGOTE, messages.Broken("No.", "Do."), {"op": "broken", "reason": "No.", "hint": "Do."}),
+    (FROM_ZYGOTE, messages.Pong(), {"op": "pong"}),
+    (FROM_ZYGOTE, messages.WorkerForked(10, 77, 3), {"op": "spawned", "lease": LEASE, "pid": 77, "serial": 3}),
+    (FROM_ZYGOTE, messages.ForkFailed(10, "fork: no"), {"op": "no_fork", "lease": LEASE, "reason": "fork: no"}),
+    (
+        FROM_ZYGOTE,
+        messages.WorkerReaped(10, 3, "was killed by SIGKILL"),
+        {"op": "exited", "lease": LEASE, "serial": 3, "reason": "was killed by SIGKILL"},
+    ),
+    (
+        FROM_ZYGOTE,
+        messages.WorkerReaped(10, 3, "was killed by SIGKILL", True, ""),
+        {
+            "op": "exited",
+            "lease": LEASE,
+            "serial": 3,
+            "reason": "was killed by SIGKILL",
+            "is_overdue": True,
+            "overran": "",
+        },
+    ),
+    (HANDOVER_MESSAGES, messages.ZygoteTaken(), {"op": "taken"}),
+    (
+        HANDOVER_MESSAGES,
+        INTRODUCTION,
+        {
+            "op": "zygote",
+            "version": "0.1.0",
+            "build": "ab",
+            "handover": 3,
+            "pid": 7,
+            "driver": "cpu",
+            "sandbox": "available",
+            "findings": FINDINGS,
+            "wipes_heap": True,
+            "answers_pings": True,
+        },
+    ),
+    (
+        HANDOVER_MESSAGES,
+        messages.LivingWorker(3, 77, SPEC, "too long"),
+        {"op": "worker", "serial": 3, "pid": 77, "spec": SPEC_MAP, "overran": "too long"},
+    ),
+    (
+        HANDOVER_MESSAGES,
+        messages.EndedWorker(3, 77, "ended", SPEC, "", PageState(Status.REVOKED, 5, 6), "revoked"),
+        {
+            "op": "ended",
+            "serial": 3,
+            "pid": 77,
+            "reason": "ended",
+            "spec": SPEC_MAP,
+            "overran": "",
+            "page": [int(Status.REVOKED), 5, 6],
+            "cause": "revoked",
+        },
+    ),
+    (
+        HANDOVER_MESSAGES,
+        messages.EndedWorker(3, 77, "ended", SPEC, "", PageState(None, 5, 6), ""),
+        {
+            "op": "ended",
+            "serial": 3,
+            "pid": 77,
+            "reason": "ended",
+            "spec": SPEC_MAP,
+            "overran": "",
+            "page": [None, 5, 6],
+            "cause": "",
+        },
+    ),
+    (HANDOVER_MESSAGES, messages.HandoverDone(), {"op": "told"}),
+    (TO_WORKER, SPEC, SPEC_MAP),
+    (
+        TO_WORKER,
+        messages.Attach(1, b"rest", True, 1 << 20, False, GUEST),
+        {
+            "op": "attach",
+            "request_id": 1,
+            "rest": b"rest",
+            "ring": True,
+            "arena": 1 << 20,
+            "is_stranger": False,
+            "guest": [3, 1 << 40, 2, (1 << 64) - 1],
+        },
+    ),
+    (
+        TO_WORKER,
+        messages.Attach(1, b"", False, 0),
+        {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "is_stranger": True, "guest": None},
+    ),
+    (TO_WORKER, messages.Scrub(), {"op": "scrub"}),
+    (TO_WORKER, messages.EndSession(), {"op": "end"}),
+    (FROM_WORKER, messages.Ready(), {"op": "ready"}),
+    (FROM_WORKER, messages.Failed("no context"), {"op": "failed", "reason": "no context"}),
+    (FROM_WORKER, messages.Faulted("lost"), {"op": "faulted", "reason": "lost"}),
+    (FROM_WORKER, messages.Scrubbed("", 9), {"op": "scrubbed", "doubt": "", "held": 9}),
+    (FROM_WORKER, messages.Attached(), {"op": "attached"}),
+    (FROM_WORKER, messages.Attached(5, False), {"op": "attached", "guest": 5, "is_in": False}),
+    (FROM_WORKER, messages.LastLeft(), {"op": "left"}),
+    (FROM_WORKER, messages.MemoryGrew(), {"op": "look"}),
+]
+DIRECTIONS = (TO_ZYGOTE, FROM_ZYGOTE, HANDOVER_MESSAGES, TO_WORKER, FROM_WORKER)
+ids = [f"{type(message).__name__}-{number}" for number, (_, message, _) in enumerate(MAPS)]
+
+
+def test_the_table_has_every_message() -> None:
+    known = {(id(ops), message) for ops in DIRECTIONS for message in ops.values()}
+    assert {(id(ops), type(message)) for ops, message, _ in MAPS} == known
+
+
+@pytest.mark.parametrize(("ops", "message", "literal"), MAPS, ids=ids)
+def test_the_bytes_of_a_message(ops: Mapping[str, type[Message]], message: Message, literal: dict[str, Any]) -> None:
+    assert msgpack.packb(message.to_map()) == msgpack.packb(literal)
+
+
+@pytest.mark.parametrize(("ops", "message", "literal"), MAPS, ids=ids)
+def test_a_message_round_trips(ops: Mapping[str, type[Message]], message: Message, literal: dict[str, Any]) -> None:
+    assert parse_message(ops, msgpack.unpackb(msgpack.packb(message.to_map()))) == message
+
+
+@pytest.mark.parametrize(("ops", "message", "literal"), MAPS, ids=ids)
+def test_a_newer_process_may_add_fields(
+    ops: Mapping[str, type[Message]], message: Message, literal: dict[str, Any]
+) -> None:
+    assert parse_message(ops, literal | {"colour": "blue"}) == message
+
+
+@pytest.mark.parametrize(
+    ("ops", "older", "expected"),
+    [
+        pytest.param(
+            TO_ZYGOTE,
+            {key: value for key, value in SPEC_MAP.items() if key not in ("submit_of", "timeout_ms")},
+            replace(SPEC, submit_of=0, timeout_ms=0),
+            id="from before there were submits",
+        ),
+        pytest.param(
+            HANDOVER_MESSAGES,
+            {"op": "worker", "serial": 3, "pid": 77, "spec": SPEC_MAP},
+            messages.LivingWorker(3, 77, SPEC),
+            id="from before zygotes bounded kernels",
+        ),
+        pytest.param(
+            HANDOVER_MESSAGES,
+            {"op": "zygote", "version": "0.1.0", "handover": 3, "driver": "cpu", "sandbox": "", "findings": []},
+            messages.ZygoteIntroduction(version="0.1.0", handover=3, driver="cpu", sandbox="", findings=[]),
+            id="from before builds, recycling and pings",
+        ),
+        pytest.param(
+            TO_WORKER,
+            {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": None},
+            messages.Attach(1, b"", False, 0, is_stranger=True),
+            id="from before brokers told strangers apart",
+        ),
+    ],
+)
+def test_an_older_process_is_understood(
+    ops: Mapping[str, type[Message]], older: dict[str, Any], expected: Message
+) -> None:
+    assert parse_message(ops, older) == expected
+
+
+@pytest.mark.parametrize("ops", DIRECTIONS)
+@pytest.mark.parametrize("op", ["tomorrow's", "", None, 1, ["ready"], {}])
+def test_an_unknown_op_is_no_message(ops: Mapping[str, type[Message]], op: object) -> None:
+    assert parse_message(ops, {"op": op}) is None
+    assert parse_message(ops, {}) is None
+
+
+@pytest.mark.parametrize("literal", [{"op": "exited"}, SPEC_MAP, {"op": "pong"}, {"op": "told"}, {"op": "end"}])
+def test_a_worker_sends_no_message_of_another_direction(literal: dict[str, Any]) -> None:
+    assert parse_message(FROM_WORKER, literal) is None
+
+
+@pytest.mark.parametrize(("ops", "message", "literal"), MAPS, ids=ids)
+def test_a_field_of_another_type_or_out_of_bounds_is_refused(
+    ops: Mapping[str, type[Message]], message: Message, literal: dict[str, Any]
+) -> None:
+    for key in literal.keys() - {"op"}:
+        beyond = [-1 << 64, 1 << 64] if type(literal[key]) is int else []
+        for wrong in [1.5, {}, *beyond]:
+            with pytest.raises(MalformedMessage, match=key) as failure:
+                parse_message(ops, literal | {key: wrong})
+            assert failure.value.op == literal["op"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "literal"),
+    [
+        (TO_ZYGOTE, {key: value for key, value in SPEC_MAP.items() if key != "card"}),
+        (TO_ZYGOTE, SPEC_MAP | {"op": "lease"}),
+        (TO_ZYGOTE, SPEC_MAP | {"lease": "1" + "0" * 33}),
+        (TO_ZYGOTE, SPEC_MAP | {"lease": "-1"}),
+        (TO_ZYGOTE, SPEC_MAP | {"waiting": 99}),
+        (FROM_ZYGOTE, {"op": "spawned", "lease": LEASE, "pid": (1 << 22) + 1, "serial": 3}),
+        (FROM_ZYGOTE, {"op": "spawned", "lease": LEASE, "pid": True, "serial": 3}),
+        (FROM_ZYGOTE, {"op": "preloaded", "sandbox": ["on"]}),
+        (HANDOVER_MESSAGES, {"op": "worker", "serial": 3, "pid": 77, "spec": {"op": "spawn"}}),
+        (HANDOVER_MESSAGES, {"op": "ended", "serial": 3, "pid": 77, "reason": "", "spec": SPEC_MAP, "page": [9, 5, 6]}),
+        (HANDOVER_MESSAGES, {"op": "ended", "serial": 3, "pid": 77, "reason": "", "spec": SPEC_MAP, "page": [None, 5]}),
+        (
+            HANDOVER_MESSAGES,
+            {"op": "ended", "serial": 3, "pid": 77, "reason": "", "spec": SPEC_MAP, "page": [None, 5, -1]},
+        ),
+        (TO_WORKER, {"op": "attach"}),
+        (TO_WORKER, {"op": "attach", "request_id": 1, "rest": b"", "ring": False, "arena": 0, "guest": [1, 2, 3]}),
+        (FROM_WORKER, {"op": "attached", "guest": "mark"}),
+        (FROM_WORKER, {"op": "scrubbed", "doubt": ""}),
+    ],
+)
+def test_a_malformed_message_is_refused(ops: Mapping[str, type[Message]], literal: dict[str, Any]) -> None:
+    with pytest.raises(MalformedMessage):
+        parse_message(ops, literal)
