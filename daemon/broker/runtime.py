@@ -391,18 +391,16 @@ class Runtime:
         self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
 
     def _spawn(self, effect: SpawnWorker) -> None:
-        lease = self.table.get(effect.lease_id)
         self._watchman.start()
         self._weigher.start()
-        is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
         spec = WorkerSpec(
             effect.lease_id,
             effect.card_uuid,
-            effect.size_bytes,
-            is_shared,
+            effect.terms.session_bytes,
+            effect.terms.exclusivity is Exclusivity.SHARED,
             self._source.allowance_bytes,
-            effect.max_kernel_ms,
-            effect.waiting,
+            effect.terms.max_kernel_ms,
+            effect.terms.waiting,
         )
         self.workers.spawn(spec)
 
@@ -414,8 +412,8 @@ class Runtime:
             effect.size_bytes,
             is_shared=False,
             allowance_bytes=self._source.allowance_bytes,
-            max_kernel_ms=effect.max_kernel_ms,
-            waiting=effect.waiting,
+            max_kernel_ms=effect.terms.max_kernel_ms,
+            waiting=effect.terms.waiting,
             submit_of=effect.lease_id,
             timeout_ms=effect.timeout_ms,
         )

@@ -89,8 +89,8 @@ class Admission:
             return
         selected = placement.select(self._book.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
-        suitable = [account for account in usable if placement.suits(account, event.exclusivity)]
-        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes, event.contexts))
+        suitable = [account for account in usable if placement.suits(account, event.terms.exclusivity)]
+        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.terms))
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
@@ -101,7 +101,7 @@ class Admission:
             self.serve_line(now_ns, out)
         held = self._book.line.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
-        account = placement.choose(allowed, event.size_bytes, event.exclusivity, event.contexts)
+        account = placement.choose(allowed, event.terms)
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0:
@@ -152,22 +152,19 @@ class Admission:
             out.append(Denied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        orphan_ms = event.terms.orphan_ms
+        if orphan_ms is None:
+            orphan_ms = self._book.limits.orphan_s * 1000
         lease = Lease(
             lease_id=event.lease_id,
             tenant=event.tenant,
             card_uuid=account.card.uuid,
-            size_bytes=event.size_bytes,
-            charge_bytes=account.charge_bytes(event.size_bytes, event.contexts),
-            exclusivity=event.exclusivity,
-            ttl_ms=event.ttl_ms,
+            terms=event.terms._replace(orphan_ms=orphan_ms),
+            charge_bytes=account.charge_bytes(event.terms),
             request=event.request,
             created_ns=now_ns,
             spawn_due_ns=now_ns + self._book.limits.spawn_timeout_s * NS_PER_S,
             max_story_entries=self._book.limits.max_story_entries,
-            max_kernel_ms=event.max_kernel_ms,
-            waiting=event.waiting,
-            submit_bytes=event.submit_bytes,
-            orphan_ms=self._book.limits.orphan_s * 1000 if event.orphan_ms is None else event.orphan_ms,
         )
         self._book.open(lease)
         self._pool.place(lease, now_ns, out)
@@ -201,15 +198,15 @@ class Admission:
                 f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
                 "Choose another at random.",
             )
-        if event.size_bytes < self._book.limits.min_size_bytes:
+        if event.terms.size_bytes < self._book.limits.min_size_bytes:
             return denials.invalid(
-                f"A lease of {event.size_bytes} bytes was asked for; the smallest is"
+                f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
                 f" {denials.size_text(self._book.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
             )
-        if not 0 <= event.submit_bytes < event.size_bytes:
+        if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
             return denials.invalid(
-                f"Of the lease's {event.size_bytes} bytes, {event.submit_bytes} can't be kept for submits.",
+                f"Of the lease's {event.terms.size_bytes} bytes, {event.terms.submit_bytes} can't be kept for submits.",
                 "Leave the session some: ask for more in all, or keep less.",
             )
         if event.wait_ms < 0:
@@ -221,7 +218,7 @@ class Admission:
                 f" for more than {self._book.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        return check_ttl(event.ttl_ms, self._book.limits, event.tenant)
+        return check_ttl(event.terms.ttl_ms, self._book.limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Those in line count as if they were placed, so that placing them can't go over a limit later.
@@ -245,13 +242,13 @@ class Admission:
     def _check_bytes(self, event: AcquireRequested) -> Denial | None:
         bound = self._book.limits.tenants.of(event.tenant).max_vram_bytes
         mine = self._book.bytes_by_tenant.get(event.tenant, 0) + self._book.line.bytes_of(event.tenant)
-        if bound is None or mine + event.size_bytes <= bound:
+        if bound is None or mine + event.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
             event.tenant,
             "max_vram",
-            f"{denials.size_text(event.size_bytes)} were asked for; this tenant has or awaits {denials.size_text(mine)}"
-            f" and may have {denials.size_text(bound)}",
+            f"{denials.size_text(event.terms.size_bytes)} were asked for; this tenant has or awaits"
+            f" {denials.size_text(mine)} and may have {denials.size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )
 
@@ -302,23 +299,23 @@ class Admission:
         if selected and not suitable:
             return denials.no_partition()
         if not candidates:
-            largest = placement.largest_slice_bytes(suitable, event.contexts)
-            available = placement.available_bytes(suitable, event.contexts)
-            return denials.never_fits(event.size_bytes, largest, available)
+            largest = placement.largest_slice_bytes(suitable, event.terms.contexts)
+            available = placement.available_bytes(suitable, event.terms.contexts)
+            return denials.never_fits(event.terms.size_bytes, largest, available)
         return None
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
-        available = placement.available_bytes(candidates, event.contexts)
-        if placement.choose(candidates, event.size_bytes, event.exclusivity, event.contexts) is not None:
+        available = placement.available_bytes(candidates, event.terms.contexts)
+        if placement.choose(candidates, event.terms) is not None:
             why = "others that wait for the same cards are first in line"
-        elif available >= event.size_bytes:
+        elif available >= event.terms.size_bytes:
             why = "no card is without other leases"
         elif all(account.exclusive_leases for account in candidates):
             why = "other leases have the cards to themselves"
         else:
             why = "other leases hold the memory"
-        largest = placement.largest_slice_bytes(candidates, event.contexts)
-        return denials.no_room(event.size_bytes, largest, available, why=why, waited_ms=waited_ms)
+        largest = placement.largest_slice_bytes(candidates, event.terms.contexts)
+        return denials.no_room(event.terms.size_bytes, largest, available, why=why, waited_ms=waited_ms)
 
     def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)

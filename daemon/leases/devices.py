@@ -21,7 +21,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.leases.model import ALONE, FIRST_LEFT_ID, YIELDING, Lease, WarmContext, WarmState, gives_way
+from gpulease.daemon.leases.model import (
+    ALONE,
+    FIRST_LEFT_ID,
+    YIELDING,
+    Lease,
+    LeaseTerms,
+    WarmContext,
+    WarmState,
+    gives_way,
+)
 from gpulease.protocol.opcodes import Exclusivity
 
 SETTLE_NS: Final = 2_000_000_000
@@ -321,9 +330,9 @@ class CardAccount:
             return 0
         return max(0, self.free_bytes - self.card.overhead_bytes)
 
-    def charge_bytes(self, size_bytes: int, contexts: int = 1) -> int:
-        """What a lease of `size_bytes` with so many contexts holds on this card."""
-        return size_bytes + contexts * self.card.overhead_bytes
+    def charge_bytes(self, terms: LeaseTerms) -> int:
+        """Bytes that a lease of these terms holds on this card: its size and its contexts' overhead."""
+        return terms.size_bytes + terms.contexts * self.card.overhead_bytes
 
     def yielding(self) -> list[WarmContext]:
         """The warm contexts that can still be told to leave, oldest first."""
@@ -374,14 +383,14 @@ class CardAccount:
         self.held_bytes += lease.charge_bytes
         self.leases += 1
         self.leases_by_tenant[lease.tenant] += 1
-        self.exclusive_leases += lease.exclusivity in ALONE
+        self.exclusive_leases += lease.terms.exclusivity in ALONE
 
     def restore(self, lease: Lease) -> None:
         """Hold the bytes of a lease that was there before this table."""
         self.held_bytes += lease.charge_bytes
         self.leases += 1
         self.leases_by_tenant[lease.tenant] += 1
-        self.exclusive_leases += lease.exclusivity in ALONE
+        self.exclusive_leases += lease.terms.exclusivity in ALONE
 
     def give_back(self, lease: Lease) -> None:
         """Let go of a lease's bytes; they are proved free, or an operator vouched for them."""
@@ -391,7 +400,7 @@ class CardAccount:
         self.leases_by_tenant[lease.tenant] -= 1
         if not self.leases_by_tenant[lease.tenant]:
             del self.leases_by_tenant[lease.tenant]
-        self.exclusive_leases -= lease.exclusivity in ALONE
+        self.exclusive_leases -= lease.terms.exclusivity in ALONE
 
     def snapshot(self) -> CardSnapshot:
         """The card as it is now."""
@@ -427,23 +436,21 @@ def suits(account: CardAccount, exclusivity: Exclusivity) -> bool:
     return exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or account.card.is_partition
 
 
-def could_ever_hold(account: CardAccount, size_bytes: int, contexts: int = 1) -> bool:
+def could_ever_hold(account: CardAccount, terms: LeaseTerms) -> bool:
     """Whether the request would fit if the card were empty."""
-    return account.charge_bytes(size_bytes, contexts) <= account.card.capacity_bytes
+    return account.charge_bytes(terms) <= account.card.capacity_bytes
 
 
-def fits_now(account: CardAccount, size_bytes: int, exclusivity: Exclusivity, contexts: int = 1) -> bool:
+def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
     """Whether the card has the bytes free and nobody on it, or to come, wants it alone."""
-    if account.exclusive_leases or (exclusivity in ALONE and account.leases):
+    if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
-    return account.charge_bytes(size_bytes, contexts) <= account.free_bytes
+    return account.charge_bytes(terms) <= account.free_bytes
 
 
-def choose(
-    candidates: Iterable[CardAccount], size_bytes: int, exclusivity: Exclusivity, contexts: int = 1
-) -> CardAccount | None:
+def choose(candidates: Iterable[CardAccount], terms: LeaseTerms) -> CardAccount | None:
     """The card with the most free bytes among those that fit now (a tie: the lowest index), None if none does."""
-    fitting = [account for account in candidates if fits_now(account, size_bytes, exclusivity, contexts)]
+    fitting = [account for account in candidates if fits_now(account, terms)]
     return min(fitting, key=lambda account: (-account.free_bytes, account.card.index), default=None)
 
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, StoryEntry
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, StoryEntry
 from gpulease.daemon.leases.persisted import KeptLease
 from gpulease.daemon.leases.rules import TenantRules
-from gpulease.protocol.opcodes import Exclusivity, Phase, RevokeOutcome, Waiting
+from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
 
 class TimerKind(Enum):
@@ -43,33 +43,16 @@ class AcquireRequested:
 
     Attributes:
         lease_id: Chosen by the shell, nonzero and never used before.
-        size_bytes: The bytes the tenant may allocate; the context's overhead is charged on top, to the node.
-        ttl_ms: How long the lease lives, counted from the moment its worker is ready.
         selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
         wait_ms: How long to wait in line if there is no room; 0 not to wait.
-        max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
-        waiting: How the session's ends wait, None for as the shell sees fit; kept by the shell.
-        submit_bytes: How many of `size_bytes` are for submits, and not the session's.
-        orphan_ms: How long it may be without a connection, 0 for as long as it lasts; None for the node's default.
     """
 
     request: int
     tenant: str
     lease_id: int
-    size_bytes: int
-    ttl_ms: int
-    exclusivity: Exclusivity = Exclusivity.SHARED
+    terms: LeaseTerms
     selector: str | None = None
     wait_ms: int = 0
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
-    submit_bytes: int = 0
-    orphan_ms: int | None = None
-
-    @property
-    def contexts(self) -> int:
-        """How many contexts the lease is charged: its session's, and its submits' if it is to have any."""
-        return 2 if self.submit_bytes else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,10 +418,8 @@ class SpawnWorker:
 
     lease_id: int
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     generation: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,8 +464,7 @@ class SpawnSubmit:
     card_uuid: str
     size_bytes: int
     timeout_ms: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
+    terms: LeaseTerms
     is_warm: bool = False
 
 

@@ -53,19 +53,19 @@ def _validate_submit(book: LeaseStore, submit: Submit, require: Require) -> None
     require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
     own_bytes = lease.charge_bytes - lease.submit_charge_bytes
     overhead_bytes = book.account_by_uuid[lease.card_uuid].card.overhead_bytes
-    is_own = submit.size_bytes == lease.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
+    is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
     require(is_own, f"{name} has other bytes than its lease keeps for it.")
     require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
 
 
 def _validate_lease_submit(book: LeaseStore, lease: Lease, require: Require) -> None:
     name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
-    is_split = 0 <= lease.submit_bytes < max(1, lease.size_bytes)
-    require(is_split, f"{name} keeps {lease.submit_bytes} of {lease.size_bytes} bytes for submits.")
+    is_split = 0 <= lease.terms.submit_bytes < max(1, lease.terms.size_bytes)
+    require(is_split, f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
     require(lease.submit_id in (0, *book.submits), f"{name} has a submit that is not known.")
-    has_place = lease.submit_bytes > 0 or lease.own_submit_bytes > 0
+    has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
     require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
-    is_alone = not (lease.submit_bytes or lease.has_session) and lease.submit_id > 0
+    is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
     require(not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place.")
     is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
     require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
@@ -169,7 +169,7 @@ def _validate_story(book: LeaseStore, lease: Lease) -> None:
     _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
     ends = sum(entry.finish is LeaseState.DRAINING for entry in story)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
-    is_charged = lease.charge_bytes >= lease.size_bytes and (lease.size_bytes > 0 or lease.is_restored)
+    is_charged = lease.charge_bytes >= lease.terms.size_bytes and (lease.terms.size_bytes > 0 or lease.is_restored)
     _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
 
 
@@ -177,7 +177,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
     held = sum(lease.charge_bytes for lease in leases)
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED) + account.stuck_bytes
-    alone = sum(lease.exclusivity in ALONE for lease in leases)
+    alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
     # What was restored may be more than there is, or what belongs alone; then nothing was let in beside it.
@@ -192,10 +192,10 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
     for lease in leases:
-        charge_bytes = account.charge_bytes(lease.size_bytes, 2 if lease.submit_bytes else 1) + lease.extra_bytes
+        charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
-        is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
+        is_partitioned = lease.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
 
 
@@ -286,7 +286,7 @@ def _validate_bytes(book: LeaseStore) -> None:
     by_tenant: Counter[str] = Counter()
     has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
     for lease in book.live.values():
-        by_tenant[lease.tenant] += lease.size_bytes
+        by_tenant[lease.tenant] += lease.terms.size_bytes
         devices = book.limits.tenants.of(lease.tenant).devices
         card = book.account_by_uuid[lease.card_uuid].card
         is_older = lease.is_restored or lease.tenant in book.under_earlier_rules
@@ -294,7 +294,7 @@ def _validate_bytes(book: LeaseStore) -> None:
         _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
     _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
     for waiter in book.line:
-        by_tenant[waiter.acquire.tenant] += waiter.acquire.size_bytes
+        by_tenant[waiter.acquire.tenant] += waiter.acquire.terms.size_bytes
     for tenant, size_bytes in by_tenant.items():
         bound = book.limits.tenants.of(tenant).max_vram_bytes
         is_allowed = bound is None or size_bytes <= bound or tenant in has_restored

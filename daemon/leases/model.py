@@ -114,6 +114,40 @@ class Submit:
 NS_PER_MS: Final = 1_000_000
 
 
+class LeaseTerms(NamedTuple):
+    """The terms of one lease: the request, the lease, the journal's row and the order for a worker all carry them.
+
+    Attributes:
+        size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
+        ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
+        exclusivity: Other leases that the card may have beside this one.
+        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
+        waiting: How both ends of the session wait for each other; None: as the host allows.
+        submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
+            opened.
+        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
+            which placement fills in.
+    """
+
+    size_bytes: int
+    ttl_ms: int
+    exclusivity: Exclusivity = Exclusivity.SHARED
+    max_kernel_ms: int = 0
+    waiting: Waiting | None = None
+    submit_bytes: int = 0
+    orphan_ms: int | None = None
+
+    @property
+    def contexts(self) -> int:
+        """Number of contexts the lease is charged: the session's, and the submits' if memory is kept for them."""
+        return 2 if self.submit_bytes else 1
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of the session, without those kept for submits."""
+        return self.size_bytes - self.submit_bytes
+
+
 class LeaseState(Enum):
     """Where a lease is in its life."""
 
@@ -269,8 +303,6 @@ class Lease:
     Attributes:
         request: The acquire that waits for the worker; meaningless once it was answered.
         charge_bytes: The size and the context's overhead, as held on the card.
-        max_kernel_ms: How long one kernel may run, 0 for no bound.
-        waiting: How its session's ends wait, None for as the shell sees fit.
         warm_id: The warm context it took, 0 if none.
         served: How many leases, all its tenant's, that context had served before.
         is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
@@ -283,11 +315,8 @@ class Lease:
         free_request: The free that is answered when the teardown is over.
         revoke_requests: The revokes that are answered when the teardown is over.
         is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
-        orphan_ms: How long it may be without a connection before it ends, 0 for as long as it lasts.
         unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
             took it over gives it more time; None while it has one.
-        submit_bytes: How much of its size is for submits, and not its session's; without any, one runs in place of a
-            session that was never opened.
         has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
         own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
         extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
@@ -300,16 +329,12 @@ class Lease:
     lease_id: int
     tenant: str
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     charge_bytes: int
-    exclusivity: Exclusivity
-    ttl_ms: int
     request: int
     created_ns: int
     spawn_due_ns: int
     max_story_entries: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
     warm_id: int = 0
     served: int = 0
     is_in_doubt: bool = False
@@ -327,9 +352,7 @@ class Lease:
     is_kill_sent: bool = False
     is_worker_gone: bool = False
     is_restored: bool = False
-    orphan_ms: int = 0
     unconnected_ns: int | None = None
-    submit_bytes: int = 0
     has_session: bool = False
     own_submit_bytes: int = 0
     extra_bytes: int = 0
@@ -360,8 +383,13 @@ class Lease:
         """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
-        contexts_bytes = self.charge_bytes - self.size_bytes
-        return self.submit_bytes + contexts_bytes // 2 if self.submit_bytes else 0
+        contexts_bytes = self.charge_bytes - self.terms.size_bytes
+        return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
+
+    @property
+    def orphan_ms(self) -> int:
+        """Longest time without a connection before the lease ends; 0: no bound."""
+        return self.terms.orphan_ms or 0
 
     @property
     def orphan_due_ns(self) -> int | None:
@@ -380,8 +408,8 @@ class Lease:
             self.lease_id,
             self.tenant,
             self.card_uuid,
-            self.size_bytes,
-            self.exclusivity,
+            self.terms.size_bytes,
+            self.terms.exclusivity,
             self.generation,
             self.state,
             self.cause,
@@ -390,7 +418,7 @@ class Lease:
             self.created_ns,
             self.deadline_ns,
             self.ended_ns,
-            self.ttl_ms,
+            self.terms.ttl_ms,
         )
 
 

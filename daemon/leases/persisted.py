@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState
-from gpulease.protocol.opcodes import Exclusivity, Waiting
+from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, LeaseTerms
 
 
 class KeptLease(NamedTuple):
@@ -27,9 +26,8 @@ class KeptLease(NamedTuple):
     lease_id: int
     tenant: str
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     charge_bytes: int
-    exclusivity: Exclusivity
     generation: int
     state: LeaseState
     cause: Cause | None
@@ -38,12 +36,7 @@ class KeptLease(NamedTuple):
     created_ns: int
     deadline_ns: int | None
     ended_ns: int | None
-    ttl_ms: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
     worker_pid: int = 0
-    submit_bytes: int = 0
-    orphan_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +95,8 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         lease.lease_id,
         lease.tenant,
         lease.card_uuid,
-        lease.size_bytes,
+        lease.terms,
         lease.charge_bytes - extra_bytes,
-        lease.exclusivity,
         lease.generation,
         lease.state,
         lease.cause,
@@ -113,12 +105,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         lease.created_ns,
         lease.deadline_ns,
         lease.ended_ns,
-        lease.ttl_ms,
-        lease.max_kernel_ms,
-        lease.waiting,
         worker_pid,
-        lease.submit_bytes,
-        lease.orphan_ms,
     )
 
 
@@ -128,18 +115,12 @@ def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lea
         lease_id=kept.lease_id,
         tenant=kept.tenant,
         card_uuid=kept.card_uuid,
-        size_bytes=kept.size_bytes,
+        terms=kept.terms,
         charge_bytes=kept.charge_bytes,
-        exclusivity=kept.exclusivity,
-        ttl_ms=kept.ttl_ms,
         request=0,
         created_ns=kept.created_ns,
         spawn_due_ns=0,
         max_story_entries=max_story_entries,
-        max_kernel_ms=kept.max_kernel_ms,
-        waiting=kept.waiting,
-        submit_bytes=kept.submit_bytes,
-        orphan_ms=kept.orphan_ms,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

@@ -23,12 +23,11 @@ from gpulease.daemon.leases.events import (
     SetDeadline,
     TimerKind,
 )
-from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, Lease, LeaseState, Trigger
+from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, Lease, LeaseState, LeaseTerms, Trigger
 from gpulease.daemon.leases.persisted import Past, revive
 from gpulease.daemon.leases.store import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import Pool
-from gpulease.protocol.opcodes import Exclusivity
 
 
 class Restoring:
@@ -84,10 +83,8 @@ class Restoring:
                 lease_id=event.lease_id,
                 tenant="",
                 card_uuid=event.card_uuid,
-                size_bytes=event.charge_bytes,
+                terms=LeaseTerms(event.charge_bytes, ttl_ms=0, orphan_ms=0),
                 charge_bytes=event.charge_bytes,
-                exclusivity=Exclusivity.SHARED,
-                ttl_ms=0,
                 request=0,
                 created_ns=now_ns,
                 spawn_due_ns=0,

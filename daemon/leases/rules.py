@@ -296,7 +296,7 @@ def standing_of(lease: Lease, drain_ns: int | None, now_ns: int) -> Standing:
         return Standing(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
     if drain_ns is not None:
         return Standing(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
-    warning_ns = min(lease.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
+    warning_ns = min(lease.terms.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = lease.deadline_ns - warning_ns
     if now_ns >= due_ns:
         return Standing(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)

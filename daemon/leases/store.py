@@ -81,8 +81,8 @@ class Waiter:
             acquire.request,
             acquire.lease_id,
             acquire.tenant,
-            acquire.size_bytes,
-            acquire.exclusivity,
+            acquire.terms.size_bytes,
+            acquire.terms.exclusivity,
             self.since_ns,
             self.due_ns,
         )
@@ -124,7 +124,7 @@ class WaitQueue:
     def bytes_of(self, tenant: str) -> int:
         """What the tenant's acquires in line ask for together."""
         waiters = self._waiters.values() if tenant in self._by_tenant else ()
-        return sum(waiter.acquire.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
+        return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
 
     def join(self, waiter: Waiter) -> None:
         """Go to the end of the line."""
@@ -165,7 +165,7 @@ class WaitQueue:
         for waiter in self._waiters.values():
             allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
             acquire = waiter.acquire
-            account = devices.choose(allowed, acquire.size_bytes, acquire.exclusivity, acquire.contexts)
+            account = devices.choose(allowed, acquire.terms)
             if account is not None:
                 return waiter, account
             if acquire.request in self.holders and not waiter.has_own_lease():
@@ -360,7 +360,7 @@ class LeaseStore:
         account.give_back(lease)
         del self.live[lease.lease_id]
         self.live_by_tenant[lease.tenant] -= 1
-        self.bytes_by_tenant[lease.tenant] -= lease.size_bytes
+        self.bytes_by_tenant[lease.tenant] -= lease.terms.size_bytes
         if not self.live_by_tenant[lease.tenant]:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
@@ -377,4 +377,4 @@ class LeaseStore:
     def _enter(self, lease: Lease) -> None:
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
-        self.bytes_by_tenant[lease.tenant] += lease.size_bytes
+        self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes

@@ -88,7 +88,7 @@ def check(book: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns:
         return denials.lease_ended(lease.snapshot())
     if lease.is_expired(now_ns):
         return denials.lease_expired(lease.snapshot())
-    if not lease.submit_bytes and lease.has_session:
+    if not lease.terms.submit_bytes and lease.has_session:
         return denials.has_session(lease.lease_id)
     if event.timeout_ms < 1:
         return denials.no_time(event.timeout_ms)
@@ -265,12 +265,12 @@ class Submits(SubmitViews):
         lease = self._book.live.get(event.of_lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
-        if not lease.submit_bytes and event.size_bytes < 1:
+        if not lease.terms.submit_bytes and event.size_bytes < 1:
             return False
-        if not lease.submit_bytes:
+        if not lease.terms.submit_bytes:
             account = self._book.account_by_uuid[lease.card_uuid]
             self._take_session_place(
-                lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.size_bytes
+                lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.terms.size_bytes
             )
         submit = self._enter(lease, event.lease_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
@@ -328,13 +328,13 @@ class Submits(SubmitViews):
 
     def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
         """Make room for a submit that takes a warm context, or a new one; False if there is none."""
-        if lease.submit_bytes:
+        if lease.terms.submit_bytes:
             return True
         account = self._book.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
         is_held_back = account.card.uuid in self._book.line.held_cards()
         is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
-        if not is_lent and lease.size_bytes <= overhead_bytes:
+        if not is_lent and lease.terms.size_bytes <= overhead_bytes:
             return False
         self._take_session_place(lease, account, is_lent=is_lent)
         return True
@@ -343,7 +343,7 @@ class Submits(SubmitViews):
         due_ns = now_ns + self._book.limits.spawn_timeout_s * NS_PER_S
         charge_bytes = lease.submit_charge_bytes
         overhead_bytes = self._book.account_by_uuid[lease.card_uuid].card.overhead_bytes
-        size_bytes = lease.submit_bytes or charge_bytes - overhead_bytes
+        size_bytes = lease.terms.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
             submit_id, lease.lease_id, lease.card_uuid, size_bytes, charge_bytes, request, timeout_ms, due_ns
         )
@@ -378,8 +378,7 @@ class Submits(SubmitViews):
                 lease.card_uuid,
                 submit.size_bytes,
                 submit.timeout_ms,
-                lease.max_kernel_ms,
-                lease.waiting,
+                lease.terms,
                 submit.is_warm,
             )
         )

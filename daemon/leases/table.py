@@ -268,7 +268,7 @@ class LeaseTable:
             return
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
-        lease.ttl_ms = event.ttl_ms
+        lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
         # A renewal never takes away time that was promised; what was promised was under the same maximum.
         deadline_ns = self._draining.cap(now_ns + event.ttl_ms * NS_PER_MS)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
@@ -359,7 +359,7 @@ class LeaseTable:
             return
         lease.move(Trigger.WORKER_READY, now_ns)
         self._book.leave_pending(lease)
-        self._set_deadline(lease, now_ns + lease.ttl_ms * NS_PER_MS, out)
+        self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
     def _on_worker_failed(self, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:

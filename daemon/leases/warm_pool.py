@@ -347,10 +347,8 @@ class Pool:
                 SpawnWorker(
                     lease.lease_id,
                     lease.card_uuid,
-                    lease.size_bytes - lease.submit_bytes,
+                    lease.terms,
                     lease.generation,
-                    lease.max_kernel_ms,
-                    lease.waiting,
                 )
             )
             out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))

@@ -250,10 +250,10 @@ class LeaseLog(Recorder):
             LogEvent.LEASE_REQUESTED,
             event.tenant,
             lease_id=event.lease_id,
-            size_bytes=bounded(event.size_bytes),
-            ttl_ms=bounded(event.ttl_ms),
+            size_bytes=bounded(event.terms.size_bytes),
+            ttl_ms=bounded(event.terms.ttl_ms),
             wait_ms=bounded(event.wait_ms) or None,
-            exclusivity=event.exclusivity.name.lower(),
+            exclusivity=event.terms.exclusivity.name.lower(),
             wanted_card=event.selector,
         )
         self._asking[event.request] = event.lease_id

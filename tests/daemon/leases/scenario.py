@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseSnapshot,
     LeaseTable,
+    LeaseTerms,
     ReclaimProved,
     SpawnWorker,
     SubmitFound,
@@ -73,7 +74,9 @@ class Scenario:
     ) -> list[Effect]:
         """The request's number is the lease's id, plus 1000."""
         return self.do(
-            AcquireRequested(lease_id + 1000, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms)
+            AcquireRequested(
+                lease_id + 1000, tenant, lease_id, LeaseTerms(size, ttl_ms, exclusivity), selector, wait_ms
+            )
         )
 
     def active(self, lease_id: int, size: int = 20, **more: object) -> LeaseSnapshot:

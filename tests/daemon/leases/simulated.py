@@ -301,7 +301,7 @@ class Shell:
     def on_spawn(self, effect: SpawnWorker) -> None:
         card = next(card for card in CARDS if card.uuid == effect.card_uuid)
         has_worker = effect.lease_id in self.unproved
-        self.hold(effect.lease_id, card, effect.size_bytes + card.overhead_bytes)
+        self.hold(effect.lease_id, card, effect.terms.session_bytes + card.overhead_bytes)
         self.check_room(card)
         on_card = self.leases_on(card) - {effect.lease_id}
         for lease_id in on_card:
@@ -309,7 +309,7 @@ class Shell:
         assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
         lease = self.table.get(effect.lease_id)
         assert lease is not None
-        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.terms.session_bytes, card, self.unproved)
         if not has_worker:
             self.alive.add(effect.lease_id)
         self.spawned[effect.lease_id] = effect

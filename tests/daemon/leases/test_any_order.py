@@ -23,6 +23,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     GuestAttached,
     LeaseState,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimProved,
     Recycling,
@@ -112,9 +113,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.shell.exclusivity[lease_id] = exclusivity
         self.ask(
             lambda number: AcquireRequested(
-                *(number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms),
-                submit_bytes=for_submits,
-                orphan_ms=(0, 400)[lease_id % 2],
+                number,
+                tenant,
+                lease_id,
+                LeaseTerms(size, ttl_ms, exclusivity, submit_bytes=for_submits, orphan_ms=(0, 400)[lease_id % 2]),
+                selector,
+                wait_ms,
             )
         )
 

@@ -24,6 +24,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     HoldTimerFired,
     LeaseTable,
+    LeaseTerms,
     ReclaimProved,
     RequesterGone,
     SpawnWorker,
@@ -48,7 +49,7 @@ class Asked:
     since_ns: int
 
     def cards(self) -> set[str]:
-        wanted, size = self.event.selector, self.event.size_bytes
+        wanted, size = self.event.selector, self.event.terms.size_bytes
         return {card.uuid for card in CARDS if wanted in (None, str(card.index)) and size <= card.capacity_bytes}
 
 
@@ -71,10 +72,10 @@ class Line(RuleBasedStateMachine):
 
     def free_bytes(self, uuid: str) -> int:
         capacity = next(card.capacity_bytes for card in CARDS if card.uuid == uuid)
-        return capacity - sum(asked.event.size_bytes for asked, at in self.placed.values() if at == uuid)
+        return capacity - sum(asked.event.terms.size_bytes for asked, at in self.placed.values() if at == uuid)
 
     def room_for(self, asked: Asked) -> set[str]:
-        return {uuid for uuid in asked.cards() if asked.event.size_bytes <= self.free_bytes(uuid)}
+        return {uuid for uuid in asked.cards() if asked.event.terms.size_bytes <= self.free_bytes(uuid)}
 
     def keepers(self, uuid: str, behind: list[Asked]) -> set[str]:
         """The tenants of those in line, ahead, who may keep others off the card."""
@@ -140,7 +141,7 @@ class Line(RuleBasedStateMachine):
     def acquire(self, tenant: str, size: int, selector: str | None, wait_ms: int) -> None:
         self.number += 1
         number = self.number
-        event = AcquireRequested(number, tenant, number, size, 60_000, selector=selector, wait_ms=wait_ms)
+        event = AcquireRequested(number, tenant, number, LeaseTerms(size, 60_000), selector=selector, wait_ms=wait_ms)
         asked, ahead = Asked(event, self.now_ns), list(self.line.values())
         for effect in (effects := self.send(event)):
             if isinstance(effect, SpawnWorker) and effect.lease_id == number:

@@ -10,6 +10,7 @@ from gpulease.daemon.leases import (
     CoreLimits,
     DrainRequested,
     LeaseState,
+    LeaseTerms,
     RefuseWork,
     RenewRequested,
     TimerKind,
@@ -24,7 +25,7 @@ from .scenario import S, Scenario, armed, kinds
 
 def granted(orphan_ms: int | None = 4000, *, limits: CoreLimits | None = None) -> Scenario:
     s = Scenario(limits=limits)
-    s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, orphan_ms=orphan_ms))
+    s.do(AcquireRequested(1001, "ann", 1, LeaseTerms(20, 10_000, orphan_ms=orphan_ms)))
     s.do(WorkerReady(1))
     return s
 
@@ -116,7 +117,7 @@ def test_the_wait_is_kept_over_a_restart_and_begins_when_the_daemon_says() -> No
     left(s)
     kept = s.table.keep(1)
     assert kept is not None
-    assert kept.orphan_ms == 4000
+    assert kept.terms.orphan_ms == 4000
 
 
 @pytest.mark.parametrize(("least_ms", "waits_s"), [(0, 4), (3000, 4), (9000, 9)])

@@ -13,6 +13,7 @@ from gpulease.daemon.leases import (
     Denied,
     FreeRequested,
     LeaseTable,
+    LeaseTerms,
     ReclaimFailed,
     ReclaimProved,
     RequesterGone,
@@ -47,7 +48,7 @@ def test_an_unknown_card_is_refused_with_those_there_are(selector: str) -> None:
 
 def test_the_overhead_is_charged_to_the_node_and_the_tenant_gets_all_it_asked_for() -> None:
     s = Scenario()
-    assert one(s.acquire(1, 100), SpawnWorker).size_bytes == 100
+    assert one(s.acquire(1, 100), SpawnWorker).terms.session_bytes == 100
     assert s.card().free_bytes == 0
     assert s.card().available_bytes == 0
 
@@ -221,7 +222,7 @@ def test_a_lease_id_is_used_once() -> None:
     s.acquire(2, 90, wait_ms=5000)
     for lease_id in (1, 2):
         s.requests += 1
-        again = s.do(AcquireRequested(s.requests, "ann", lease_id, 1, 1000))
+        again = s.do(AcquireRequested(s.requests, "ann", lease_id, LeaseTerms(1, 1000)))
         assert denied(again).reason is DenialReason.INVALID_REQUEST
 
 

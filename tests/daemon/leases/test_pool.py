@@ -13,6 +13,7 @@ from gpulease.daemon.leases import (
     KillWorker,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -87,8 +88,9 @@ def test_a_lease_takes_one_and_it_is_replaced_after_a_pause() -> None:
 
 def test_what_its_tenant_said_goes_to_the_context_it_takes() -> None:
     for s in (PoolScenario(), PoolScenario(0)):
-        effects = s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK))
-        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", 20, 1, 5, Waiting.BLOCK)
+        terms = LeaseTerms(20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK, orphan_ms=0)
+        effects = s.do(AcquireRequested(1001, "ann", 1, terms))
+        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", terms, 1)
 
 
 def test_none_is_made_while_an_acquire_is_under_way() -> None:

@@ -20,6 +20,7 @@ from gpulease.daemon.leases import (
     LeaseEnded,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -174,7 +175,7 @@ SUBMIT = FIRST_SUBMIT_ID
 def with_submits(*, running: bool = False) -> RecyclingScenario:
     """An active lease that keeps 5 of its 20 bytes for submits; one of them may be under way."""
     s = RecyclingScenario()
-    s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, submit_bytes=5))
+    s.do(AcquireRequested(1001, "ann", 1, LeaseTerms(20, 10_000, submit_bytes=5)))
     s.do(WorkerReady(1))
     if running:
         s.do(SubmitRequested(60, 1, "ann", 1000))
@@ -224,7 +225,7 @@ def test_nor_is_the_context_used_again_beside_which_a_submit_was_fenced() -> Non
 def test_no_submit_takes_a_context_that_served_anybody() -> None:
     """Not even its own tenant: whoever bears a token submits too."""
     s = RecyclingScenario(1, capacity=200)
-    s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, submit_bytes=5))
+    s.do(AcquireRequested(1001, "ann", 1, LeaseTerms(20, 10_000, submit_bytes=5)))
     s.do(WorkerReady(1))
     s.at(1)
     s.fill()

@@ -23,6 +23,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -65,7 +66,7 @@ SIZE, KEPT = 50, 20
 def leased(limits: CoreLimits | None = None, *, keeps: int = KEPT, capacity: int = 100) -> Scenario:
     """An active lease of 50 bytes, 20 of them for submits."""
     s = Scenario(card(capacity=capacity), limits=limits)
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=keeps))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=keeps)))
     s.do(WorkerReady(LEASE))
     return s
 
@@ -87,8 +88,8 @@ def state(s: Scenario) -> SubmitState | None:
 
 def test_a_lease_that_keeps_room_is_charged_two_contexts() -> None:
     s = Scenario(card(capacity=100))
-    acquired = s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=KEPT))
-    assert one(acquired, SpawnWorker).size_bytes == SIZE - KEPT
+    acquired = s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=KEPT)))
+    assert one(acquired, SpawnWorker).terms.session_bytes == SIZE - KEPT
     s.do(WorkerReady(LEASE))
     assert s.card().held_bytes == SIZE + 2 * OVERHEAD
     assert s.table.submits.may_hold(LEASE) == ("GPU-a", SIZE - KEPT + OVERHEAD)
@@ -104,15 +105,16 @@ def test_a_lease_that_keeps_room_is_charged_two_contexts() -> None:
 
 def test_its_room_is_refused_as_any_other() -> None:
     s = Scenario(card(capacity=100))
-    wanted = AcquireRequested(9, "ann", LEASE, 85, 10_000, submit_bytes=5)
+    wanted = AcquireRequested(9, "ann", LEASE, LeaseTerms(85, 10_000, submit_bytes=5))
     assert "80 bytes" in denied(s.do(wanted)).message
-    assert kinds(s.do(replace(wanted, request=10, lease_id=2, size_bytes=80)))[0] is SpawnWorker
+    fitting = replace(wanted, request=10, lease_id=2, terms=wanted.terms._replace(size_bytes=80))
+    assert kinds(s.do(fitting))[0] is SpawnWorker
 
 
 @pytest.mark.parametrize("kept", [-1, SIZE, SIZE + 1])
 def test_the_session_keeps_something(kept: int) -> None:
     s = Scenario(card())
-    effects = s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=kept))
+    effects = s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=kept)))
     assert denied(effects).reason is DenialReason.INVALID_REQUEST
 
 
@@ -194,11 +196,11 @@ def test_a_submit_borrows_nothing_that_a_lease_holds_which_ended_before_it_had_r
     s = Scenario()
     s.table = LeaseTable((card(capacity=SIZE + 3 * OVERHEAD),), warm_contexts=1)
     s.do(PoolTimerFired())
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000)))
     s.do(WorkerReady(LEASE))
     (context,) = s.table.warming()
     s.do(WorkerFailed(context.warm_id, "no context"))
-    assert SpawnWorker not in kinds(s.do(AcquireRequested(10, "bob", 2, OVERHEAD, 10_000)))
+    assert SpawnWorker not in kinds(s.do(AcquireRequested(10, "bob", 2, LeaseTerms(OVERHEAD, 10_000))))
     s.do(FreeRequested(30, 2, "bob"))
     assert s.card().held_bytes == s.card().capacity_bytes
     assert one(ask(s), SpawnSubmit).size_bytes == SIZE - OVERHEAD
@@ -206,7 +208,7 @@ def test_a_submit_borrows_nothing_that_a_lease_holds_which_ended_before_it_had_r
 
 def test_a_lease_as_small_as_a_context_needs_the_cards_room() -> None:
     s = Scenario(card(capacity=2 * OVERHEAD + 5))
-    s.do(AcquireRequested(9, "ann", LEASE, OVERHEAD, 10_000))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(OVERHEAD, 10_000)))
     s.do(WorkerReady(LEASE))
     assert denied(ask(s)).reason is DenialReason.BUSY
 
@@ -384,7 +386,7 @@ def restored(*, is_running: bool, has_worker: bool = True) -> tuple[Scenario, li
     before = leased()
     kept = before.table.keep(LEASE)
     assert kept is not None
-    assert kept.submit_bytes == KEPT
+    assert kept.terms.submit_bytes == KEPT
     s = Scenario(card(capacity=100))
     s.do(LeaseRestored(kept, has_worker))
     return s, s.do(SubmitFound(FIRST + 7, LEASE, "GPU-a", is_running, 1000))

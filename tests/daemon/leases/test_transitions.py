@@ -9,11 +9,11 @@ from gpulease.daemon.leases import (
     InvalidTransition,
     InvariantBroken,
     LeaseState,
+    LeaseTerms,
     RenewRequested,
     Trigger,
 )
 from gpulease.daemon.leases.model import Lease
-from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card
 
@@ -21,7 +21,7 @@ TRIGGERS: list[Trigger | Cause] = [*Trigger, *Cause]
 
 
 def lease_in(state: LeaseState) -> Lease:
-    lease = Lease(1, "ann", "GPU-a", 20, 30, Exclusivity.SHARED, 1000, 1, 0, 60, 64)
+    lease = Lease(1, "ann", "GPU-a", LeaseTerms(20, 1000), 30, 1, 0, 60, 64)
     lease.state = state
     return lease
 

@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     Effect,
     FreeRequested,
     KillWorker,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -50,7 +51,7 @@ Act = Callable[[PoolScenario], list[Effect]]
 def leased(wanted: int = 1, capacity: int = 110) -> PoolScenario:
     """An active lease of 50 bytes, 20 of them for submits, and a pool that is full again."""
     s = PoolScenario(wanted, capacity=capacity)
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 100_000, submit_bytes=KEPT))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 100_000, submit_bytes=KEPT)))
     s.do(WorkerReady(LEASE))
     s.at(REFILL_PAUSE_MS / 1000)
     s.fill()
@@ -101,7 +102,7 @@ def test_one_that_finds_none_gets_a_new_one() -> None:
 
 def test_one_that_is_being_made_is_not_waited_for() -> None:
     s = PoolScenario()
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 100_000, submit_bytes=KEPT))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 100_000, submit_bytes=KEPT)))
     s.do(WorkerReady(LEASE))
     one(s.at(1).do(PoolTimerFired()), WarmUp)
     assert not one(ask(s), SpawnSubmit).is_warm

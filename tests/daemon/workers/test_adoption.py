@@ -16,6 +16,7 @@ from gpulease.daemon.leases import (
     KeptLease,
     LeaseRestored,
     LeaseState,
+    LeaseTerms,
     SubmitFound,
     WorkerFound,
 )
@@ -34,9 +35,8 @@ KEPT = KeptLease(
     lease_id=5,
     tenant="ann",
     card_uuid=CARD,
-    size_bytes=100,
+    terms=LeaseTerms(100, 60_000, Exclusivity.SHARED, orphan_ms=0),
     charge_bytes=107,
-    exclusivity=Exclusivity.SHARED,
     generation=3,
     state=LeaseState.ACTIVE,
     cause=None,
@@ -45,7 +45,6 @@ KEPT = KeptLease(
     created_ns=1,
     deadline_ns=1000,
     ended_ns=None,
-    ttl_ms=60_000,
     worker_pid=77,
 )
 
