@@ -14,7 +14,7 @@ entered twice.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final
 
@@ -30,12 +30,7 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     CapacityChanged,
     Card,
     Cause,
@@ -47,13 +42,11 @@ from gpulease.daemon.leases import (
     FenceCleared,
     Freed,
     Granted,
-    HoldTimerFired,
     KillWorker,
     LeaseEnded,
     LeaseState,
     LeaseTable,
     Outcome,
-    PoolTimerFired,
     ProveReclaimed,
     RecycleWorker,
     RefuseSubmit,
@@ -74,6 +67,8 @@ from gpulease.daemon.leases import (
     WarmState,
     WarmUp,
     Warned,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -333,20 +328,12 @@ class Runtime:
                 self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
             case RenameWorker(from_id, to_id):
                 self.workers.rename(from_id, to_id)
-                if from_id >= FIRST_WARM_ID:
+                if kind_of(from_id) is not WorkerKind.LEASE:
                     self._cancel_timers(from_id)
             case ScrubWorker(lease_id):
                 self._recycler.scrub(lease_id)
             case RecycleWorker(lease_id, warm_id):
                 self.workers.recycle(lease_id, warm_id)
-            case ArmWaitTimer(request, due_ns):
-                self.timers.arm((WaitTimerFired, request), due_ns, WaitTimerFired(request))
-            case ArmHoldTimer(due_ns):
-                self.timers.arm(HoldTimerFired, due_ns, HoldTimerFired())
-            case ArmPoolTimer(due_ns):
-                self.timers.arm(PoolTimerFired, due_ns, PoolTimerFired())
-            case ArmDrainTimer(due_ns):
-                self.timers.arm(DrainTimerFired, due_ns, DrainTimerFired())
             case SpawnSubmit():
                 self._spawn_submit(effect)
             case RefuseSubmit(submit_id, cause):
@@ -385,10 +372,15 @@ class Runtime:
                 self._let_go(warm_id)
 
     def _arm(self, effect: ArmTimer) -> None:
-        lease_id, generation, kind, due_ns = effect
-        if kind is TimerKind.GRACE:
-            self.workers.give_grace(lease_id, due_ns)
-        self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
+        event, due_ns = effect
+        key: Hashable = type(event).__name__
+        if isinstance(event, TimerFired):
+            key = event.kind, event.worker_id
+            if event.kind is TimerKind.GRACE:
+                self.workers.give_grace(event.worker_id, due_ns)
+        elif isinstance(event, WaitTimerFired):
+            key = WaitTimerFired, event.request
+        self.timers.arm(key, due_ns, event)
 
     def _spawn(self, effect: SpawnWorker) -> None:
         self._watchman.start()

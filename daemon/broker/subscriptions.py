@@ -154,8 +154,10 @@ class Publisher:
         moved: dict[int, None] = {}
         for effect in effects:
             match effect:
-                case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed() | Warned():
-                    moved[effect.lease_id] = None
+                case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed():
+                    moved[effect.worker_id] = None
+                case Warned(lease_id):
+                    moved[lease_id] = None
                 case LeaseEnded(lease):
                     moved[lease.lease_id] = None
         for lease_id in moved:

@@ -7,11 +7,7 @@ from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.daemon.leases.devices import Card, CardSnapshot
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     CapacityChanged,
     CardLooked,
     ConnectionsChanged,
@@ -61,6 +57,7 @@ from gpulease.daemon.leases.events import (
     SubmitReady,
     SubmitRequested,
     TenantRulesChanged,
+    TimerEvent,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -91,6 +88,8 @@ from gpulease.daemon.leases.model import (
     Trigger,
     WarmSnapshot,
     WarmState,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptWarm, Past
 from gpulease.daemon.leases.rules import CoreLimits, Standing, ends_ns
@@ -102,11 +101,7 @@ __all__ = [
     "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
-    "ArmDrainTimer",
-    "ArmHoldTimer",
-    "ArmPoolTimer",
     "ArmTimer",
-    "ArmWaitTimer",
     "CapacityChanged",
     "Card",
     "CardLooked",
@@ -177,6 +172,7 @@ __all__ = [
     "SubmitSnapshot",
     "SubmitState",
     "TenantRulesChanged",
+    "TimerEvent",
     "TimerFired",
     "TimerKind",
     "Trigger",
@@ -190,8 +186,10 @@ __all__ = [
     "WorkerExited",
     "WorkerFailed",
     "WorkerFound",
+    "WorkerKind",
     "WorkerReady",
     "WorkerScrubbed",
     "WorkerUnlisted",
     "ends_ns",
+    "kind_of",
 ]

@@ -21,15 +21,16 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
+    DrainTimerFired,
     Effect,
+    HoldTimerFired,
     TenantRulesChanged,
+    WaitTimerFired,
     Warned,
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState
@@ -127,7 +128,7 @@ class Admission:
         if waiter is None:
             return
         if now_ns < waiter.due_ns:
-            out.append(ArmWaitTimer(request, waiter.due_ns))
+            out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
         self.drop(waiter)
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
@@ -138,7 +139,7 @@ class Admission:
             self.serve_line(now_ns, out)
         due_ns = self._book.line.next_hold_end_ns()
         if due_ns is not None:
-            out.append(ArmHoldTimer(due_ns))
+            out.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
         """Take a waiter out of the line; those behind it may go on."""
@@ -181,11 +182,11 @@ class Admission:
         holds_until_ns = line.terms.end_for(event.tenant, now_ns)
         waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
         line.join(waiter)
-        out.append(ArmWaitTimer(event.request, waiter.due_ns))
+        out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
         # There is one timer for all, due when the first of them must stop, or earlier.
         hold_end_ns = line.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
-            out.append(ArmHoldTimer(hold_end_ns))
+            out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
     def _check_drain(self, now_ns: int) -> Denial | None:
         return None if self._book.drain_ns is None else denials.draining(self._book.drain_ns - now_ns)
@@ -357,7 +358,7 @@ class Draining:
         if self._book.drain_ns is None:
             return
         if now_ns < self._book.drain_ns:
-            out.append(ArmDrainTimer(self._book.drain_ns))
+            out.append(ArmTimer(DrainTimerFired(), self._book.drain_ns))
             return
         for lease in self._book.live.values():
             if lease.state is LeaseState.ACTIVE:

@@ -94,9 +94,9 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
-    """A submit was ready, and there was nobody to be told. `lease_id` is the submit's number."""
+    """The submit was ready, but its requester had left: nobody can take its connection."""
 
-    lease_id: int
+    submit_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,13 @@ class SubmitFound:
     """A submit's worker of an earlier daemon, of a lease that was restored before; told once each.
 
     Attributes:
-        lease_id: The submit's number.
         is_running: It was told of to who asked for it, and nothing has ended it.
         timeout_ms: How long it may take, counted from now.
         size_bytes: What its kernel's buffers and code may take of the card.
     """
 
+    submit_id: int
     lease_id: int
-    of_lease_id: int
     card_uuid: str
     is_running: bool
     timeout_ms: int
@@ -129,14 +128,14 @@ class RequesterGone:
 class WorkerReady:
     """The lease's worker has its context: the lease begins."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
     """The worker could not start. It is killed all the same, so `WorkerExited` must still follow."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
@@ -149,7 +148,7 @@ class WorkerExited:
         is_busy: It was never started, for want of what the daemon may have again in a moment: a descriptor, say.
     """
 
-    lease_id: int
+    worker_id: int
     reason: str
     is_by_daemon: bool = False
     is_busy: bool = False
@@ -189,7 +188,7 @@ class RevokeRequested:
 class SessionFaulted:
     """The context is lost but its worker lives and says so to its client. The lease stays active."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
@@ -197,7 +196,7 @@ class SessionFaulted:
 class SessionCondemned:
     """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE, LOAD_TIMEOUT."""
 
-    lease_id: int
+    worker_id: int
     cause: Cause
     reason: str
 
@@ -224,33 +223,33 @@ class WorkerScrubbed:
 class TimerFired:
     """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
 
-    lease_id: int
+    worker_id: int
     generation: int
     kind: TimerKind
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """A timer armed by `ArmWaitTimer` ran out."""
+    """A timer armed by `ArmTimer` ran out."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """The timer armed by `ArmHoldTimer` ran out. Late, early and repeated ones do no harm."""
+    """The timer armed by `ArmTimer` ran out. Late, early and repeated ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
-    """The daemon has begun, or the timer armed by `ArmPoolTimer` ran out. Others do no harm."""
+    """The daemon has begun, or the timer armed by `ArmTimer` ran out. Others do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimProved:
     """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +263,7 @@ class WorkerUnlisted:
         looked_ns: The time at which this look began.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
     unowned_bytes: int
     least_bytes: int
@@ -292,7 +291,7 @@ class CardLooked:
 class ReclaimFailed:
     """The worker could not be killed, or its bytes could not be shown back: the slice is fenced."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
@@ -327,12 +326,12 @@ class WorkerFound:
     It is killed, its bytes are proved back, and nothing is remembered of it.
 
     Attributes:
-        lease_id: Its number: a lease's id, or a warm context's.
+        worker_id: Its number: a lease's id, or a warm context's.
         beside_lease_id: The lease that it was one more worker of, a submit's or a second one; 0 if it was none. Its
             own number is drawn then, and no lease's.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
     charge_bytes: int
     beside_lease_id: int = 0
@@ -355,7 +354,7 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The timer armed by `ArmDrainTimer` ran out. Late, early and repeated ones do no harm."""
+    """The timer armed by `ArmTimer` ran out. Late, early and repeated ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +373,9 @@ class TenantRulesChanged:
 class ShutdownRequested:
     """The daemon stops: nobody is let in, everybody is let go."""
 
+
+TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired | DrainTimerFired
+"""Events that the shell sends because the table armed a timer for them."""
 
 Event = (
     AcquireRequested
@@ -497,7 +499,7 @@ class SubmitEnded:
 class SetDeadline(NamedTuple):
     """Write the deadline and the generation where the worker reads them."""
 
-    lease_id: int
+    worker_id: int
     generation: int
     deadline_ns: int
 
@@ -506,7 +508,7 @@ class SetDeadline(NamedTuple):
 class RefuseWork:
     """Flip the control page's revocation word; the first effect of every teardown, sent once per lease."""
 
-    lease_id: int
+    worker_id: int
     cause: Cause
 
 
@@ -514,7 +516,7 @@ class RefuseWork:
 class KillWorker:
     """Kill the worker's process and reap it; answered by `WorkerExited`, also if there is no process."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,7 +541,7 @@ class ProveReclaimed:
     `ReclaimProved` answers it too, and `ReclaimFailed`.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
 
 
@@ -552,40 +554,12 @@ class CapacityChanged:
 
 
 class ArmTimer(NamedTuple):
-    """Send `TimerFired` with these numbers at `due_ns`; an earlier timer of the lease need not be cancelled."""
+    """Send `event` at `due_ns`, in place of a timer armed before for the same worker and kind, or the same request.
 
-    lease_id: int
-    generation: int
-    kind: TimerKind
-    due_ns: int
+    The earlier timer may fire all the same: the table checks every timer against its own times.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ArmWaitTimer:
-    """Send `WaitTimerFired` for the waiting acquire at `due_ns`."""
-
-    request: int
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmHoldTimer:
-    """Send `HoldTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmPoolTimer:
-    """Send `PoolTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmDrainTimer:
-    """Send `DrainTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
+    event: TimerEvent
     due_ns: int
 
 
@@ -700,10 +674,6 @@ Effect = (
     | ProveReclaimed
     | CapacityChanged
     | ArmTimer
-    | ArmWaitTimer
-    | ArmHoldTimer
-    | ArmPoolTimer
-    | ArmDrainTimer
     | Warned
     | Granted
     | Renewed

@@ -36,9 +36,32 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 if TYPE_CHECKING:
     from gpulease.daemon.leases.events import SubmitRequested
 
+FIRST_WARM_ID: Final = 1 << 128
+"""Ids of warm contexts begin here, above every lease id, which is a u128."""
+
+FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
+"""Here begin the ids of what leases of an earlier daemon left behind, held as warm contexts: above the ids that an
+earlier daemon's own warm contexts may be found to have."""
+
 FIRST_SUBMIT_ID: Final = 1 << 129
-"""Submits have numbers from here on, above those of leases and warm contexts: workers, timers and proofs are told apart
-by them."""
+"""Ids of submits begin here, above those of warm contexts."""
+
+
+class WorkerKind(Enum):
+    """Kinds of workers: a lease's session, a warm context of the pool, a lease's submit."""
+
+    __hash__ = object.__hash__
+
+    LEASE = "lease"
+    WARM = "warm"
+    SUBMIT = "submit"
+
+
+def kind_of(worker_id: int) -> WorkerKind:
+    """Return the kind of the worker with that id; workers, timers and proofs of all kinds share one range of ids."""
+    if worker_id < FIRST_WARM_ID:
+        return WorkerKind.LEASE
+    return WorkerKind.WARM if worker_id < FIRST_SUBMIT_ID else WorkerKind.SUBMIT
 
 
 class SubmitState(Enum):
@@ -420,14 +443,6 @@ class Lease:
             self.ended_ns,
             self.terms.ttl_ms,
         )
-
-
-FIRST_WARM_ID: Final = 1 << 128
-"""Warm contexts have numbers from here on, above every lease id: workers, timers and proofs are told apart by them."""
-
-FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
-"""What leases left behind that ended under an earlier daemon has numbers from here on, as if it were a warm context:
-above those that an earlier daemon's own contexts may be found to have."""
 
 
 class WarmState(Enum):

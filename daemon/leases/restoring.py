@@ -21,9 +21,10 @@ from gpulease.daemon.leases.events import (
     RefuseSubmit,
     RefuseWork,
     SetDeadline,
+    TimerFired,
     TimerKind,
 )
-from gpulease.daemon.leases.model import FIRST_WARM_ID, Cause, Lease, LeaseState, LeaseTerms, Trigger
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, LeaseTerms, Trigger, WorkerKind, kind_of
 from gpulease.daemon.leases.persisted import Past, revive
 from gpulease.daemon.leases.store import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
@@ -70,17 +71,17 @@ class Restoring:
 
         Or its lease has ended, as was told, and the daemon was killed before its zygote could forget the worker.
         """
-        if event.lease_id in self._book.live or event.lease_id in self._book.warm:
+        if event.worker_id in self._book.live or event.worker_id in self._book.warm:
             return
         if event.card_uuid not in self._book.account_by_uuid:
-            out += [RefuseWork(event.lease_id, Cause.ABANDONED), KillWorker(event.lease_id)]
-        elif event.lease_id >= FIRST_WARM_ID:
-            self._pool.drop_found(event.lease_id, event.card_uuid, event.charge_bytes, now_ns, out)
-        elif event.beside_lease_id or event.lease_id in self._book.ended:
+            out += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
+        elif kind_of(event.worker_id) is WorkerKind.WARM:
+            self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
+        elif event.beside_lease_id or event.worker_id in self._book.ended:
             self._pool.drop_left(event, now_ns, out)
         else:
             lease = Lease(
-                lease_id=event.lease_id,
+                lease_id=event.worker_id,
                 tenant="",
                 card_uuid=event.card_uuid,
                 terms=LeaseTerms(event.charge_bytes, ttl_ms=0, orphan_ms=0),
@@ -90,7 +91,7 @@ class Restoring:
                 spawn_due_ns=0,
                 max_story_entries=self._book.limits.max_story_entries,
                 state=LeaseState.DRAINING,
-                cause=Cause.REVOKED if event.lease_id in self._book.revoked else Cause.ABANDONED,
+                cause=Cause.REVOKED if event.worker_id in self._book.revoked else Cause.ABANDONED,
                 reason="nobody was told of it before the daemon ended",
                 is_restored=True,
             )
@@ -100,13 +101,13 @@ class Restoring:
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
         """A submit of a lease that was restored: it goes on if the lease does."""
         if not self._teardown.submits.restore(event, now_ns, out):
-            out += [RefuseSubmit(event.lease_id, None), KillWorker(event.lease_id)]
+            out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 
     def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
             out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, lease.deadline_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
 
     def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         if lease.state is LeaseState.FENCED:

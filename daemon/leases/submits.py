@@ -28,7 +28,6 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    ArmWaitTimer,
     Denied,
     Effect,
     Event,
@@ -41,7 +40,9 @@ from gpulease.daemon.leases.events import (
     SubmitFenced,
     SubmitReady,
     SubmitRequested,
+    TimerFired,
     TimerKind,
+    WaitTimerFired,
 )
 from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
 from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
@@ -212,7 +213,7 @@ class Submits(SubmitViews):
             return self._on_requester_gone(event.request, now_ns, out)
         if isinstance(event, events.WaitTimerFired):
             return self._on_wait_timer(event.request, now_ns, out)
-        number = getattr(event, "lease_id", 0)
+        number = getattr(event, "worker_id", 0) or getattr(event, "submit_id", 0)
         if number < FIRST_SUBMIT_ID or isinstance(event, events.SubmitFound):
             return False
         submit, handler = self._book.submits.get(number), self._handlers.get(type(event))
@@ -261,8 +262,8 @@ class Submits(SubmitViews):
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
         """One of an earlier daemon, of a lease that was restored; whether it can be that."""
-        self._last_id = max(self._last_id, event.lease_id)
-        lease = self._book.live.get(event.of_lease_id)
+        self._last_id = max(self._last_id, event.submit_id)
+        lease = self._book.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
         if not lease.terms.submit_bytes and event.size_bytes < 1:
@@ -272,7 +273,7 @@ class Submits(SubmitViews):
             self._take_session_place(
                 lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.terms.size_bytes
             )
-        submit = self._enter(lease, event.lease_id, 0, event.timeout_ms, now_ns)
+        submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
         else:
@@ -291,7 +292,7 @@ class Submits(SubmitViews):
         self._asked[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
             lease.next_submit = event
-            out.append(ArmWaitTimer(event.request, due_ns))
+            out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
         else:
             self._start(lease, event.request, event.timeout_ms, now_ns, out)
 
@@ -313,7 +314,7 @@ class Submits(SubmitViews):
         if lease.next_submit is None or lease.next_submit.request != request:
             return True
         if now_ns < due_ns:
-            out.append(ArmWaitTimer(request, due_ns))
+            out.append(ArmTimer(WaitTimerFired(request), due_ns))
         else:
             self._refuse_next(lease, denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), out)
         return True
@@ -382,13 +383,13 @@ class Submits(SubmitViews):
                 submit.is_warm,
             )
         )
-        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.SPAWN, submit.spawn_due_ns))
+        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
 
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         self.on_deadline(lease, out)
-        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.EXPIRY, submit.due_ns))
+        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
 
     def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
@@ -433,7 +434,7 @@ class Submits(SubmitViews):
         if due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(submit.submit_id, _GENERATION, event.kind, due_ns))
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN and submit.is_warm:
             reason = f"its context did not take it within {self._book.limits.adopt_timeout_s} s"
             self._replace(submit, reason, now_ns, out)
@@ -476,7 +477,7 @@ class Submits(SubmitViews):
             self._prove(submit, now_ns, out)
         elif was is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
-            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.GRACE, submit.grace_due_ns))
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
         else:
             self._kill(submit, now_ns, out)
 
@@ -492,7 +493,7 @@ class Submits(SubmitViews):
     def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
         if submit.reclaim_due_ns is None:
             submit.reclaim_due_ns = now_ns + self._book.limits.reclaim_timeout_s * NS_PER_S
-            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.RECLAIM, submit.reclaim_due_ns))
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns))
 
     def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:

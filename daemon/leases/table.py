@@ -22,6 +22,7 @@ from gpulease.daemon.leases.events import (
     Renewed,
     RevokeDone,
     SetDeadline,
+    TimerFired,
     TimerKind,
     Warned,
 )
@@ -121,7 +122,7 @@ class LeaseTable:
         if not isinstance(event, events.WorkerUnlisted):
             self._take(event, now_ns, out)
         elif self._pool.is_shown_free(event, now_ns, out):
-            self._take(events.ReclaimProved(event.lease_id), now_ns, out)
+            self._take(events.ReclaimProved(event.worker_id), now_ns, out)
         if self._book.has_freed_room:
             self._admission.serve_line(now_ns, out)
         self._pool.tend(now_ns, out)
@@ -296,7 +297,7 @@ class LeaseTable:
         # What it was promised by a longer wait stays.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
         due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.ORPHAN, due_ns))
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
         if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
@@ -354,7 +355,7 @@ class LeaseTable:
     # --- Workers. -------------------------------------------------------------
 
     def _on_worker_ready(self, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is None or lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         lease.move(Trigger.WORKER_READY, now_ns)
@@ -363,12 +364,12 @@ class LeaseTable:
         out.append(Granted(lease.request, lease.snapshot()))
 
     def _on_worker_failed(self, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is not None and lease.state is LeaseState.PENDING:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
     def _on_worker_exited(self, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is None:
             return
         if lease.state is LeaseState.PENDING and lease.warm_id:
@@ -384,7 +385,7 @@ class LeaseTable:
             self._teardown.on_worker_exited(lease, now_ns, out)
 
     def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         # The first fault is the one to know: a lost context fails everything after it.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it did not say why"
@@ -396,7 +397,7 @@ class LeaseTable:
             lease.has_session = True
 
     def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state is LeaseState.ACTIVE:
             self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
@@ -404,26 +405,26 @@ class LeaseTable:
             self._teardown.give_up_scrub(lease, now_ns, out)
 
     def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is not None:
             self._teardown.on_reclaim_proved(lease, now_ns, out)
 
     def _on_reclaim_failed(self, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is not None:
             self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
 
     # --- Timers. --------------------------------------------------------------
 
     def _on_timer_fired(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._book.live.get(event.worker_id)
         if lease is None or lease.generation != event.generation:
             return
         due_ns = lease_due_ns(lease, event.kind)
         if due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, event.kind, due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN:
             self._on_spawn_timer(lease, now_ns, out)
         else:
@@ -463,4 +464,4 @@ class LeaseTable:
         lease.deadline_ns = deadline_ns
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
         self.submits.on_deadline(lease, out)
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, deadline_ns))
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))

@@ -18,6 +18,7 @@ from gpulease.daemon.leases.events import (
     RefuseWork,
     RevokeDone,
     ScrubWorker,
+    TimerFired,
     TimerKind,
 )
 from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
@@ -76,7 +77,7 @@ class Teardown:
             grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.GRACE), lease.grace_due_ns))
         else:
             self._kill(lease, now_ns, out)
 
@@ -189,7 +190,7 @@ class Teardown:
         # One clock from the kill to the proof: a worker that dies late must not get a second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))
 
     def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
         out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)

@@ -25,17 +25,18 @@ from typing import Any, Final
 from gpulease.daemon.leases import events
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
-    ArmPoolTimer,
     ArmTimer,
     CapacityChanged,
     Effect,
     Event,
     KillWorker,
+    PoolTimerFired,
     ProveReclaimed,
     RecycleWorker,
     RefuseWork,
     RenameWorker,
     SpawnWorker,
+    TimerFired,
     TimerKind,
     WarmEnded,
     WarmUp,
@@ -134,7 +135,7 @@ class Pool:
     def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
         """Whether the event was of a warm context's worker; it is handled then."""
         handler = self._handlers.get(type(event))
-        number = 0 if handler is None else getattr(event, "lease_id", 0)
+        number = 0 if handler is None else getattr(event, "worker_id", 0)
         if handler is None or number < FIRST_WARM_ID:
             return False
         context = self._book.warm.get(number)
@@ -158,7 +159,7 @@ class Pool:
         self._make_room(account, now_ns, out)
         self._start_leases(account, now_ns, out)
         if lease.awaited_bytes:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     def replace_worker(self, lease: Lease, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool) -> None:
         """A pending lease's warm context is dead, or hangs: it goes back to the pool to be dropped."""
@@ -200,7 +201,7 @@ class Pool:
         out.append(RecycleWorker(lease.lease_id, context.warm_id))
         self._teardown.recycled(lease, now_ns, out)
         self._book.add_warm(context)
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.IDLE, due_ns))
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
         """Drop those that wait for a tenant who may be another by now."""
@@ -308,9 +309,9 @@ class Pool:
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
-        out.append(RenameWorker(left.lease_id, context.warm_id))
+        out.append(RenameWorker(left.worker_id, context.warm_id))
         out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
-        self._drop(context, f"lease {left.beside_lease_id or left.lease_id:032x} has left it", now_ns, out)
+        self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # Its number is its worker's name still, in the zygote too: no other may get it.
@@ -351,7 +352,7 @@ class Pool:
                     lease.generation,
                 )
             )
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     # --- Refilling. -----------------------------------------------------------
 
@@ -371,7 +372,7 @@ class Pool:
             self._warm_up(account, now_ns, out)
         elif self._timer_ns is None or due_ns < self._timer_ns:
             self._timer_ns = due_ns
-            out.append(ArmPoolTimer(due_ns))
+            out.append(ArmTimer(PoolTimerFired(), due_ns))
 
     def _warm_up(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         self._last_id += 1
@@ -379,7 +380,7 @@ class Pool:
         context = WarmContext(self._last_id, account.card.uuid, account.card.overhead_bytes, due_ns)
         self._book.add_warm(context)
         out.append(WarmUp(context.warm_id, context.card_uuid))
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.SPAWN, due_ns))
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
 
     # --- Ends. ----------------------------------------------------------------
 
@@ -407,7 +408,7 @@ class Pool:
         if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
             return
         if now_ns < context.due_ns:
-            out.append(ArmTimer(context.warm_id, _GENERATION, event.kind, context.due_ns))
+            out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
         elif context.state is WarmState.WARMING:
             self._lose(context, f"it was not ready within {self._book.limits.spawn_timeout_s} s", now_ns, out)
         elif context.state is WarmState.READY:
@@ -439,7 +440,7 @@ class Pool:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
         else:
             out.append(KillWorker(context.warm_id))
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.RECLAIM, context.due_ns))
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
         """Keep its bytes; leases that were to have them are ended, the latest first."""

@@ -197,9 +197,9 @@ class AuditProjector:
                 yield Kind.DENY, {"operation": asked.operation, "tenant": asked.by} | asked.told() | said
 
     def _fault(self, event: SessionFaulted) -> Iterator[Told]:
-        lease = self._lookup(event.lease_id)
-        if lease is not None and lease.state is LeaseState.ACTIVE and event.lease_id not in self._faulted:
-            self._faulted.add(event.lease_id)
+        lease = self._lookup(event.worker_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE and event.worker_id not in self._faulted:
+            self._faulted.add(event.worker_id)
             yield Kind.FAULT, _lease(lease) | {"reason": clean_text(event.reason)}
 
     def _adopt(self, lease_id: int) -> Iterator[Told]:

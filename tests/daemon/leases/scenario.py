@@ -21,6 +21,7 @@ from gpulease.daemon.leases import (
     ReclaimProved,
     SpawnWorker,
     SubmitFound,
+    TimerEvent,
     TimerFired,
     TimerKind,
     WorkerExited,
@@ -122,7 +123,8 @@ def end(s: Scenario, lease_id: int) -> list[Effect]:
 
 
 def kinds(effects: list[Effect]) -> list[type]:
-    return [type(effect) for effect in effects]
+    """The effects' types; for a timer that is armed, the type of the event it will send."""
+    return [type(effect.event if isinstance(effect, ArmTimer) else effect) for effect in effects]
 
 
 def denied(effects: list[Effect]) -> Denial:
@@ -134,7 +136,9 @@ def denied(effects: list[Effect]) -> Denial:
     return denial
 
 
-def armed(effects: list[Effect], kind: TimerKind) -> ArmTimer:
-    found = [effect for effect in effects if isinstance(effect, ArmTimer) and effect.kind is kind]
+def armed(effects: list[Effect], kind: TimerKind | type[TimerEvent]) -> ArmTimer:
+    """The only timer of that kind among the effects, or the only one that will send that event."""
+    timers = [effect for effect in effects if isinstance(effect, ArmTimer)]
+    found = [timer for timer in timers if kind in (type(timer.event), getattr(timer.event, "kind", None))]
     assert len(found) == 1, effects
     return found[0]

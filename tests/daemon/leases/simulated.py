@@ -7,11 +7,7 @@ lives, which bytes are not yet proved free, who still waits for a reply) is kept
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     Card,
     CardLooked,
     Cause,
@@ -51,9 +47,9 @@ from gpulease.daemon.leases import (
     SubmitFound,
     SubmitReady,
     TenantRulesChanged,
+    TimerEvent,
     TimerFired,
     TimerKind,
-    WaitTimerFired,
     WarmEnded,
     WarmUp,
     Warned,
@@ -96,7 +92,6 @@ LIMITS = CoreLimits(
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
-AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
 AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveReclaimed
 
 
@@ -114,8 +109,8 @@ class Shell:
         self.revoked_last: set[int] = set()
         self.now_ns = 5_000 * MS
         self.open_requests: set[int] = set()
-        self.timers: list[tuple[int, AnyTimer]] = []
-        self.lost_timers: list[tuple[int, AnyTimer]] = []
+        self.timers: list[tuple[int, TimerEvent]] = []
+        self.lost_timers: list[tuple[int, TimerEvent]] = []
         self.jobs: list[AnyJob] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
@@ -136,13 +131,13 @@ class Shell:
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
-            if event.lease_id in self.alive and event.lease_id in self.unproved:
-                self.lingering[event.lease_id] = self.unproved[event.lease_id]
-            self.alive.discard(event.lease_id)
-        if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
-            self.unproved.pop(event.lease_id, None)
+            if event.worker_id in self.alive and event.worker_id in self.unproved:
+                self.lingering[event.worker_id] = self.unproved[event.worker_id]
+            self.alive.discard(event.worker_id)
+        if isinstance(event, ReclaimProved) and event.worker_id in self.asked_to_prove:
+            self.unproved.pop(event.worker_id, None)
         if isinstance(event, WorkerUnlisted) and self.is_provable(event):
-            self.unproved.pop(event.lease_id, None)
+            self.unproved.pop(event.worker_id, None)
         charges = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
@@ -181,7 +176,7 @@ class Shell:
     def is_provable(self, event: WorkerUnlisted) -> bool:
         booked = next(card.unowned_bytes for card in self.table.cards() if card.uuid == event.card_uuid)
         has_settled = event.looked_ns - event.since_ns >= SETTLE_NS
-        return event.lease_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
+        return event.worker_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
 
     def look(self, card_uuid: str) -> None:
         self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
@@ -198,7 +193,7 @@ class Shell:
 
     def look_for(self, job: ProveReclaimed) -> None:
         """A look at the card for a dead worker, and another one later unless that was enough."""
-        number, card_uuid = job.lease_id, job.card_uuid
+        number, card_uuid = job.worker_id, job.card_uuid
         unowned = self.unowned_bytes(card_uuid)
         since_ns, least = self.unlisted.get(number, (self.now_ns, unowned))
         self.unlisted[number] = since_ns, min(least, unowned)
@@ -225,8 +220,10 @@ class Shell:
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
             self.only_once(type(effect), effect.warm_id)
-        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ScrubWorker | ProveReclaimed):
+        if isinstance(effect, SpawnWorker | ScrubWorker):
             self.only_once(type(effect), effect.lease_id)
+        if isinstance(effect, RefuseWork | KillWorker | ProveReclaimed):
+            self.only_once(type(effect), effect.worker_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
         if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
@@ -251,15 +248,15 @@ class Shell:
         elif isinstance(effect, SetDeadline):
             self.on_deadline(effect)
         elif isinstance(effect, RefuseWork):
-            self.ended.add(effect.lease_id)
-            self.words.setdefault(effect.lease_id, effect.cause)
+            self.ended.add(effect.worker_id)
+            self.words.setdefault(effect.worker_id, effect.cause)
             if effect.cause is Cause.REVOKED:
-                self.revoked.add(effect.lease_id)
-                self.revoked_last.add(effect.lease_id)
+                self.revoked.add(effect.worker_id)
+                self.revoked_last.add(effect.worker_id)
         elif isinstance(effect, KillWorker | ScrubWorker | ProveReclaimed):
             if isinstance(effect, ProveReclaimed):
-                assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
-                self.asked_to_prove.add(effect.lease_id)
+                assert effect.worker_id not in self.alive, "a proof was asked for before the reap"
+                self.asked_to_prove.add(effect.worker_id)
             self.jobs.append(effect)
         elif isinstance(effect, Warned):
             assert self.table.get(effect.lease_id) is not None
@@ -268,31 +265,20 @@ class Shell:
             self.on_timer_armed(effect)
 
     def on_timer_armed(self, effect: Effect) -> None:
-        if isinstance(effect, ArmTimer):
-            fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
-            self.timers.append((effect.due_ns, fired))
-        elif isinstance(effect, ArmWaitTimer):
-            self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
-        elif isinstance(effect, ArmHoldTimer):
-            assert effect.due_ns > self.now_ns, "a hold that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
-            self.timers.append((effect.due_ns, HoldTimerFired()))
-        elif isinstance(effect, ArmDrainTimer):
-            assert effect.due_ns > self.now_ns, "a drain that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
-            self.timers.append((effect.due_ns, DrainTimerFired()))
-        elif isinstance(effect, ArmPoolTimer):
-            assert effect.due_ns > self.now_ns, "a pause that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
-            self.timers.append((effect.due_ns, PoolTimerFired()))
+        if not isinstance(effect, ArmTimer):
+            return
+        if isinstance(effect.event, HoldTimerFired | DrainTimerFired | PoolTimerFired):
+            assert effect.due_ns > self.now_ns, f"armed for a time that is over already: {effect.event}"
+            self.timers = [timer for timer in self.timers if timer[1] != effect.event]
+        self.timers.append((effect.due_ns, effect.event))
 
     def on_deadline(self, effect: SetDeadline) -> None:
-        generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
+        generation, deadline_ns = self.deadlines.get(effect.worker_id, (0, 0))
         is_again = effect.generation == generation and (
-            self.disk.is_being_read or effect.lease_id in self.submits.leases
+            self.disk.is_being_read or effect.worker_id in self.submits.leases
         )
         assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
-        self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
+        self.deadlines[effect.worker_id] = (effect.generation, effect.deadline_ns)
 
     def only_once(self, kind: type, lease_id: int) -> None:
         assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
@@ -374,8 +360,11 @@ class Shell:
         return {number for number, (uuid, _) in self.unproved.items() if uuid == card.uuid and number < FIRST_WARM_ID}
 
     def do_job(self, job: AnyJob, luck: int) -> None:
-        number = job.warm_id if isinstance(job, WarmUp) else job.lease_id
-        number = job.submit_id if isinstance(job, SpawnSubmit) else number
+        match job:
+            case WarmUp(number) | SpawnSubmit(number) | KillWorker(number) | ProveReclaimed(number):
+                pass
+            case SpawnWorker(number) | ScrubWorker(number):
+                pass
         if isinstance(job, KillWorker):
             self.send(WorkerExited(number, "killed"))
         elif isinstance(job, ScrubWorker):
@@ -390,20 +379,20 @@ class Shell:
         elif number in self.alive:
             self.send(WorkerReady(number))
 
-    def fire(self, event: AnyTimer) -> None:
+    def fire(self, event: TimerEvent) -> None:
         effects = self.send(event)
-        if isinstance(event, TimerFired) and event.lease_id >= FIRST_SUBMIT_ID:
+        if isinstance(event, TimerFired) and event.worker_id >= FIRST_SUBMIT_ID:
             return
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
+            is_due = self.deadlines[event.worker_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
         drain_ns = self.table.drain_ns
         if event == DrainTimerFired() and drain_ns is not None and self.now_ns >= drain_ns:
             active = [lease for lease in self.table.snapshots() if lease.state is LeaseState.ACTIVE]
             assert not active, "a lease outlived the drain"
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            generation, deadline_ns = self.deadlines[event.lease_id]
-            lease = self.table.get(event.lease_id)
+            generation, deadline_ns = self.deadlines[event.worker_id]
+            lease = self.table.get(event.worker_id)
             if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
                 assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
 

@@ -3,7 +3,6 @@
 import pytest
 
 from gpulease.daemon.leases import (
-    ArmDrainTimer,
     Card,
     Cause,
     DenialReason,
@@ -33,7 +32,7 @@ from gpulease.daemon.leases.admission import RENEWAL_SLACK_MS
 from gpulease.daemon.leases.rules import DRAINS, ENDS_SOON
 from gpulease.protocol.opcodes import Phase
 
-from .scenario import MS, S, Scenario, denied, one
+from .scenario import MS, S, Scenario, armed, denied, one
 
 SLACK_NS = RENEWAL_SLACK_MS * MS
 
@@ -70,8 +69,8 @@ def test_who_is_there_is_warned_and_ended_at_the_deadline() -> None:
     s.active(1, ttl_ms=60_000)
     out = drain(s)
     assert one(out, Warned) == Warned(1, Phase.WARNING, 5000)
-    assert one(out, ArmDrainTimer).due_ns == s.now_ns + 5 * S
-    assert one(s.at(4).do(DrainTimerFired()), ArmDrainTimer).due_ns == s.now_ns + S, "an early timer ends nobody"
+    assert armed(out, DrainTimerFired).due_ns == s.now_ns + 5 * S
+    assert armed(s.at(4).do(DrainTimerFired()), DrainTimerFired).due_ns == s.now_ns + S, "an early timer ends nobody"
     out = s.at(1).do(DrainTimerFired())
     assert one(out, RefuseWork).cause is Cause.DRAINED
     assert s.lease(1).reason == "the node is drained"

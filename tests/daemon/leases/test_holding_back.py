@@ -3,8 +3,7 @@
 import pytest
 
 from gpulease.daemon.leases import (
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     CoreLimits,
     DenialReason,
     Denied,
@@ -13,9 +12,10 @@ from gpulease.daemon.leases import (
     InvariantBroken,
     RequesterGone,
     ShutdownRequested,
+    WaitTimerFired,
 )
 
-from .scenario import S, Scenario, card, denied, end, kinds, one, placed
+from .scenario import S, Scenario, armed, card, denied, end, kinds, one, placed
 
 HOUR_MS = 3_600_000
 
@@ -109,12 +109,12 @@ def test_those_behind_go_on_when_the_time_runs_out_though_no_bytes_came_back() -
     s = Scenario()
     s.active(1, 40, ttl_ms=HOUR_MS)
     effects = s.acquire(2, 100, tenant="bob", wait_ms=HOUR_MS)
-    assert one(effects, ArmHoldTimer).due_ns == s.now_ns + 10 * S
-    assert kinds(s.at(5).acquire(3, 20, tenant="cid", wait_ms=HOUR_MS)) == [ArmWaitTimer], "the timer is armed"
-    assert s.do(HoldTimerFired()) == [ArmHoldTimer(s.now_ns + 5 * S)], "too early"
+    assert armed(effects, HoldTimerFired).due_ns == s.now_ns + 10 * S
+    assert kinds(s.at(5).acquire(3, 20, tenant="cid", wait_ms=HOUR_MS)) == [WaitTimerFired], "the timer is armed"
+    assert s.do(HoldTimerFired()) == [ArmTimer(HoldTimerFired(), s.now_ns + 5 * S)], "too early"
     effects = s.at(5).do(HoldTimerFired())
     assert placed(effects) == [(3, "GPU-a")]
-    assert ArmHoldTimer not in kinds(effects), "nobody is left who holds others back"
+    assert HoldTimerFired not in kinds(effects), "nobody is left who holds others back"
     assert s.do(HoldTimerFired()) == []
 
 
@@ -140,11 +140,11 @@ def test_the_timer_is_for_whoever_must_stop_first() -> None:
     begun_ns = s.now_ns
     s.at(1).do(RequesterGone(1002))
     cid = s.at(1).acquire(3, 100, tenant="cid", wait_ms=HOUR_MS)
-    assert one(cid, ArmHoldTimer).due_ns == begun_ns + 12 * S
+    assert armed(cid, HoldTimerFired).due_ns == begun_ns + 12 * S
     bob = s.at(1).acquire(4, 100, tenant="bob", wait_ms=HOUR_MS)
-    assert one(bob, ArmHoldTimer).due_ns == begun_ns + 10 * S, "bob's time began with its first wait"
+    assert armed(bob, HoldTimerFired).due_ns == begun_ns + 10 * S, "bob's time began with its first wait"
     s.acquire(5, 10, tenant="dan", wait_ms=HOUR_MS)
-    assert s.at(7).do(HoldTimerFired()) == [ArmHoldTimer(begun_ns + 12 * S)], "cid still holds dan back"
+    assert s.at(7).do(HoldTimerFired()) == [ArmTimer(HoldTimerFired(), begun_ns + 12 * S)], "cid still holds dan back"
     assert placed(s.at(2).do(HoldTimerFired())) == [(5, "GPU-a")]
 
 
@@ -165,7 +165,7 @@ def test_to_leave_the_line_and_queue_again_gains_no_time() -> None:
     assert held_back(s.at(0.999), 5)
     assert not held_back(s.at(0.001), 6)
     s.do(RequesterGone(1004))
-    assert kinds(s.acquire(7, 100, tenant="bob", wait_ms=HOUR_MS)) == [ArmWaitTimer]
+    assert kinds(s.acquire(7, 100, tenant="bob", wait_ms=HOUR_MS)) == [WaitTimerFired]
     assert not held_back(s, 8)
 
 

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from gpulease.daemon.leases import (
     AcquireRequested,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Card,
     CoreLimits,
     DenialReason,
@@ -118,9 +117,9 @@ class Line(RuleBasedStateMachine):
                 self.placed[effect.lease_id] = (self.line.pop(effect.lease_id), effect.card_uuid)
             elif isinstance(effect, Denied):
                 self.line.pop(effect.request, None)
-            elif isinstance(effect, ArmWaitTimer):
-                self.wait_due[effect.request] = effect.due_ns
-            elif isinstance(effect, ArmHoldTimer):
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
+                self.wait_due[effect.event.request] = effect.due_ns
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, HoldTimerFired):
                 assert effect.due_ns > self.now_ns
                 self.hold_due = effect.due_ns
         return effects
@@ -150,7 +149,7 @@ class Line(RuleBasedStateMachine):
             elif isinstance(effect, Denied) and effect.denial.reason is DenialReason.CAPACITY_EXCEEDED:
                 self.judge_kept_off(asked, ahead)
                 assert not self.room_for(asked) or "first in line" in effect.denial.message
-            elif isinstance(effect, ArmWaitTimer):
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
                 self.line[number] = asked
                 self.joins.setdefault(tenant, []).append(self.now_ns)
         assert effects

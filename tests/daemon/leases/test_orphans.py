@@ -13,6 +13,7 @@ from gpulease.daemon.leases import (
     LeaseTerms,
     RefuseWork,
     RenewRequested,
+    TimerFired,
     TimerKind,
     Warned,
     WorkerReady,
@@ -40,9 +41,12 @@ def came(s: Scenario) -> list[object]:
 
 def test_a_lease_ends_so_long_after_its_last_connection_went() -> None:
     s = granted()
-    assert left(s.at(1)) == [ArmTimer(1, 1, TimerKind.ORPHAN, s.now_ns + 4 * S), Warned(1, Phase.WARNING, 4000)]
+    assert left(s.at(1)) == [
+        ArmTimer(TimerFired(1, 1, TimerKind.ORPHAN), s.now_ns + 4 * S),
+        Warned(1, Phase.WARNING, 4000),
+    ]
     assert s.table.orphan_due_ns(1) == s.now_ns + 4 * S
-    assert s.at(3.9).fire(1, TimerKind.ORPHAN) == [ArmTimer(1, 1, TimerKind.ORPHAN, s.now_ns + S // 10)]
+    assert s.at(3.9).fire(1, TimerKind.ORPHAN) == [ArmTimer(TimerFired(1, 1, TimerKind.ORPHAN), s.now_ns + S // 10)]
     effects = s.at(0.1).fire(1, TimerKind.ORPHAN)
     assert effects[0] == RefuseWork(1, Cause.ORPHANED)
     assert s.lease(1).reason == "nobody was connected to it for 4 s"
@@ -82,7 +86,7 @@ def test_a_renewal_begins_the_wait_anew() -> None:
     s = granted()
     left(s)
     effects = s.at(3).do(RenewRequested(7, 1, "ann", 10_000))
-    assert armed(effects, TimerKind.ORPHAN) == ArmTimer(1, 2, TimerKind.ORPHAN, s.now_ns + 4 * S)
+    assert armed(effects, TimerKind.ORPHAN) == ArmTimer(TimerFired(1, 2, TimerKind.ORPHAN), s.now_ns + 4 * S)
     assert s.at(1).fire(1, TimerKind.ORPHAN) == [], "the timer of before the renewal"
     assert s.at(3).fire(1, TimerKind.ORPHAN, generation=2)[0] == RefuseWork(1, Cause.ORPHANED)
 
@@ -109,7 +113,7 @@ def test_a_drain_that_ends_it_later_is_not_what_it_is_told_of() -> None:
 def test_a_tenant_says_how_long_else_the_operator_does(asked_ms: int | None, default_s: int, waits_ms: int) -> None:
     s = granted(asked_ms, limits=CoreLimits(orphan_s=default_s))
     assert s.table.orphan_ms(1) == waits_ms
-    assert kinds(s.do(ConnectionsChanged(1, is_connected=False))) == ([ArmTimer, Warned] if waits_ms else [])
+    assert kinds(s.do(ConnectionsChanged(1, is_connected=False))) == ([TimerFired, Warned] if waits_ms else [])
 
 
 def test_the_wait_is_kept_over_a_restart_and_begins_when_the_daemon_says() -> None:

@@ -4,14 +4,14 @@ import pytest
 
 from gpulease.daemon.leases import (
     AcquireRequested,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Card,
     Cause,
     CoreLimits,
     DenialReason,
     Denied,
     FreeRequested,
+    HoldTimerFired,
     LeaseTable,
     LeaseTerms,
     ReclaimFailed,
@@ -133,7 +133,7 @@ def test_session_exclusive_is_placed_like_shared() -> None:
 def test_a_waiter_is_placed_as_soon_as_the_bytes_are_proved_back() -> None:
     s = Scenario()
     s.active(1, 100)
-    armed = [ArmWaitTimer(1002, s.now_ns + 5 * S), ArmHoldTimer(s.now_ns + 10 * S)]
+    armed = [ArmTimer(WaitTimerFired(1002), s.now_ns + 5 * S), ArmTimer(HoldTimerFired(), s.now_ns + 10 * S)]
     assert s.acquire(2, 50, wait_ms=5000) == armed
     assert [(w.request, w.lease_id, w.size_bytes) for w in s.table.waiting()] == [(1002, 2, 50)]
     s.do(FreeRequested(50, 1, "ann"))
@@ -146,7 +146,7 @@ def test_a_waiter_is_sent_away_when_its_time_is_over() -> None:
     s = Scenario()
     s.active(1, 100)
     s.acquire(2, 50, wait_ms=5000)
-    assert s.at(4).do(WaitTimerFired(1002)) == [ArmWaitTimer(1002, s.now_ns + 1 * S)], "too early"
+    assert s.at(4).do(WaitTimerFired(1002)) == [ArmTimer(WaitTimerFired(1002), s.now_ns + 1 * S)], "too early"
     denial = denied(s.at(1).do(WaitTimerFired(1002)))
     assert denial.reason is DenialReason.CAPACITY_EXCEEDED
     assert "after waiting 5 s" in denial.message

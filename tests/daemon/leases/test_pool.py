@@ -3,7 +3,6 @@
 from gpulease.daemon.leases import (
     FIRST_WARM_ID,
     AcquireRequested,
-    ArmPoolTimer,
     Cause,
     CoreLimits,
     DenialReason,
@@ -34,7 +33,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
-from .scenario import MS, OVERHEAD, S, Scenario, card, denied, end, kinds, one, placed
+from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
 
 WARM = FIRST_WARM_ID
 
@@ -60,7 +59,7 @@ class PoolScenario(Scenario):
 
 
 def killed(effects: list[Effect]) -> list[int]:
-    return [effect.lease_id for effect in effects if isinstance(effect, KillWorker)]
+    return [effect.worker_id for effect in effects if isinstance(effect, KillWorker)]
 
 
 def test_it_is_filled_one_at_a_time() -> None:
@@ -81,7 +80,7 @@ def test_a_lease_takes_one_and_it_is_replaced_after_a_pause() -> None:
     assert one(effects, RenameWorker) == RenameWorker(WARM, 1)
     assert (s.card().warm_contexts, s.card().warm_bytes, s.card().held_bytes) == (0, 0, 20 + OVERHEAD)
     ready = s.do(WorkerReady(1))
-    assert one(ready, ArmPoolTimer).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
+    assert armed(ready, PoolTimerFired).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
     assert not [effect for effect in ready if isinstance(effect, WarmUp)]
     assert one(s.at(REFILL_PAUSE_MS / 1000).do(PoolTimerFired()), WarmUp).warm_id == WARM + 1
 
@@ -183,13 +182,13 @@ def test_a_dead_one_is_replaced_later_and_later() -> None:
     waits = []
     for _ in range(9):
         warm_id = s.made[-1]
-        armed = one(s.gone_warm(warm_id), ArmPoolTimer)
-        waits.append((armed.due_ns - s.now_ns) // S)
-        s.now_ns = armed.due_ns
+        timer = armed(s.gone_warm(warm_id), PoolTimerFired)
+        waits.append((timer.due_ns - s.now_ns) // S)
+        s.now_ns = timer.due_ns
         s.made.append(one(s.do(PoolTimerFired()), WarmUp).warm_id)
     assert waits == [FIRST_BACK_OFF_S << n for n in range(7)] + [MAX_BACK_OFF_S] * 2
     s.do(WorkerReady(s.made[-1]))
-    assert one(s.gone_warm(s.made[-1]), ArmPoolTimer).due_ns == s.now_ns + FIRST_BACK_OFF_S * S
+    assert armed(s.gone_warm(s.made[-1]), PoolTimerFired).due_ns == s.now_ns + FIRST_BACK_OFF_S * S
 
 
 def test_one_that_fails_or_hangs_is_killed() -> None:

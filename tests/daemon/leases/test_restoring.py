@@ -6,7 +6,6 @@ import pytest
 
 from gpulease.daemon.leases import (
     FIRST_WARM_ID,
-    ArmDrainTimer,
     ArmTimer,
     Cause,
     CoreLimits,
@@ -36,6 +35,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SetDeadline,
+    TimerFired,
     TimerKind,
     WarmEnded,
     WarmUp,
@@ -79,7 +79,7 @@ class Restored(Scenario):
 
 def test_a_lease_whose_worker_lives_goes_on() -> None:
     s = Restored(kept())
-    assert s.effects == [SetDeadline(1, 3, DEADLINE), ArmTimer(1, 3, TimerKind.EXPIRY, DEADLINE)]
+    assert s.effects == [SetDeadline(1, 3, DEADLINE), ArmTimer(TimerFired(1, 3, TimerKind.EXPIRY), DEADLINE)]
     lease = s.lease(1)
     assert (lease.state, lease.generation, lease.deadline_ns, lease.created_ns) == (
         LeaseState.ACTIVE, 3, DEADLINE, 990 * S,
@@ -109,7 +109,7 @@ def test_one_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
     s = Restored()
     s.at(at_s)
     effects = s.restore(kept(**more), has_worker=False)
-    assert kinds(effects) == [RefuseWork, ProveReclaimed, ArmTimer]
+    assert kinds(effects) == [RefuseWork, ProveReclaimed, TimerFired]
     assert s.lease(1).cause is cause
     assert s.card().held_bytes == 30
     s.gone(1)
@@ -120,7 +120,7 @@ def test_one_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
 def test_a_teardown_goes_on_without_another_grace(has_worker: bool, done: type) -> None:
     s = Restored()
     effects = s.restore(kept(state=LeaseState.DRAINING), has_worker=has_worker)
-    assert kinds(effects) == [RefuseWork, done, ArmTimer]
+    assert kinds(effects) == [RefuseWork, done, TimerFired]
     assert armed(effects, TimerKind.RECLAIM).due_ns == s.now_ns + CoreLimits().reclaim_timeout_s * S
     assert denied(s.do(FreeRequested(9, 1, "ann"))).reason is DenialReason.REVOKED
     s.do(RevokeRequested(10, 1, "again"))
@@ -154,9 +154,9 @@ def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> Non
     assert s.table.drain_ns == ends_ns
     effects = s.do(DrainTimerFired())
     assert (
-        effects == [RefuseWork(1, Cause.DRAINED), ArmTimer(1, 3, TimerKind.GRACE, s.now_ns + 20 * MS)]
+        effects == [RefuseWork(1, Cause.DRAINED), ArmTimer(TimerFired(1, 3, TimerKind.GRACE), s.now_ns + 20 * MS)]
         if is_over
-        else ([ArmDrainTimer(ends_ns)])
+        else ([ArmTimer(DrainTimerFired(), ends_ns)])
     )
     assert denied(s.acquire(2)).reason is DenialReason.DRAINED
     assert WarmUp not in kinds(s.do(PoolTimerFired()))
@@ -172,7 +172,7 @@ def test_no_context_is_made_before_all_is_entered() -> None:
 
 def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
     s = Restored()
-    assert kinds(s.do(WorkerFound(5, "GPU-a", 60))) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(s.do(WorkerFound(5, "GPU-a", 60))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().available_bytes == 40
     assert denied(s.do(FreeRequested(9, 5, "ann"))).reason is DenialReason.NOT_FOUND
     assert denied(s.acquire(6, 45)).reason is DenialReason.CAPACITY_EXCEEDED
@@ -188,7 +188,7 @@ def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
     end(before, 5)
     s = Restored(past=Past((before.lease(5),)))
     effects = s.do(WorkerFound(5, "GPU-a", 60))
-    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
     left_id = one(effects, RenameWorker).to_id
     assert s.card().warm_bytes == 60
     assert s.lease(5) == before.lease(5)
@@ -210,7 +210,7 @@ def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
     s = Restored(past=Past((before.lease(5),))) if is_ended else Restored(kept(5))
     held_bytes = s.card().held_bytes
     effects = s.do(WorkerFound(1234, "GPU-a", 60, 5))
-    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
     assert s.table.get(1234) is None
     assert s.card().warm_bytes == 60
     effects = s.gone(one(effects, RenameWorker).to_id)
@@ -238,7 +238,7 @@ def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
 
 def test_a_warm_context_that_nobody_knows_is_dropped() -> None:
     s = Restored(warm=1)
-    assert kinds(s.do(WorkerFound(WARM + 7, "GPU-a", 10))) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(s.do(WorkerFound(WARM + 7, "GPU-a", 10))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().warm_bytes == 10
     assert one(s.do(PoolTimerFired()), WarmUp).warm_id == WARM + 8
     s.gone(WARM + 7)

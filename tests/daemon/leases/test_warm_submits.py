@@ -8,7 +8,6 @@ from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     AcquireRequested,
-    ArmPoolTimer,
     CoreLimits,
     DenialReason,
     Effect,
@@ -85,9 +84,9 @@ def test_one_takes_a_context_whose_bytes_are_free_again() -> None:
 
 def test_its_context_does_not_come_back_and_the_pool_is_filled_after_a_pause() -> None:
     s = leased()
-    assert one(ask(s), ArmPoolTimer).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
+    assert armed(ask(s), PoolTimerFired).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
     s.do(WorkerReady(FIRST))
-    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).lease_id == FIRST
+    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).worker_id == FIRST
     assert one(s.do(ReclaimProved(FIRST)), SubmitEnded).submit_id == FIRST
     assert s.table.warming() == ()
     assert one(s.at(REFILL_PAUSE_MS / 1000).do(PoolTimerFired()), WarmUp).warm_id == WARM + 2

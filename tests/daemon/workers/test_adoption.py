@@ -217,11 +217,19 @@ ROWS = st.lists(
 )
 
 
+def number_of(event: LeaseRestored | WorkerFound | SubmitFound) -> int:
+    match event:
+        case LeaseRestored(kept):
+            return kept.lease_id
+        case WorkerFound(number) | SubmitFound(number):
+            return number
+
+
 @given(ROWS, WORKERS)
 def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[Left]) -> None:
     events = decide(rows, workers)
     assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
-    numbers = [event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id for event, _ in events]
+    numbers = [number_of(event) for event, _ in events]
     assert len(set(numbers)) == len(numbers)
     before = {kept.lease_id: kept for kept in rows}
     for event, _ in events:
