@@ -96,7 +96,7 @@ class SessionOpened:
 class SubmitAbandoned:
     """The submit was ready, but its requester had left: nobody can take its connection."""
 
-    submit_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +373,18 @@ class TenantRulesChanged:
 class ShutdownRequested:
     """The daemon stops: nobody is let in, everybody is let go."""
 
+
+WorkerEvent = (
+    WorkerReady
+    | WorkerFailed
+    | WorkerExited
+    | SessionCondemned
+    | SubmitAbandoned
+    | TimerFired
+    | ReclaimProved
+    | ReclaimFailed
+)
+"""Events about one worker: of a lease, a warm context or a submit."""
 
 TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired | DrainTimerFired
 """Events that the shell sends because the table armed a timer for them."""

@@ -71,11 +71,13 @@ class Restoring:
 
         Or its lease has ended, as was told, and the daemon was killed before its zygote could forget the worker.
         """
-        if event.worker_id in self._book.live or event.worker_id in self._book.warm:
+        kind = kind_of(event.worker_id)
+        # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
+        if kind is WorkerKind.SUBMIT or event.worker_id in self._book.live or event.worker_id in self._book.warm:
             return
         if event.card_uuid not in self._book.account_by_uuid:
             out += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
-        elif kind_of(event.worker_id) is WorkerKind.WARM:
+        elif kind is WorkerKind.WARM:
             self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
         elif event.beside_lease_id or event.worker_id in self._book.ended:
             self._pool.drop_left(event, now_ns, out)

@@ -20,7 +20,7 @@ Submits: a lease's second worker, from the request until its bytes are proved ba
    ready, a new one takes its place once its bytes are proved back: they are the lease's by then, and there are no more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from gpulease.daemon.leases import denials, events
@@ -30,7 +30,6 @@ from gpulease.daemon.leases.events import (
     ArmTimer,
     Denied,
     Effect,
-    Event,
     KillWorker,
     ProveReclaimed,
     RefuseSubmit,
@@ -155,6 +154,7 @@ MAX_WAIT_S: Final = 30
 _GENERATION: Final = 0
 """Of a submit's timers: it has no generations."""
 
+Handler = Callable[[Submit, Any, int, list[Effect]], None]
 OnFreed = Callable[[Lease, int, list[Effect]], None]
 OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
@@ -188,8 +188,7 @@ class Submits(SubmitViews):
         self._last_id = FIRST_SUBMIT_ID - 1
         # By request: its lease, and until when it waits for the submit before it.
         self._asked: dict[int, tuple[int, int]] = {}
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[Submit, Any, int, list[Effect]], None]] = {
+        self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_failed,
             events.WorkerExited: self._on_exited,
@@ -203,23 +202,6 @@ class Submits(SubmitViews):
     def take_from(self, pool: WarmContexts) -> None:
         """Submits take contexts of this pool from now on."""
         self._pool = pool
-
-    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
-        """Whether the event was about a submit; it is handled then."""
-        if isinstance(event, SubmitRequested):
-            self._on_requested(event, now_ns, out)
-            return True
-        if isinstance(event, events.RequesterGone):
-            return self._on_requester_gone(event.request, now_ns, out)
-        if isinstance(event, events.WaitTimerFired):
-            return self._on_wait_timer(event.request, now_ns, out)
-        number = getattr(event, "worker_id", 0) or getattr(event, "submit_id", 0)
-        if number < FIRST_SUBMIT_ID or isinstance(event, events.SubmitFound):
-            return False
-        submit, handler = self._book.submits.get(number), self._handlers.get(type(event))
-        if submit is not None and handler is not None:
-            handler(submit, event, now_ns, out)
-        return True
 
     def asked(self) -> set[int]:
         """The requests that are not answered."""
@@ -282,7 +264,8 @@ class Submits(SubmitViews):
 
     # --- Requests. ------------------------------------------------------------
 
-    def _on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+        """Start a submit, let it wait for the one before it, or refuse it."""
         lease = self._book.live.get(event.lease_id)
         denial = check(self._book, lease, event, now_ns)
         if denial is not None or lease is None:
@@ -296,7 +279,8 @@ class Submits(SubmitViews):
         else:
             self._start(lease, event.request, event.timeout_ms, now_ns, out)
 
-    def _on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Give up the submit of a requester that left; False if the request was none for a submit."""
         lease = self._book.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
@@ -306,7 +290,8 @@ class Submits(SubmitViews):
             self._end(self._book.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
         return True
 
-    def _on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Refuse a submit that waited too long for the one before it; False if the request was none for a submit."""
         lease_id, due_ns = self._asked.get(request, (0, 0))
         lease = self._book.live.get(lease_id)
         if lease is None:

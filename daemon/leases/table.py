@@ -6,7 +6,7 @@ when room comes back, it grows with the length of the line, which is bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, invariants
 from gpulease.daemon.leases.admission import Admission, Draining, check_ttl
@@ -35,6 +35,8 @@ from gpulease.daemon.leases.model import (
     StoryEntry,
     Trigger,
     WarmSnapshot,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
 from gpulease.daemon.leases.restoring import Restoring
@@ -44,6 +46,11 @@ from gpulease.daemon.leases.submits import lease_due_ns
 from gpulease.daemon.leases.teardown import Teardown
 from gpulease.daemon.leases.warm_pool import Pool
 from gpulease.protocol.opcodes import RevokeOutcome
+
+WORKER_EVENTS: Final = get_args(events.WorkerEvent)
+"""Events about one worker, handled by its kind."""
+
+WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
 
 class LeaseTable:
@@ -77,38 +84,51 @@ class LeaseTable:
         self._restoring = Restoring(self._book, self._teardown, self._pool)
         self._restoring.recall(past or Past())
         self._draining = Draining(self._book, self._teardown, self._admission)
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
+        # Each handler takes exactly its kind of event, which a dict can't say in types.
         self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
             events.AcquireRequested: self._on_acquire_requested,
-            events.CardLooked: self._pool.on_card_looked,
-            events.ConnectionsChanged: self._on_connections_changed,
-            events.DrainCancelled: self._draining.on_cancelled,
-            events.DrainRequested: self._draining.on_requested,
-            events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
-            events.FenceClearRequested: self._on_fence_clear_requested,
+            events.RenewRequested: self._on_renew_requested,
             events.FreeRequested: self._on_free_requested,
+            events.RevokeRequested: self._on_revoke_requested,
+            events.SubmitRequested: self.submits.on_requested,
+            events.RequesterGone: self._on_requester_gone,
+            events.FenceClearRequested: self._on_fence_clear_requested,
+            events.DrainRequested: self._draining.on_requested,
+            events.DrainCancelled: self._draining.on_cancelled,
+            events.TenantRulesChanged: self._admission.on_rules_changed,
+            events.ShutdownRequested: self._on_shutdown_requested,
+            events.ConnectionsChanged: self._on_connections_changed,
+            events.SessionOpened: self._on_session_opened,
+            events.SessionFaulted: self._on_session_faulted,
             events.GuestAttached: self._pool.on_guest_attached,
-            events.LeaseRestored: self._restoring.on_lease_restored,
+            events.WorkerScrubbed: self._pool.on_worker_scrubbed,
+            events.WorkerUnlisted: self._on_worker_unlisted,
+            events.CardLooked: self._pool.on_card_looked,
+            events.WaitTimerFired: self._on_wait_timer,
             events.HoldTimerFired: lambda _, now_ns, out: self._admission.on_hold_timer(now_ns, out),
             events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),
-            events.ReclaimFailed: self._on_reclaim_failed,
-            events.ReclaimProved: self._on_reclaim_proved,
-            events.RenewRequested: self._on_renew_requested,
-            events.RequesterGone: self._on_requester_gone,
-            events.RevokeRequested: self._on_revoke_requested,
-            events.SessionCondemned: self._on_session_condemned,
-            events.SessionFaulted: self._on_session_faulted,
-            events.SessionOpened: self._on_session_opened,
-            events.SubmitFound: self._restoring.on_submit_found,
-            events.ShutdownRequested: self._on_shutdown_requested,
-            events.TenantRulesChanged: self._admission.on_rules_changed,
-            events.TimerFired: self._on_timer_fired,
-            events.WaitTimerFired: lambda event, now_ns, out: self._admission.on_wait_timer(event.request, now_ns, out),
-            events.WorkerExited: self._on_worker_exited,
-            events.WorkerFailed: self._on_worker_failed,
+            events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
+            events.LeaseRestored: self._restoring.on_lease_restored,
             events.WorkerFound: self._restoring.on_worker_found,
+            events.SubmitFound: self._restoring.on_submit_found,
+            **dict.fromkeys(WORKER_EVENTS, self._on_worker_event),
+        }
+        # By kind of worker: the workers there are, by id, and what each event means for one of them.
+        self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
+            WorkerKind.LEASE: (self._book.live, self._lease_handlers()),
+            WorkerKind.WARM: (self._book.warm, self._pool.handlers),
+            WorkerKind.SUBMIT: (self._book.submits, self.submits.handlers),
+        }
+
+    def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
+        return {
             events.WorkerReady: self._on_worker_ready,
-            events.WorkerScrubbed: self._pool.on_worker_scrubbed,
+            events.WorkerFailed: self._on_worker_failed,
+            events.WorkerExited: self._on_worker_exited,
+            events.SessionCondemned: self._on_session_condemned,
+            events.TimerFired: self._on_timer_fired,
+            events.ReclaimProved: self._on_reclaim_proved,
+            events.ReclaimFailed: self._on_reclaim_failed,
         }
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
@@ -119,18 +139,11 @@ class LeaseTable:
             InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
-        if not isinstance(event, events.WorkerUnlisted):
-            self._take(event, now_ns, out)
-        elif self._pool.is_shown_free(event, now_ns, out):
-            self._take(events.ReclaimProved(event.worker_id), now_ns, out)
+        self._handlers[type(event)](event, now_ns, out)
         if self._book.has_freed_room:
             self._admission.serve_line(now_ns, out)
         self._pool.tend(now_ns, out)
         return out
-
-    def _take(self, event: Event, now_ns: int, out: list[Effect]) -> None:
-        if not self.submits.take_event(event, now_ns, out) and not self._pool.take_event(event, now_ns, out):
-            self._handlers[type(event)](event, now_ns, out)
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """A live lease, or one that ended and is still remembered."""
@@ -247,6 +260,8 @@ class LeaseTable:
         self._admission.acquire(event, now_ns, out)
 
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
+        if self.submits.on_requester_gone(event.request, now_ns, out):
+            return
         waiter = self._book.line.get(event.request)
         if waiter is not None:
             self._admission.drop(waiter)
@@ -354,24 +369,30 @@ class LeaseTable:
 
     # --- Workers. -------------------------------------------------------------
 
-    def _on_worker_ready(self, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is None or lease.state is not LeaseState.PENDING or lease.awaited_bytes:
+    def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
+        """Hand an event to its kind of worker; ignore it if there is no such worker, or no such event of its kind."""
+        workers, handlers = self._workers[kind_of(event.worker_id)]
+        worker, handler = workers.get(event.worker_id), handlers.get(type(event))
+        if worker is not None and handler is not None:
+            handler(worker, event, now_ns, out)
+
+    def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> None:
+        if self._pool.is_shown_free(event, now_ns, out):
+            self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
+
+    def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         lease.move(Trigger.WORKER_READY, now_ns)
         self._book.leave_pending(lease)
         self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
-    def _on_worker_failed(self, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is not None and lease.state is LeaseState.PENDING:
+    def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is LeaseState.PENDING:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
-    def _on_worker_exited(self, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is None:
-            return
+    def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
         if lease.state is LeaseState.PENDING and lease.warm_id:
             self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
         elif lease.state is LeaseState.PENDING:
@@ -396,35 +417,33 @@ class LeaseTable:
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.own_submit_bytes:
             lease.has_session = True
 
-    def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
+    def _on_session_condemned(
+        self, lease: Lease, event: events.SessionCondemned, now_ns: int, out: list[Effect]
+    ) -> None:
         self._teardown.expire_if_due(lease, now_ns, out)
-        if lease is not None and lease.state is LeaseState.ACTIVE:
+        if lease.state is LeaseState.ACTIVE:
             self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
         else:
             self._teardown.give_up_scrub(lease, now_ns, out)
 
-    def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is not None:
-            self._teardown.on_reclaim_proved(lease, now_ns, out)
+    def _on_reclaim_proved(self, lease: Lease, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.on_reclaim_proved(lease, now_ns, out)
 
-    def _on_reclaim_failed(self, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is not None:
-            self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
+    def _on_reclaim_failed(self, lease: Lease, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
 
     # --- Timers. --------------------------------------------------------------
 
-    def _on_timer_fired(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.worker_id)
-        if lease is None or lease.generation != event.generation:
-            return
+    def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
+        if not self.submits.on_wait_timer(event.request, now_ns, out):
+            self._admission.on_wait_timer(event.request, now_ns, out)
+
+    def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
         due_ns = lease_due_ns(lease, event.kind)
-        if due_ns is None:
+        if lease.generation != event.generation or due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, event.kind), due_ns))
+            out.append(ArmTimer(event, due_ns))
         elif event.kind is TimerKind.SPAWN:
             self._on_spawn_timer(lease, now_ns, out)
         else:

@@ -18,7 +18,7 @@ The pool of contexts made ahead: how many there are, who gets one, and when they
    way as they do. The loss of one puts off the making of no other: its tenant may have seen to it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,6 @@ from gpulease.daemon.leases.events import (
     ArmTimer,
     CapacityChanged,
     Effect,
-    Event,
     KillWorker,
     PoolTimerFired,
     ProveReclaimed,
@@ -107,6 +106,9 @@ _WAITS_FOR: Final = {
 }
 
 
+Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
+
+
 class Pool:
     """Keeps the pool; each method appends to `out` what the shell is to do."""
 
@@ -121,8 +123,7 @@ class Pool:
         self._timer_ns: int | None = None
         self._is_begun = False
         teardown.submits.take_from(self)
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[WarmContext, Any, int, list[Effect]], None]] = {
+        self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_lost,
             events.SessionCondemned: self._on_lost,
@@ -131,17 +132,6 @@ class Pool:
             events.ReclaimProved: self._on_proved,
             events.ReclaimFailed: self._on_not_proved,
         }
-
-    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
-        """Whether the event was of a warm context's worker; it is handled then."""
-        handler = self._handlers.get(type(event))
-        number = 0 if handler is None else getattr(event, "worker_id", 0)
-        if handler is None or number < FIRST_WARM_ID:
-            return False
-        context = self._book.warm.get(number)
-        if context is not None:
-            handler(context, event, now_ns, out)
-        return True
 
     # --- Leases. --------------------------------------------------------------
 
