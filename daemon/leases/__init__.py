@@ -82,9 +82,9 @@ from gpulease.daemon.leases.model import (
     LeaseState,
     LeaseTerms,
     Recycling,
-    StoryEntry,
     SubmitSnapshot,
     SubmitState,
+    TransitionRecord,
     Trigger,
     WarmSnapshot,
     WarmState,
@@ -92,7 +92,7 @@ from gpulease.daemon.leases.model import (
     kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptWarm, Past
-from gpulease.daemon.leases.rules import CoreLimits, Standing, ends_ns
+from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.store import WaiterSnapshot
 from gpulease.daemon.leases.table import LeaseTable
 
@@ -132,6 +132,7 @@ __all__ = [
     "KeptWarm",
     "KillWorker",
     "LeaseEnded",
+    "LeasePhase",
     "LeaseRestored",
     "LeaseSnapshot",
     "LeaseState",
@@ -161,8 +162,6 @@ __all__ = [
     "ShutdownRequested",
     "SpawnSubmit",
     "SpawnWorker",
-    "Standing",
-    "StoryEntry",
     "SubmitAbandoned",
     "SubmitEnded",
     "SubmitFenced",
@@ -175,6 +174,7 @@ __all__ = [
     "TimerEvent",
     "TimerFired",
     "TimerKind",
+    "TransitionRecord",
     "Trigger",
     "WaitTimerFired",
     "WaiterSnapshot",

@@ -1,6 +1,6 @@
 """Who is let in: the checks of an acquire, its placement, and the line of those who wait.
 
-Draining a node: nobody is let in, whoever is there is warned, and what is left is ended at a deadline.
+Drain a node: nobody is let in, whoever is there is warned, and what is left is ended at a deadline.
 
 Rules:
 
@@ -33,11 +33,11 @@ from gpulease.daemon.leases.events import (
     WaitTimerFired,
     Warned,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S, CoreLimits, standing_of
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState
+from gpulease.daemon.leases.rules import CoreLimits, phase_of
 from gpulease.daemon.leases.store import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
-from gpulease.daemon.leases.warm_pool import Pool
+from gpulease.daemon.leases.warm_pool import WarmPool
 
 MAX_LEASE_ID = (1 << 128) - 1
 
@@ -68,27 +68,27 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 class Admission:
     """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: LeaseStore, pool: Pool) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore, pool: WarmPool) -> None:
+        self._store = store
         self._pool = pool
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
         """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
-        book = self._book
-        book.under_earlier_rules = {*book.live_by_tenant, *(waiter.acquire.tenant for waiter in book.line)}
-        book.limits = replace(book.limits, tenants=event.rules)
-        book.renamed |= event.renamed
+        store = self._store
+        store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
+        store.limits = replace(store.limits, tenants=event.rules)
+        store.renamed |= event.renamed
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         """Place the request, put it in line, or refuse it."""
-        denial = self._book.rates.denial(event.tenant, self._book.limits.tenants.of(event.tenant), now_ns)
+        denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
         denial = denial or self._check_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        selected = placement.select(self._book.accounts, event.selector)
+        selected = placement.select(self._store.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
         suitable = [account for account in usable if placement.suits(account, event.terms.exclusivity)]
         candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.terms))
@@ -97,10 +97,10 @@ class Admission:
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        if self._book.line.end_holds(now_ns):
+        if self._store.queue.end_holds(now_ns):
             # The timer is late: those in line come first all the same.
-            self.serve_line(now_ns, out)
-        held = self._book.line.held_cards()
+            self.serve_queue(now_ns, out)
+        held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
         account = placement.choose(allowed, event.terms)
         if account is not None:
@@ -110,21 +110,21 @@ class Admission:
         else:
             self._enqueue(event, candidates, now_ns, out)
 
-    def serve_line(self, now_ns: int, out: list[Effect]) -> None:
+    def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
         """Place every waiter that nobody holds back and that fits. Those past their time are sent away."""
-        self._book.line.end_holds(now_ns)
-        while (found := self._book.line.next_placeable()) is not None:
+        self._store.queue.end_holds(now_ns)
+        while (found := self._store.queue.next_placeable()) is not None:
             waiter, account = found
-            self._book.line.leave(waiter)
+            self._store.queue.leave(waiter)
             if now_ns >= waiter.due_ns:
                 out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
                 self._place(waiter.acquire, account, now_ns, out)
-        self._book.has_freed_room = False
+        self._store.has_freed_room = False
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
         """Send away a waiter whose time is over."""
-        waiter = self._book.line.get(request)
+        waiter = self._store.queue.get(request)
         if waiter is None:
             return
         if now_ns < waiter.due_ns:
@@ -135,27 +135,27 @@ class Admission:
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
         """Let those go on who were held back for long enough."""
-        if self._book.line.end_holds(now_ns):
-            self.serve_line(now_ns, out)
-        due_ns = self._book.line.next_hold_end_ns()
+        if self._store.queue.end_holds(now_ns):
+            self.serve_queue(now_ns, out)
+        due_ns = self._store.queue.next_hold_end_ns()
         if due_ns is not None:
             out.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
         """Take a waiter out of the line; those behind it may go on."""
-        self._book.line.leave(waiter)
-        self._book.has_freed_room = True
+        self._store.queue.leave(waiter)
+        self._store.has_freed_room = True
 
-    def close_line(self, denial: Denial, out: list[Effect]) -> None:
+    def close_queue(self, denial: Denial, out: list[Effect]) -> None:
         """Send everybody away."""
-        for waiter in self._book.line:
-            self._book.line.leave(waiter)
+        for waiter in self._store.queue:
+            self._store.queue.leave(waiter)
             out.append(Denied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
         if orphan_ms is None:
-            orphan_ms = self._book.limits.orphan_s * 1000
+            orphan_ms = self._store.limits.orphan_s * 1000
         lease = Lease(
             lease_id=event.lease_id,
             tenant=event.tenant,
@@ -164,45 +164,45 @@ class Admission:
             charge_bytes=account.charge_bytes(event.terms),
             request=event.request,
             created_ns=now_ns,
-            spawn_due_ns=now_ns + self._book.limits.spawn_timeout_s * NS_PER_S,
-            max_story_entries=self._book.limits.max_story_entries,
+            spawn_due_ns=now_ns + self._store.limits.spawn_timeout_s * NS_PER_S,
+            max_history_entries=self._store.limits.max_history_entries,
         )
-        self._book.open(lease)
+        self._store.open(lease)
         self._pool.place(lease, now_ns, out)
 
     def _enqueue(
         self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]
     ) -> None:
-        denial = self._check_line(event)
+        denial = self._check_queue(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        line = self._book.line
-        armed_ns = line.next_hold_end_ns()
-        holds_until_ns = line.terms.end_for(event.tenant, now_ns)
+        queue = self._store.queue
+        armed_ns = queue.next_hold_end_ns()
+        holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
         waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
-        line.join(waiter)
+        queue.join(waiter)
         out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
         # There is one timer for all, due when the first of them must stop, or earlier.
-        hold_end_ns = line.next_hold_end_ns()
+        hold_end_ns = queue.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
     def _check_drain(self, now_ns: int) -> Denial | None:
-        return None if self._book.drain_ns is None else denials.draining(self._book.drain_ns - now_ns)
+        return None if self._store.drain_ns is None else denials.draining(self._store.drain_ns - now_ns)
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
-        if self._book.is_shutting_down:
+        if self._store.is_shutting_down:
             return denials.shutting_down()
-        if not 0 < event.lease_id <= MAX_LEASE_ID or self._book.is_used(event.lease_id):
+        if not 0 < event.lease_id <= MAX_LEASE_ID or self._store.is_used(event.lease_id):
             return denials.invalid(
                 f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
                 "Choose another at random.",
             )
-        if event.terms.size_bytes < self._book.limits.min_size_bytes:
+        if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
                 f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
-                f" {denials.size_text(self._book.limits.min_size_bytes)}.",
+                f" {denials.size_text(self._store.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
             )
         if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
@@ -212,25 +212,25 @@ class Admission:
             )
         if event.wait_ms < 0:
             return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
-        if event.wait_ms > self._book.limits.max_wait_s * 1000:
+        if event.wait_ms > self._store.limits.max_wait_s * 1000:
             return denials.over_limit(
                 "max_wait_s",
                 f"A wait of {denials.duration_text(event.wait_ms)} was asked for, but this node lets nobody wait"
-                f" for more than {self._book.limits.max_wait_s} s",
+                f" for more than {self._store.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        return check_ttl(event.terms.ttl_ms, self._book.limits, event.tenant)
+        return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
         # Those in line count as if they were placed, so that placing them can't go over a limit later.
-        book, limits = self._book, self._book.limits
-        if len(book.live) + len(book.line) >= limits.max_leases:
+        store, limits = self._store, self._store.limits
+        if len(store.live) + len(store.queue) >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
                 f"This node has or awaits {limits.max_leases} leases, as many as it may have",
                 "Try again when some have ended, or on another node.",
             )
-        mine = book.live_by_tenant.get(event.tenant, 0) + book.line.count_of(event.tenant)
+        mine = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
         if mine >= limits.max_leases_of(event.tenant):
             is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
@@ -241,8 +241,8 @@ class Admission:
         return self._check_bytes(event)
 
     def _check_bytes(self, event: AcquireRequested) -> Denial | None:
-        bound = self._book.limits.tenants.of(event.tenant).max_vram_bytes
-        mine = self._book.bytes_by_tenant.get(event.tenant, 0) + self._book.line.bytes_of(event.tenant)
+        bound = self._store.limits.tenants.of(event.tenant).max_vram_bytes
+        mine = self._store.bytes_by_tenant.get(event.tenant, 0) + self._store.queue.bytes_of(event.tenant)
         if bound is None or mine + event.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
@@ -255,7 +255,7 @@ class Admission:
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
         """Those of the cards that the tenant may use."""
-        devices = self._book.limits.tenants.of(tenant).devices
+        devices = self._store.limits.tenants.of(tenant).devices
         if devices is None:
             return selected
         return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
@@ -272,17 +272,17 @@ class Admission:
             "Leave the choice of the card to the daemon, or ask the operator.",
         )
 
-    def _check_line(self, event: AcquireRequested) -> Denial | None:
-        if len(self._book.line) >= self._book.limits.max_waiting:
+    def _check_queue(self, event: AcquireRequested) -> Denial | None:
+        if len(self._store.queue) >= self._store.limits.max_waiting:
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now and {self._book.limits.max_waiting} requests wait already, as many as may",
+                f"There is no room now and {self._store.limits.max_waiting} requests wait already, as many as may",
                 "Try again later, or on another node.",
             )
-        if self._book.line.count_of(event.tenant) >= self._book.limits.max_waiting_per_tenant:
+        if self._store.queue.count_of(event.tenant) >= self._store.limits.max_waiting_per_tenant:
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now and {self._book.limits.max_waiting_per_tenant} requests of tenant"
+                f"There is no room now and {self._store.limits.max_waiting_per_tenant} requests of tenant"
                 f" {event.tenant!r} wait already, as many as one tenant may have in line",
                 "Wait for one of them to be answered.",
             )
@@ -296,7 +296,7 @@ class Admission:
         candidates: tuple[CardAccount, ...],
     ) -> Denial | None:
         if event.selector is not None and not selected:
-            return denials.unknown_card(event.selector, [account.card for account in self._book.accounts])
+            return denials.unknown_card(event.selector, [account.card for account in self._store.accounts])
         if selected and not suitable:
             return denials.no_partition()
         if not candidates:
@@ -330,19 +330,19 @@ RENEWAL_SLACK_MS: Final = 1000
 worker that is never told of the drain's end still stops by itself."""
 
 
-class Draining:
+class Drain:
     """Drains; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: LeaseStore, teardown: Teardown, admission: Admission) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore, teardown: Teardown, admission: Admission) -> None:
+        self._store = store
         self._teardown = teardown
         self._admission = admission
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
         """Begin, or move the deadline."""
-        self._book.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
-        self._admission.close_line(denials.draining(self._book.drain_ns - now_ns), out)
-        for lease in self._book.live.values():
+        self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
+        self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
+        for lease in self._store.live.values():
             if lease.state is LeaseState.PENDING:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
         self._set(event.request, now_ns, out)
@@ -350,28 +350,28 @@ class Draining:
 
     def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
         """Let tenants in again. Without a drain nothing changes."""
-        self._book.drain_ns = None
+        self._store.drain_ns = None
         self._set(event.request, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
         """End what is left, if it is time."""
-        if self._book.drain_ns is None:
+        if self._store.drain_ns is None:
             return
-        if now_ns < self._book.drain_ns:
-            out.append(ArmTimer(DrainTimerFired(), self._book.drain_ns))
+        if now_ns < self._store.drain_ns:
+            out.append(ArmTimer(DrainTimerFired(), self._store.drain_ns))
             return
-        for lease in self._book.live.values():
+        for lease in self._store.live.values():
             if lease.state is LeaseState.ACTIVE:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
 
     def cap(self, deadline_ns: int) -> int:
         """How long a renewal may make a lease last."""
-        drain_ns = self._book.drain_ns
+        drain_ns = self._store.drain_ns
         return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
 
     def _set(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        active = [lease for lease in self._book.live.values() if lease.state is LeaseState.ACTIVE]
-        out.append(DrainSet(request, self._book.drain_ns, len(active)))
+        active = [lease for lease in self._store.live.values() if lease.state is LeaseState.ACTIVE]
+        out.append(DrainSet(request, self._store.drain_ns, len(active)))
         for lease in active:
-            standing = standing_of(lease, self._book.drain_ns, now_ns)
-            out.append(Warned(lease.lease_id, standing.phase, standing.left_ms(now_ns)))
+            phase = phase_of(lease, self._store.drain_ns, now_ns)
+            out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))

@@ -9,9 +9,7 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.leases.devices import Card
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
-
-NS_PER_MS: Final = 1_000_000
+from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
 
 # Enough of a tenant's own text to recognise it by; a log line is not theirs to fill.
 MAX_QUOTED_CHARS: Final = 64

@@ -29,7 +29,7 @@ from gpulease.daemon.leases.model import (
     LeaseTerms,
     WarmContext,
     WarmState,
-    gives_way,
+    contexts_to_drop,
 )
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -76,19 +76,19 @@ class Growth:
         self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
         is_at_once = is_first or (is_rising and not self._settles)
         if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
-            self._book(self._extreme_bytes)
+            self._store(self._extreme_bytes)
 
     def book_at_least(self, seen_bytes: int) -> None:
         """Book what has settled already."""
         if not self.is_within(seen_bytes):
-            self._book(seen_bytes)
+            self._store(seen_bytes)
 
     def _is_less(self, seen_bytes: int) -> bool:
         # Half the slack is none, so that a figure just about the slack is not booked and let go in turns.
         is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
         return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
 
-    def _book(self, seen_bytes: int) -> None:
+    def _store(self, seen_bytes: int) -> None:
         self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
         self._since_ns = None
 
@@ -338,9 +338,11 @@ class CardAccount:
         """The warm contexts that can still be told to leave, oldest first."""
         return [context for context in self.warm.values() if context.state in YIELDING]
 
-    def gives_way(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
-        """Which of the contexts that wait for a tenant goes for one more of this one's; see `recycling.gives_way`."""
-        return gives_way([context for context in self.warm.values() if context.waits_for_tenant], tenant, max_idle)
+    def contexts_to_drop(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
+        """Apply `model.contexts_to_drop` to the contexts of this card that wait for a tenant."""
+        return contexts_to_drop(
+            [context for context in self.warm.values() if context.waits_for_tenant], tenant, max_idle
+        )
 
     def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
         """So many of a pending lease's bytes can't be used yet; 0 once it may start."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, StoryEntry
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease
 from gpulease.daemon.leases.rules import TenantRules
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
@@ -662,7 +662,7 @@ class LeaseEnded:
 
     lease: LeaseSnapshot
     cause: Cause
-    story: tuple[StoryEntry, ...]
+    history: tuple[TransitionRecord, ...]
 
 
 Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied

@@ -1,28 +1,4 @@
-"""One submit: a second worker of a lease, with a context of its own, for one kernel.
-
-One lease: its states, why it ended, the table of what may follow what, and its story.
-
-Rules:
-
-1. A lease is PENDING while its worker starts, ACTIVE from the moment the worker is ready, DRAINING from the moment
-   anything ends it, and TORNDOWN once its bytes are proved back; FENCED if they could not be proved back.
-2. The first cause to end a lease is the one it keeps.
-3. Nothing leads back: no state before DRAINING can be reached again, and a FENCED lease is let go only by an operator.
-4. Whatever is not in `TRANSITIONS` raises `InvalidTransition` with all that happened to the lease.
-
-States, causes and triggers are hashed as the objects that they are: Enum's own way is a call of Python's for each step.
-
-One context of the pool: a worker with an open context and no lease.
-
-Contexts that serve their tenant's next lease too, where the operator wants that.
-
-A lease that its tenant gave back, in good order and with nothing in doubt, has its context scrubbed instead of killed.
-Once that is proved its slice is free and the context waits in the pool, for that tenant alone, for a bounded time and a
-bounded number of leases. Whatever else happens, and whatever takes too long, the worker is killed as any is.
-
-So many wait on a card at a time. Where there are as many, a tenant who has fewer takes a place of who has the most: to
-leave as many as one can is no use.
-"""
+"""Leases, submits and warm contexts: their ids, states and terms, and the transitions of a lease."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -35,6 +11,13 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 
 if TYPE_CHECKING:
     from gpulease.daemon.leases.events import SubmitRequested
+
+NS_PER_MS: Final = 1_000_000
+
+NS_PER_S: Final = 1_000_000_000
+
+
+# --- ids ---
 
 FIRST_WARM_ID: Final = 1 << 128
 """Ids of warm contexts begin here, above every lease id, which is a u128."""
@@ -62,6 +45,321 @@ def kind_of(worker_id: int) -> WorkerKind:
     if worker_id < FIRST_WARM_ID:
         return WorkerKind.LEASE
     return WorkerKind.WARM if worker_id < FIRST_SUBMIT_ID else WorkerKind.SUBMIT
+
+
+# --- leases ---
+
+
+class LeaseState(Enum):
+    """Where a lease is in its life."""
+
+    __hash__ = object.__hash__
+
+    PENDING = "pending"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    TORNDOWN = "torndown"
+    FENCED = "fenced"
+
+
+class Cause(Enum):
+    """Why a lease ended."""
+
+    __hash__ = object.__hash__
+
+    FREED = "freed"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    FAULTED = "faulted"
+    WORKER_DIED = "worker_died"
+    SPAWN_FAILED = "spawn_failed"
+    ABANDONED = "abandoned"
+    SHUTDOWN = "shutdown"
+    OVER_SLICE = "over_slice"
+    KERNEL_TIMEOUT = "kernel_timeout"
+    UNRESPONSIVE = "unresponsive"
+    DRAINED = "drained"
+    LOAD_TIMEOUT = "load_timeout"
+    ORPHANED = "orphaned"
+
+
+class Trigger(Enum):
+    """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
+
+    __hash__ = object.__hash__
+
+    WORKER_READY = "worker_ready"
+    RECLAIM_PROVED = "reclaim_proved"
+    RECLAIM_FAILED = "reclaim_failed"
+    FENCE_CLEARED = "fence_cleared"
+    RENEWED = "renewed"
+
+
+TRANSITIONS: Final = MappingProxyType(
+    {
+        (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
+        (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.REVOKED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.SPAWN_FAILED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
+        (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.REVOKED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.FAULTED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.WORKER_DIED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.SHUTDOWN): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.OVER_SLICE): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
+        (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
+        (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
+        (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
+        (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
+    }
+)
+
+
+class TransitionRecord(NamedTuple):
+    """One recorded transition of a lease, at the monotonic time `at_ns`."""
+
+    at_ns: int
+    start: LeaseState
+    trigger: Trigger | Cause
+    finish: LeaseState
+    generation: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.at_ns} ns: {self.start.value} -> {self.finish.value}"
+            f" by {self.trigger.value} (generation {self.generation})"
+        )
+
+
+class InvalidTransition(Exception):
+    """A lease was asked to go where the table does not lead: a fault of the core or of its shell.
+
+    Attributes:
+        lease_id: The lease.
+        state: Where it was.
+        trigger: What was to move it.
+        story: All that was recorded of it, oldest first.
+    """
+
+    def __init__(
+        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, history: tuple[TransitionRecord, ...]
+    ) -> None:
+        super().__init__(lease_id, state, trigger, history)
+        self.lease_id = lease_id
+        self.state = state
+        self.trigger = trigger
+        self.history = history
+
+    def __str__(self) -> str:
+        told = "; ".join(str(entry) for entry in self.history) or "nothing yet"
+        return (
+            f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
+            f" Its story: {told}."
+        )
+
+
+# The two classes that keep every other lease off the card, or off the partition.
+ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
+
+
+class LeaseTerms(NamedTuple):
+    """The terms of one lease: the request, the lease, the journal's row and the order for a worker all carry them.
+
+    Attributes:
+        size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
+        ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
+        exclusivity: Other leases that the card may have beside this one.
+        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
+        waiting: How both ends of the session wait for each other; None: as the host allows.
+        submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
+            opened.
+        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
+            which placement fills in.
+    """
+
+    size_bytes: int
+    ttl_ms: int
+    exclusivity: Exclusivity = Exclusivity.SHARED
+    max_kernel_ms: int = 0
+    waiting: Waiting | None = None
+    submit_bytes: int = 0
+    orphan_ms: int | None = None
+
+    @property
+    def contexts(self) -> int:
+        """Number of contexts the lease is charged: the session's, and the submits' if memory is kept for them."""
+        return 2 if self.submit_bytes else 1
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of the session, without those kept for submits."""
+        return self.size_bytes - self.submit_bytes
+
+
+class LeaseSnapshot(NamedTuple):
+    """What one lease was at one moment; all times are monotonic nanoseconds. A tuple: each event makes several.
+
+    Attributes:
+        cause: Why it ended, None while nothing has ended it.
+        reason: The cause in words, "" while there is none.
+        fault: What the worker said when the context was lost, "" if it was not.
+        deadline_ns: When it expires; None until the worker was ready.
+        ended_ns: When it was torn down or fenced.
+        ttl_ms: The time to live last asked for.
+    """
+
+    lease_id: int
+    tenant: str
+    card_uuid: str
+    size_bytes: int
+    exclusivity: Exclusivity
+    generation: int
+    state: LeaseState
+    cause: Cause | None
+    reason: str
+    fault: str
+    created_ns: int
+    deadline_ns: int | None
+    ended_ns: int | None
+    ttl_ms: int
+
+
+@dataclass(slots=True)
+class Lease:
+    """A live lease as the table keeps it; only the table's own parts change it.
+
+    Attributes:
+        request: The acquire that waits for the worker; meaningless once it was answered.
+        charge_bytes: The size and the context's overhead, as held on the card.
+        warm_id: The warm context it took, 0 if none.
+        served: How many leases, all its tenant's, that context had served before.
+        is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
+        is_scrubbing: It was given back, and its worker may yet come back to the pool.
+        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
+        grace_due_ns: When the worker is killed, None if no grace was given.
+        reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
+        is_kill_sent: The worker was ordered dead; it is never ordered twice.
+        is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
+        free_request: The free that is answered when the teardown is over.
+        revoke_requests: The revokes that are answered when the teardown is over.
+        is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
+        unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
+            took it over gives it more time; None while it has one.
+        has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
+        own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
+        extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
+        submit_id: The submit that is not proved gone, 0 if there is none.
+        next_submit: The one that waits for that one's bytes.
+        last_submit: The last one that is gone, so that its caller can learn why.
+        is_proved: Its own worker's bytes are proved back, and its submit's are waited for.
+    """
+
+    lease_id: int
+    tenant: str
+    card_uuid: str
+    terms: LeaseTerms
+    charge_bytes: int
+    request: int
+    created_ns: int
+    spawn_due_ns: int
+    max_history_entries: int
+    warm_id: int = 0
+    served: int = 0
+    is_in_doubt: bool = False
+    is_scrubbing: bool = False
+    awaited_bytes: int = 0
+    generation: int = 1
+    state: LeaseState = LeaseState.PENDING
+    cause: Cause | None = None
+    reason: str = ""
+    fault: str = ""
+    deadline_ns: int | None = None
+    grace_due_ns: int | None = None
+    reclaim_due_ns: int | None = None
+    ended_ns: int | None = None
+    is_kill_sent: bool = False
+    is_worker_gone: bool = False
+    is_restored: bool = False
+    unconnected_ns: int | None = None
+    has_session: bool = False
+    own_submit_bytes: int = 0
+    extra_bytes: int = 0
+    submit_id: int = 0
+    next_submit: "SubmitRequested | None" = None
+    last_submit: "SubmitSnapshot | None" = None
+    is_proved: bool = False
+    free_request: int | None = None
+    revoke_requests: list[int] = field(default_factory=list)
+    history: list[TransitionRecord] = field(default_factory=list)
+
+    def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
+        """Follow the table and record the step.
+
+        Raises:
+            InvalidTransition: The table has no such step.
+        """
+        finish = TRANSITIONS.get((self.state, trigger))
+        if finish is None:
+            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.history))
+        if len(self.history) >= self.max_history_entries:
+            del self.history[0]
+        self.history.append(TransitionRecord(now_ns, self.state, trigger, finish, self.generation))
+        self.state = finish
+
+    @property
+    def submit_charge_bytes(self) -> int:
+        """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
+        if self.own_submit_bytes:
+            return self.own_submit_bytes
+        contexts_bytes = self.charge_bytes - self.terms.size_bytes
+        return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
+
+    @property
+    def orphan_ms(self) -> int:
+        """Longest time without a connection before the lease ends; 0: no bound."""
+        return self.terms.orphan_ms or 0
+
+    @property
+    def orphan_due_ns(self) -> int | None:
+        """When it ends for want of a connection; None while it has one, or may be without."""
+        if self.unconnected_ns is None or not self.orphan_ms:
+            return None
+        return self.unconnected_ns + self.orphan_ms * NS_PER_MS
+
+    def is_expired(self, now_ns: int) -> bool:
+        """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""
+        return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
+
+    def snapshot(self) -> LeaseSnapshot:
+        """The lease as it is now."""
+        return LeaseSnapshot(
+            self.lease_id,
+            self.tenant,
+            self.card_uuid,
+            self.terms.size_bytes,
+            self.terms.exclusivity,
+            self.generation,
+            self.state,
+            self.cause,
+            self.reason,
+            self.fault,
+            self.created_ns,
+            self.deadline_ns,
+            self.ended_ns,
+            self.terms.ttl_ms,
+        )
+
+
+# --- submits ---
 
 
 class SubmitState(Enum):
@@ -134,315 +432,7 @@ class Submit:
         return SubmitSnapshot(self.submit_id, self.lease_id, self.state, self.reason, self.due_ns, self.is_timed_out)
 
 
-NS_PER_MS: Final = 1_000_000
-
-
-class LeaseTerms(NamedTuple):
-    """The terms of one lease: the request, the lease, the journal's row and the order for a worker all carry them.
-
-    Attributes:
-        size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
-        ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
-        exclusivity: Other leases that the card may have beside this one.
-        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
-        waiting: How both ends of the session wait for each other; None: as the host allows.
-        submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
-            opened.
-        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
-            which placement fills in.
-    """
-
-    size_bytes: int
-    ttl_ms: int
-    exclusivity: Exclusivity = Exclusivity.SHARED
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
-    submit_bytes: int = 0
-    orphan_ms: int | None = None
-
-    @property
-    def contexts(self) -> int:
-        """Number of contexts the lease is charged: the session's, and the submits' if memory is kept for them."""
-        return 2 if self.submit_bytes else 1
-
-    @property
-    def session_bytes(self) -> int:
-        """Bytes of the session, without those kept for submits."""
-        return self.size_bytes - self.submit_bytes
-
-
-class LeaseState(Enum):
-    """Where a lease is in its life."""
-
-    __hash__ = object.__hash__
-
-    PENDING = "pending"
-    ACTIVE = "active"
-    DRAINING = "draining"
-    TORNDOWN = "torndown"
-    FENCED = "fenced"
-
-
-class Cause(Enum):
-    """Why a lease ended."""
-
-    __hash__ = object.__hash__
-
-    FREED = "freed"
-    EXPIRED = "expired"
-    REVOKED = "revoked"
-    FAULTED = "faulted"
-    WORKER_DIED = "worker_died"
-    SPAWN_FAILED = "spawn_failed"
-    ABANDONED = "abandoned"
-    SHUTDOWN = "shutdown"
-    OVER_SLICE = "over_slice"
-    KERNEL_TIMEOUT = "kernel_timeout"
-    UNRESPONSIVE = "unresponsive"
-    DRAINED = "drained"
-    LOAD_TIMEOUT = "load_timeout"
-    ORPHANED = "orphaned"
-
-
-class Trigger(Enum):
-    """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
-
-    __hash__ = object.__hash__
-
-    WORKER_READY = "worker_ready"
-    RECLAIM_PROVED = "reclaim_proved"
-    RECLAIM_FAILED = "reclaim_failed"
-    FENCE_CLEARED = "fence_cleared"
-    RENEWED = "renewed"
-
-
-# The two classes that keep every other lease off the card, or off the partition.
-ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
-
-TRANSITIONS: Final = MappingProxyType(
-    {
-        (LeaseState.PENDING, Trigger.WORKER_READY): LeaseState.ACTIVE,
-        (LeaseState.PENDING, Cause.FREED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.REVOKED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.SPAWN_FAILED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.ABANDONED): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.SHUTDOWN): LeaseState.DRAINING,
-        (LeaseState.PENDING, Cause.DRAINED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Trigger.RENEWED): LeaseState.ACTIVE,
-        (LeaseState.ACTIVE, Cause.FREED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.EXPIRED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.REVOKED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.FAULTED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.WORKER_DIED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.SHUTDOWN): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.OVER_SLICE): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.KERNEL_TIMEOUT): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.UNRESPONSIVE): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.DRAINED): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.LOAD_TIMEOUT): LeaseState.DRAINING,
-        (LeaseState.ACTIVE, Cause.ORPHANED): LeaseState.DRAINING,
-        (LeaseState.DRAINING, Trigger.RECLAIM_PROVED): LeaseState.TORNDOWN,
-        (LeaseState.DRAINING, Trigger.RECLAIM_FAILED): LeaseState.FENCED,
-        (LeaseState.FENCED, Trigger.FENCE_CLEARED): LeaseState.TORNDOWN,
-    }
-)
-
-
-class StoryEntry(NamedTuple):
-    """One recorded transition of a lease, at the monotonic time `at_ns`."""
-
-    at_ns: int
-    start: LeaseState
-    trigger: Trigger | Cause
-    finish: LeaseState
-    generation: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.at_ns} ns: {self.start.value} -> {self.finish.value}"
-            f" by {self.trigger.value} (generation {self.generation})"
-        )
-
-
-class InvalidTransition(Exception):
-    """A lease was asked to go where the table does not lead: a fault of the core or of its shell.
-
-    Attributes:
-        lease_id: The lease.
-        state: Where it was.
-        trigger: What was to move it.
-        story: All that was recorded of it, oldest first.
-    """
-
-    def __init__(
-        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, story: tuple[StoryEntry, ...]
-    ) -> None:
-        super().__init__(lease_id, state, trigger, story)
-        self.lease_id = lease_id
-        self.state = state
-        self.trigger = trigger
-        self.story = story
-
-    def __str__(self) -> str:
-        told = "; ".join(str(entry) for entry in self.story) or "nothing yet"
-        return (
-            f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
-            f" Its story: {told}."
-        )
-
-
-class LeaseSnapshot(NamedTuple):
-    """What one lease was at one moment; all times are monotonic nanoseconds. A tuple: each event makes several.
-
-    Attributes:
-        cause: Why it ended, None while nothing has ended it.
-        reason: The cause in words, "" while there is none.
-        fault: What the worker said when the context was lost, "" if it was not.
-        deadline_ns: When it expires; None until the worker was ready.
-        ended_ns: When it was torn down or fenced.
-        ttl_ms: The time to live last asked for.
-    """
-
-    lease_id: int
-    tenant: str
-    card_uuid: str
-    size_bytes: int
-    exclusivity: Exclusivity
-    generation: int
-    state: LeaseState
-    cause: Cause | None
-    reason: str
-    fault: str
-    created_ns: int
-    deadline_ns: int | None
-    ended_ns: int | None
-    ttl_ms: int
-
-
-@dataclass(slots=True)
-class Lease:
-    """A live lease as the table keeps it; only the table's own parts change it.
-
-    Attributes:
-        request: The acquire that waits for the worker; meaningless once it was answered.
-        charge_bytes: The size and the context's overhead, as held on the card.
-        warm_id: The warm context it took, 0 if none.
-        served: How many leases, all its tenant's, that context had served before.
-        is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
-        is_scrubbing: It was given back, and its worker may yet come back to the pool.
-        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
-        grace_due_ns: When the worker is killed, None if no grace was given.
-        reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
-        is_kill_sent: The worker was ordered dead; it is never ordered twice.
-        is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
-        free_request: The free that is answered when the teardown is over.
-        revoke_requests: The revokes that are answered when the teardown is over.
-        is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
-        unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
-            took it over gives it more time; None while it has one.
-        has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
-        own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
-        extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
-        submit_id: The submit that is not proved gone, 0 if there is none.
-        next_submit: The one that waits for that one's bytes.
-        last_submit: The last one that is gone, so that its caller can learn why.
-        is_proved: Its own worker's bytes are proved back, and its submit's are waited for.
-    """
-
-    lease_id: int
-    tenant: str
-    card_uuid: str
-    terms: LeaseTerms
-    charge_bytes: int
-    request: int
-    created_ns: int
-    spawn_due_ns: int
-    max_story_entries: int
-    warm_id: int = 0
-    served: int = 0
-    is_in_doubt: bool = False
-    is_scrubbing: bool = False
-    awaited_bytes: int = 0
-    generation: int = 1
-    state: LeaseState = LeaseState.PENDING
-    cause: Cause | None = None
-    reason: str = ""
-    fault: str = ""
-    deadline_ns: int | None = None
-    grace_due_ns: int | None = None
-    reclaim_due_ns: int | None = None
-    ended_ns: int | None = None
-    is_kill_sent: bool = False
-    is_worker_gone: bool = False
-    is_restored: bool = False
-    unconnected_ns: int | None = None
-    has_session: bool = False
-    own_submit_bytes: int = 0
-    extra_bytes: int = 0
-    submit_id: int = 0
-    next_submit: "SubmitRequested | None" = None
-    last_submit: "SubmitSnapshot | None" = None
-    is_proved: bool = False
-    free_request: int | None = None
-    revoke_requests: list[int] = field(default_factory=list)
-    story: list[StoryEntry] = field(default_factory=list)
-
-    def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
-        """Follow the table and record the step.
-
-        Raises:
-            InvalidTransition: The table has no such step.
-        """
-        finish = TRANSITIONS.get((self.state, trigger))
-        if finish is None:
-            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.story))
-        if len(self.story) >= self.max_story_entries:
-            del self.story[0]
-        self.story.append(StoryEntry(now_ns, self.state, trigger, finish, self.generation))
-        self.state = finish
-
-    @property
-    def submit_charge_bytes(self) -> int:
-        """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
-        if self.own_submit_bytes:
-            return self.own_submit_bytes
-        contexts_bytes = self.charge_bytes - self.terms.size_bytes
-        return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
-
-    @property
-    def orphan_ms(self) -> int:
-        """Longest time without a connection before the lease ends; 0: no bound."""
-        return self.terms.orphan_ms or 0
-
-    @property
-    def orphan_due_ns(self) -> int | None:
-        """When it ends for want of a connection; None while it has one, or may be without."""
-        if self.unconnected_ns is None or not self.orphan_ms:
-            return None
-        return self.unconnected_ns + self.orphan_ms * NS_PER_MS
-
-    def is_expired(self, now_ns: int) -> bool:
-        """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""
-        return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
-
-    def snapshot(self) -> LeaseSnapshot:
-        """The lease as it is now."""
-        return LeaseSnapshot(
-            self.lease_id,
-            self.tenant,
-            self.card_uuid,
-            self.terms.size_bytes,
-            self.terms.exclusivity,
-            self.generation,
-            self.state,
-            self.cause,
-            self.reason,
-            self.fault,
-            self.created_ns,
-            self.deadline_ns,
-            self.ended_ns,
-            self.terms.ttl_ms,
-        )
+# --- warm contexts ---
 
 
 class WarmState(Enum):
@@ -526,7 +516,7 @@ class Recycling:
             raise ValueError(f"Every bound of recycling must be at least 1: {self!r}.")
 
 
-def gives_way(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
+def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
     """Which of a card's contexts that wait for a tenant goes, so that one more of `tenant`'s may; None if it may not.
 
     While there is room, none. Then the oldest of whoever has the most, if it would have no fewer than `tenant` even so:

@@ -109,7 +109,7 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
     )
 
 
-def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lease:
+def revive(kept: KeptLease, max_history_entries: int, *, has_session: bool) -> Lease:
     """The lease as it was, with a story that begins anew. `has_session`: see `Lease`."""
     return Lease(
         lease_id=kept.lease_id,
@@ -120,7 +120,7 @@ def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lea
         request=0,
         created_ns=kept.created_ns,
         spawn_due_ns=0,
-        max_story_entries=max_story_entries,
+        max_history_entries=max_history_entries,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

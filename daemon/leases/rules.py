@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.leases.denials import Denial, too_fast
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseSnapshot, LeaseState
 from gpulease.protocol.opcodes import Phase
 
 NS_PER_MINUTE: Final = 60_000_000_000
@@ -112,9 +112,6 @@ class AcquireRates:
         return too_fast(tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
 
 
-NS_PER_MS: Final = 1_000_000
-NS_PER_S: Final = 1_000_000_000
-
 # Kernels in flight may finish for this long after new work is refused; where a cause is absent, none may: the
 # tenant has said it is done, or there is nothing left that could finish.
 DEFAULT_GRACE_MS: Final = MappingProxyType(
@@ -163,7 +160,7 @@ class CoreLimits:
     # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.
     max_tombstones: int = 65_536
     # A lease renewed every second for a day would otherwise carry 86,400 story entries.
-    max_story_entries: int = 64
+    max_history_entries: int = 64
     # A driver that hangs in cuInit would keep its bytes and its requester for ever.
     spawn_timeout_s: int = 60
     # A context made ahead that hangs must not hold up the lease that takes it for longer; it gets a new one then.
@@ -196,48 +193,6 @@ class CoreLimits:
         return self.grace_ms.get(cause, 0) * NS_PER_MS
 
 
-TERM_SPACING: Final = 10
-"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
-
-
-class HoldTerms:
-    """The last term of each tenant.
-
-    A tenant's term begins when an acquire of it joins the line, and lasts for `max_hold_back_s` by the clock,
-    whatever becomes of that acquire. Those that join during the term may hold others back until its end; those that
-    join later may not at all. An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the
-    next term. So the time is counted per tenant, and to leave the line and queue again gains nothing.
-
-    In any window of `TERM_SPACING` lengths H, the tenant holds others back for at most one: a window that begins x
-    into a term (x < H) has H - x left of it and at most x of the next, and any other meets at most one term.
-
-    Kept is one time per tenant, until its next term may begin, and never more than `max_waiting` of them: a tenant
-    that finds no room holds nobody back. The terms lie in the order they began, so the outdated ones are in front.
-    """
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.length_ns = limits.max_hold_back_s * NS_PER_S
-        self.max_terms = limits.max_waiting
-        self.begun_ns: dict[str, int] = {}
-
-    def end_for(self, tenant: str, now_ns: int) -> int:
-        """Until when an acquire that joins the line now may hold others back; not after `now_ns` if it may not."""
-        self._forget(now_ns)
-        begun_ns = self.begun_ns.get(tenant)
-        if begun_ns is None:
-            if len(self.begun_ns) >= self.max_terms:
-                return now_ns
-            begun_ns = self.begun_ns[tenant] = now_ns
-        return begun_ns + self.length_ns
-
-    def _forget(self, now_ns: int) -> None:
-        while self.begun_ns:
-            tenant, begun_ns = next(iter(self.begun_ns.items()))
-            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
-                return
-            del self.begun_ns[tenant]
-
-
 WARNING_PART: Final = 10
 """The last tenth of a lease's time is its warning; a tenant that keeps it alive has renewed it before."""
 
@@ -250,7 +205,7 @@ DRAINS: Final = "the node is being drained: the lease can't be renewed for longe
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeasePhase:
     """Where a lease stands; times are monotonic nanoseconds.
 
     Attributes:
@@ -281,29 +236,29 @@ def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
 
 
-def standing_of(lease: Lease, drain_ns: int | None, now_ns: int) -> Standing:
+def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
     """Where a live lease stands. `drain_ns`: the deadline of the drain, None if there is none."""
     generation = lease.generation
     if lease.state is LeaseState.DRAINING:
         is_over = lease.is_kill_sent or lease.is_worker_gone
         phase, until_ns = (Phase.TEARDOWN, lease.reclaim_due_ns) if is_over else (Phase.GRACE, lease.grace_due_ns)
         cause = "" if lease.cause is None else lease.cause.value
-        return Standing(phase, until_ns, None, cause, lease.reason, generation)
+        return LeasePhase(phase, until_ns, None, cause, lease.reason, generation)
     if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
-        return ended_standing(lease.snapshot())
+        return ended_phase(lease.snapshot())
     orphan_ns = lease.orphan_due_ns
     if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
-        return Standing(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
+        return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
     if drain_ns is not None:
-        return Standing(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
+        return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
     warning_ns = min(lease.terms.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = lease.deadline_ns - warning_ns
     if now_ns >= due_ns:
-        return Standing(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)
-    return Standing(Phase.ACTIVE, due_ns, due_ns, "", "", generation)
+        return LeasePhase(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)
+    return LeasePhase(Phase.ACTIVE, due_ns, due_ns, "", "", generation)
 
 
-def ended_standing(lease: LeaseSnapshot) -> Standing:
+def ended_phase(lease: LeaseSnapshot) -> LeasePhase:
     """Where a lease stands that has ended or is fenced."""
     cause = "" if lease.cause is None else lease.cause.value
-    return Standing(Phase.ENDED, None, None, cause, lease.reason, lease.generation)
+    return LeasePhase(Phase.ENDED, None, None, cause, lease.reason, lease.generation)

@@ -10,7 +10,7 @@ After that others pass it whenever they fit, and it keeps its place in line for 
 
 The ids of leases that ended by revocation: known for ever, so that one is never "not found".
 
-The book of the node: live leases, ended ones, and the sums kept over them.
+The store of the node: live leases, ended ones, and the sums kept over them.
 
 Everything here is constant time per change; `invariants.validate` recomputes it all.
 """
@@ -27,6 +27,7 @@ from gpulease.daemon.leases import devices
 from gpulease.daemon.leases.devices import Card, CardAccount
 from gpulease.daemon.leases.events import AcquireRequested
 from gpulease.daemon.leases.model import (
+    NS_PER_S,
     Lease,
     LeaseSnapshot,
     LeaseState,
@@ -36,7 +37,7 @@ from gpulease.daemon.leases.model import (
     Trigger,
     WarmContext,
 )
-from gpulease.daemon.leases.rules import AcquireRates, CoreLimits, HoldTerms
+from gpulease.daemon.leases.rules import AcquireRates, CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
 
 
@@ -86,6 +87,48 @@ class Waiter:
             self.since_ns,
             self.due_ns,
         )
+
+
+TERM_SPACING: Final = 10
+"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
+
+
+class HoldTerms:
+    """The last term of each tenant.
+
+    A tenant's term begins when an acquire of it joins the line, and lasts for `max_hold_back_s` by the clock,
+    whatever becomes of that acquire. Those that join during the term may hold others back until its end; those that
+    join later may not at all. An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the
+    next term. So the time is counted per tenant, and to leave the line and queue again gains nothing.
+
+    In any window of `TERM_SPACING` lengths H, the tenant holds others back for at most one: a window that begins x
+    into a term (x < H) has H - x left of it and at most x of the next, and any other meets at most one term.
+
+    Kept is one time per tenant, until its next term may begin, and never more than `max_waiting` of them: a tenant
+    that finds no room holds nobody back. The terms lie in the order they began, so the outdated ones are in front.
+    """
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.length_ns = limits.max_hold_back_s * NS_PER_S
+        self.max_terms = limits.max_waiting
+        self.begun_ns: dict[str, int] = {}
+
+    def end_for(self, tenant: str, now_ns: int) -> int:
+        """Until when an acquire that joins the line now may hold others back; not after `now_ns` if it may not."""
+        self._forget(now_ns)
+        begun_ns = self.begun_ns.get(tenant)
+        if begun_ns is None:
+            if len(self.begun_ns) >= self.max_terms:
+                return now_ns
+            begun_ns = self.begun_ns[tenant] = now_ns
+        return begun_ns + self.length_ns
+
+    def _forget(self, now_ns: int) -> None:
+        while self.begun_ns:
+            tenant, begun_ns = next(iter(self.begun_ns.items()))
+            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
+                return
+            del self.begun_ns[tenant]
 
 
 class WaitQueue:
@@ -254,7 +297,7 @@ class LeaseStore:
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.rates = AcquireRates()
-        self.line = WaitQueue(limits)
+        self.queue = WaitQueue(limits)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
         self.has_freed_room = False
@@ -281,7 +324,7 @@ class LeaseStore:
             return False
         account = self.account_by_uuid[lease.card_uuid]
         is_worn = lease.served + 1 >= self.recycling.max_leases
-        has_place = account.gives_way(lease.tenant, self.recycling.max_idle) is not None
+        has_place = account.contexts_to_drop(lease.tenant, self.recycling.max_idle) is not None
         return not is_worn and self.may_keep_warm(account) and has_place
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
@@ -308,7 +351,7 @@ class LeaseStore:
     def is_used(self, lease_id: int) -> bool:
         """Whether a lease had, has or is to have this id."""
         is_known = lease_id in self.live or lease_id in self.ended or lease_id in self.revoked
-        return is_known or lease_id in self.cleared or self.line.has_lease_id(lease_id)
+        return is_known or lease_id in self.cleared or self.queue.has_lease_id(lease_id)
 
     def open(self, lease: Lease) -> None:
         """Enter a new lease and hold its bytes."""

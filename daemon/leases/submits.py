@@ -1,6 +1,6 @@
 """What the timers of leases and submits are armed for, by their state; one that rings early is armed again for that.
 
-Whether a lease may have a submit now: a pure function over the book.
+Whether a lease may have a submit now: a pure function over the store.
 
 What can be asked of submits without changing anything.
 
@@ -43,8 +43,17 @@ from gpulease.daemon.leases.events import (
     TimerKind,
     WaitTimerFired,
 )
-from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
+from gpulease.daemon.leases.model import (
+    FIRST_SUBMIT_ID,
+    NS_PER_MS,
+    NS_PER_S,
+    Cause,
+    Lease,
+    LeaseState,
+    Submit,
+    SubmitSnapshot,
+    SubmitState,
+)
 from gpulease.daemon.leases.store import LeaseStore
 
 
@@ -78,7 +87,7 @@ def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
     return None
 
 
-def check(book: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
+def check(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
     """Why it may not; None if it may. One that may is counted as an acquire of its tenant's."""
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
@@ -92,43 +101,43 @@ def check(book: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns:
         return denials.has_session(lease.lease_id)
     if event.timeout_ms < 1:
         return denials.no_time(event.timeout_ms)
-    earlier = book.submits.get(lease.submit_id)
+    earlier = store.submits.get(lease.submit_id)
     if earlier is not None and earlier.state is SubmitState.FENCED:
         return denials.stuck(lease.lease_id)
     if earlier is not None and lease.next_submit is not None:
         return denials.busy(lease.lease_id)
-    return book.rates.denial(event.tenant, book.limits.tenants.of(event.tenant), now_ns)
+    return store.rates.denial(event.tenant, store.limits.tenants.of(event.tenant), now_ns)
 
 
 class SubmitViews:
-    """Reads the book."""
+    """Reads the store."""
 
-    def __init__(self, book: LeaseStore) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
 
     def snapshots(self) -> tuple[SubmitSnapshot, ...]:
         """Every submit that is not proved gone, oldest first."""
-        return tuple(submit.snapshot() for submit in self._book.submits.values())
+        return tuple(submit.snapshot() for submit in self._store.submits.values())
 
     def of(self, lease_id: int) -> SubmitSnapshot | None:
         """A live lease's submit, None if it has none."""
-        lease = self._book.live.get(lease_id)
-        submit = None if lease is None else self._book.submits.get(lease.submit_id)
+        lease = self._store.live.get(lease_id)
+        submit = None if lease is None else self._store.submits.get(lease.submit_id)
         return None if submit is None else submit.snapshot()
 
     def in_place_of_session(self, lease_id: int) -> SubmitSnapshot | None:
         """The submit that runs in place of a live lease's session, and is not proved gone; None if there is none."""
-        lease = self._book.live.get(lease_id)
+        lease = self._store.live.get(lease_id)
         return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
 
     def last_of(self, lease_id: int) -> SubmitSnapshot | None:
         """The last submit of a live lease that is proved gone; None if it had none yet."""
-        lease = self._book.live.get(lease_id)
+        lease = self._store.live.get(lease_id)
         return None if lease is None else lease.last_submit
 
     def lease_of(self, submit_id: int) -> int:
         """The lease of a submit that is not proved gone; 0 if there is no such submit."""
-        submit = self._book.submits.get(submit_id)
+        submit = self._store.submits.get(submit_id)
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
@@ -136,12 +145,12 @@ class SubmitViews:
 
         One that starts is not shown with a context yet, and one that ends may be gone already.
         """
-        card_uuid = self._book.card_of(number)
-        return None if card_uuid is None else (card_uuid, self._book.charge_bytes(number))
+        card_uuid = self._store.card_of(number)
+        return None if card_uuid is None else (card_uuid, self._store.charge_bytes(number))
 
     def is_stuck(self, lease: Lease) -> bool:
         """Whether a lease has a submit that can't be proved gone."""
-        submit = self._book.submits.get(lease.submit_id)
+        submit = self._store.submits.get(lease.submit_id)
         return submit is not None and submit.state is SubmitState.FENCED
 
 
@@ -180,8 +189,8 @@ class Submits(SubmitViews):
         on_stuck: Told of a draining lease whose submit can't be.
     """
 
-    def __init__(self, book: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
-        super().__init__(book)
+    def __init__(self, store: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
+        super().__init__(store)
         self._on_freed = on_freed
         self._on_stuck = on_stuck
         self._pool: WarmContexts | None = None
@@ -211,7 +220,7 @@ class Submits(SubmitViews):
 
     def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
         """A lease was ended, and its submit with it."""
-        submit = self._book.submits.get(lease.submit_id)
+        submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
         denial = denials.lease_ended(lease.snapshot())
@@ -221,13 +230,13 @@ class Submits(SubmitViews):
 
     def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
         """A lease lasts longer: so may its submit."""
-        submit = self._book.submits.get(lease.submit_id)
+        submit = self._store.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
         """A lease was fenced: what its submit holds is fenced with it."""
-        submit = self._book.submits.get(lease.submit_id)
+        submit = self._store.submits.get(lease.submit_id)
         if submit is None:
             return
         if not submit.is_kill_sent and not submit.is_worker_gone:
@@ -236,22 +245,22 @@ class Submits(SubmitViews):
 
     def clear_fences(self, card_uuids: set[str], out: list[Effect]) -> int:
         """Let go of submits that could not be proved gone; an operator vouches for them. How many there were."""
-        fenced = [submit for submit in self._book.submits.values() if submit.state is SubmitState.FENCED]
+        fenced = [submit for submit in self._store.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
-            self._forget(submit, self._book.live[submit.lease_id], out, is_proved=True)
+            self._forget(submit, self._store.live[submit.lease_id], out, is_proved=True)
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
         """One of an earlier daemon, of a lease that was restored; whether it can be that."""
         self._last_id = max(self._last_id, event.submit_id)
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
         if not lease.terms.submit_bytes and event.size_bytes < 1:
             return False
         if not lease.terms.submit_bytes:
-            account = self._book.account_by_uuid[lease.card_uuid]
+            account = self._store.account_by_uuid[lease.card_uuid]
             self._take_session_place(
                 lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.terms.size_bytes
             )
@@ -266,8 +275,8 @@ class Submits(SubmitViews):
 
     def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
         """Start a submit, let it wait for the one before it, or refuse it."""
-        lease = self._book.live.get(event.lease_id)
-        denial = check(self._book, lease, event, now_ns)
+        lease = self._store.live.get(event.lease_id)
+        denial = check(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
@@ -281,19 +290,19 @@ class Submits(SubmitViews):
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """Give up the submit of a requester that left; False if the request was none for a submit."""
-        lease = self._book.live.get(self._asked.pop(request, (0, 0))[0])
+        lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
-            self._end(self._book.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
+            self._end(self._store.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
         return True
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """Refuse a submit that waited too long for the one before it; False if the request was none for a submit."""
         lease_id, due_ns = self._asked.get(request, (0, 0))
-        lease = self._book.live.get(lease_id)
+        lease = self._store.live.get(lease_id)
         if lease is None:
             return False
         if lease.next_submit is None or lease.next_submit.request != request:
@@ -316,9 +325,9 @@ class Submits(SubmitViews):
         """Make room for a submit that takes a warm context, or a new one; False if there is none."""
         if lease.terms.submit_bytes:
             return True
-        account = self._book.account_by_uuid[lease.card_uuid]
+        account = self._store.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
-        is_held_back = account.card.uuid in self._book.line.held_cards()
+        is_held_back = account.card.uuid in self._store.queue.held_cards()
         is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
         if not is_lent and lease.terms.size_bytes <= overhead_bytes:
             return False
@@ -326,14 +335,14 @@ class Submits(SubmitViews):
         return True
 
     def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
-        due_ns = now_ns + self._book.limits.spawn_timeout_s * NS_PER_S
+        due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
         charge_bytes = lease.submit_charge_bytes
-        overhead_bytes = self._book.account_by_uuid[lease.card_uuid].card.overhead_bytes
+        overhead_bytes = self._store.account_by_uuid[lease.card_uuid].card.overhead_bytes
         size_bytes = lease.terms.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
             submit_id, lease.lease_id, lease.card_uuid, size_bytes, charge_bytes, request, timeout_ms, due_ns
         )
-        self._book.submits[submit_id] = submit
+        self._store.submits[submit_id] = submit
         lease.submit_id = submit_id
         return submit
 
@@ -356,7 +365,7 @@ class Submits(SubmitViews):
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
         if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
             submit.is_warm = True
-            submit.spawn_due_ns = now_ns + self._book.limits.adopt_timeout_s * NS_PER_S
+            submit.spawn_due_ns = now_ns + self._store.limits.adopt_timeout_s * NS_PER_S
         out.append(
             SpawnSubmit(
                 submit.submit_id,
@@ -378,7 +387,7 @@ class Submits(SubmitViews):
 
     def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
-            self._run(submit, self._book.live[submit.lease_id], now_ns, out)
+            self._run(submit, self._store.live[submit.lease_id], now_ns, out)
             del self._asked[submit.request]
             out.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
 
@@ -421,16 +430,16 @@ class Submits(SubmitViews):
         if now_ns < due_ns:
             out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN and submit.is_warm:
-            reason = f"its context did not take it within {self._book.limits.adopt_timeout_s} s"
+            reason = f"its context did not take it within {self._store.limits.adopt_timeout_s} s"
             self._replace(submit, reason, now_ns, out)
         elif event.kind is TimerKind.SPAWN:
-            reason = f"it was not ready within {self._book.limits.spawn_timeout_s} s"
+            reason = f"it was not ready within {self._store.limits.spawn_timeout_s} s"
             self._end(submit, None, reason, denials.not_started(submit.lease_id, reason), now_ns, out)
         elif event.kind is TimerKind.EXPIRY:
             self._on_too_long(submit, now_ns, out)
         elif event.kind is TimerKind.RECLAIM:
             missing = "its memory was not shown free" if submit.is_worker_gone else "it could not be reaped"
-            self._fence(submit, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(submit, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
         elif not submit.is_kill_sent and not submit.is_worker_gone:
             self._kill(submit, now_ns, out)
 
@@ -477,13 +486,13 @@ class Submits(SubmitViews):
 
     def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
         if submit.reclaim_due_ns is None:
-            submit.reclaim_due_ns = now_ns + self._book.limits.reclaim_timeout_s * NS_PER_S
+            submit.reclaim_due_ns = now_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
             out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns))
 
     def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
             return
-        lease = self._book.live[submit.lease_id]
+        lease = self._store.live[submit.lease_id]
         self._forget(submit, lease, out, is_proved=True)
         following = lease.next_submit
         if lease.state is LeaseState.DRAINING:
@@ -499,7 +508,7 @@ class Submits(SubmitViews):
             self._fence(submit, event.reason, now_ns, out)
 
     def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live[submit.lease_id]
+        lease = self._store.live[submit.lease_id]
         submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
@@ -522,10 +531,10 @@ class Submits(SubmitViews):
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
         """`is_proved`: its bytes are free, or an operator vouches for them; else they are part of its lease's fence."""
-        del self._book.submits[submit.submit_id]
+        del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
         if is_proved and lease.extra_bytes:
-            self._book.account_by_uuid[lease.card_uuid].take_context_back(lease)
-            self._book.has_freed_room = True
+            self._store.account_by_uuid[lease.card_uuid].take_context_back(lease)
+            self._store.has_freed_room = True
         lease.last_submit = submit.snapshot()
         out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))

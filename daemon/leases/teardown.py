@@ -21,8 +21,7 @@ from gpulease.daemon.leases.events import (
     TimerFired,
     TimerKind,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.submits import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -35,10 +34,10 @@ class Teardown:
         submits: Their submits, which end with them.
     """
 
-    def __init__(self, book: LeaseStore) -> None:
-        self._book = book
-        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
-        self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
+        self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
 
     def begin(
         self,
@@ -58,20 +57,20 @@ class Teardown:
         lease.cause = cause
         lease.reason = reason
         if cause is Cause.REVOKED:
-            self._book.revoked.add(lease.lease_id)
+            self._store.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
         self.submits.end_of(lease, cause, now_ns, out)
         if was_pending:
-            self._book.leave_pending(lease)
+            self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
                 out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
             return
         # A worker that was never ready has nothing in flight to finish.
-        grace_ns = 0 if was_pending else self._book.limits.grace_ns(cause)
-        recycling = self._book.recycling
-        if recycling is not None and cause is Cause.FREED and not was_pending and self._book.may_recycle(lease):
+        grace_ns = 0 if was_pending else self._store.limits.grace_ns(cause)
+        recycling = self._store.recycling
+        if recycling is not None and cause is Cause.FREED and not was_pending and self._store.may_recycle(lease):
             lease.is_scrubbing = True
             out.append(ScrubWorker(lease.lease_id))
             grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
@@ -118,7 +117,7 @@ class Teardown:
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
             )
-            reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
+            reason = f"{missing} within {self._store.limits.reclaim_timeout_s} s"
             self.on_reclaim_failed(lease, reason, now_ns, out)
 
     def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
@@ -155,7 +154,7 @@ class Teardown:
             self._let_go(lease, now_ns, out)
 
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
+        self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
             out.append(Freed(lease.free_request, snapshot))
@@ -170,7 +169,7 @@ class Teardown:
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
-        self._book.fence(lease, now_ns)
+        self._store.fence(lease, now_ns)
         self.submits.fence_with(lease, out)
         if lease.free_request is not None:
             out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
@@ -195,4 +194,4 @@ class Teardown:
     def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
         out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
         if lease.cause is not None:
-            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.story)))
+            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.history)))

@@ -43,6 +43,8 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.model import (
     FIRST_LEFT_ID,
     FIRST_WARM_ID,
+    NS_PER_MS,
+    NS_PER_S,
     YIELDING,
     Cause,
     Lease,
@@ -51,7 +53,6 @@ from gpulease.daemon.leases.model import (
     WarmState,
 )
 from gpulease.daemon.leases.persisted import KeptWarm
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
@@ -109,17 +110,17 @@ _WAITS_FOR: Final = {
 Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
 
 
-class Pool:
+class WarmPool:
     """Keeps the pool; each method appends to `out` what the shell is to do."""
 
-    def __init__(self, book: LeaseStore, teardown: Teardown) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
+        self._store = store
         self._teardown = teardown
-        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
-        self._spawn_timeout_ns = book.limits.spawn_timeout_s * NS_PER_S
+        self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
+        self._spawn_timeout_ns = store.limits.spawn_timeout_s * NS_PER_S
         self._last_id = FIRST_WARM_ID - 1
         self._last_left_id = FIRST_LEFT_ID - 1
-        self._refills = {account.card.uuid: Refill() for account in book.accounts}
+        self._refills = {account.card.uuid: Refill() for account in store.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
         teardown.submits.take_from(self)
@@ -136,11 +137,11 @@ class Pool:
     # --- Leases. --------------------------------------------------------------
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Start a lease that was just entered in the book, on a warm context if there is one, once it has room."""
+        """Start a lease that was just entered in the store, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
         context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
-            self._book.remove_warm(context)
+            self._store.remove_warm(context)
             account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
             lease.warm_id, lease.served = context.warm_id, context.leases
             out.append(RenameWorker(context.warm_id, lease.lease_id))
@@ -161,43 +162,43 @@ class Pool:
         out.append(RenameWorker(lease.lease_id, lease.warm_id))
         lease.warm_id = 0
         account.await_bytes(lease, lease.charge_bytes)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         self._lose(context, reason, now_ns, out)
         self._start_leases(account, now_ns, out)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
         """The lease's context serves nobody again."""
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
             self._teardown.give_up_scrub(lease, now_ns, out)
 
     def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
         """Take in a lease's worker, if it is proved that nothing of the lease is left and nothing else is amiss."""
-        lease, recycling = self._book.live.get(event.lease_id), self._book.recycling
+        lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
         is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
-        if event.doubt or is_late or not self._book.may_recycle(lease):
+        if event.doubt or is_late or not self._store.may_recycle(lease):
             self._teardown.give_up_scrub(lease, now_ns, out)
             return
         self._last_id += 1
         account = self._account(lease.card_uuid)
-        for other in account.gives_way(lease.tenant, recycling.max_idle) or ():
+        for other in account.contexts_to_drop(lease.tenant, recycling.max_idle) or ():
             self._drop(other, "another tenant, who has fewer, takes its place", now_ns, out)
         due_ns = now_ns + recycling.idle_s * NS_PER_S
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
         out.append(RecycleWorker(lease.lease_id, context.warm_id))
         self._teardown.recycled(lease, now_ns, out)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
         """Drop those that wait for a tenant who may be another by now."""
-        for account in self._book.accounts:
+        for account in self._store.accounts:
             for context in account.yielding():
-                if context.tenant in self._book.renamed:
+                if context.tenant in self._store.renamed:
                     self._drop(context, "its tenant may be another by now", now_ns, out)
 
     # --- Submits. -------------------------------------------------------------
@@ -212,7 +213,7 @@ class Pool:
         context = _choose(account.warm.values())
         if context is None:
             return False
-        self._book.remove_warm(context)
+        self._store.remove_warm(context)
         out.append(RenameWorker(context.warm_id, submit.submit_id))
         self._refills[submit.card_uuid].was_taken(now_ns)
         return True
@@ -225,10 +226,10 @@ class Pool:
 
     def tend(self, now_ns: int, out: list[Effect]) -> None:
         """What is to be done after any event: leases started that have room now, contexts dropped and made."""
-        for account in self._book.accounts:
+        for account in self._store.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
-            if account.warm and not self._book.may_keep_warm(account):
+            if account.warm and not self._store.may_keep_warm(account):
                 for context in account.yielding():
                     self._drop(context, "its card is to have none", now_ns, out)
             elif account.warm_wanted and self._is_begun:
@@ -242,14 +243,14 @@ class Pool:
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
         """Let go of contexts that could not be proved gone; an operator vouches for them."""
         uuids = set(card_uuids)
-        fenced = [context for context in self._book.warm.values() if context.state is WarmState.FENCED]
+        fenced = [context for context in self._store.warm.values() if context.state is WarmState.FENCED]
         cleared = [context for context in fenced if context.card_uuid in uuids]
         for context in cleared:
             account = self._account(context.card_uuid)
             account.stuck_bytes -= context.charge_bytes
             account.fenced_bytes -= context.charge_bytes
-            self._book.remove_warm(context)
-            self._book.has_freed_room = True
+            self._store.remove_warm(context)
+            self._store.has_freed_room = True
         return tuple(context.warm_id for context in cleared)
 
     # --- What others hold of a card: see `others`. ------------------------------
@@ -273,7 +274,7 @@ class Pool:
     def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, out: list[Effect]) -> None:
         is_less = account.others.booked_bytes > before_bytes
         out.append(CapacityChanged(account.snapshot(), is_less))
-        self._book.has_freed_room = True
+        self._store.has_freed_room = True
         self._fit(account, now_ns, out)
 
     # --- An earlier daemon's. -------------------------------------------------
@@ -310,7 +311,7 @@ class Pool:
         else:
             self._last_left_id = max(self._last_left_id, warm_id)
         context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         return context
 
     # --- Room. ----------------------------------------------------------------
@@ -332,7 +333,7 @@ class Pool:
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
             account.await_bytes(lease, 0)
-            wait_s = self._book.limits.adopt_timeout_s if lease.warm_id else self._book.limits.spawn_timeout_s
+            wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
             out.append(
                 SpawnWorker(
@@ -354,7 +355,7 @@ class Pool:
             len(kept) + account.leaving >= account.warm_wanted
             or is_busy
             or needed_bytes > account.capacity_bytes
-            or not self._book.may_keep_warm(account)
+            or not self._store.may_keep_warm(account)
         ):
             return
         due_ns = self._refills[account.card.uuid].next_ns
@@ -368,7 +369,7 @@ class Pool:
         self._last_id += 1
         due_ns = now_ns + self._spawn_timeout_ns
         context = WarmContext(self._last_id, account.card.uuid, account.card.overhead_bytes, due_ns)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         out.append(WarmUp(context.warm_id, context.card_uuid))
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
 
@@ -400,16 +401,16 @@ class Pool:
         if now_ns < context.due_ns:
             out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
         elif context.state is WarmState.WARMING:
-            self._lose(context, f"it was not ready within {self._book.limits.spawn_timeout_s} s", now_ns, out)
+            self._lose(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, out)
         elif context.state is WarmState.READY:
             self._drop(context, "its tenant has not come back", now_ns, out)
         else:
             missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
-            self._fence(context, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
 
     def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         if context.state is WarmState.DROPPING and context.is_worker_gone:
-            self._book.remove_warm(context)
+            self._store.remove_warm(context)
             out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
 
     def _on_not_proved(self, context: WarmContext, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
@@ -450,7 +451,7 @@ class Pool:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
 
     def _account(self, card_uuid: str) -> CardAccount:
-        return self._book.account_by_uuid[card_uuid]
+        return self._store.account_by_uuid[card_uuid]
 
 
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:

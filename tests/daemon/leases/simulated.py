@@ -65,9 +65,9 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers
-from .recycling_books import RecyclingBooks
-from .submit_books import SubmitBooks
-from .tenant_books import RULES, TenantBooks
+from .expected_recycling import ExpectedRecycling
+from .expected_submits import ExpectedSubmits
+from .expected_tenants import RULES, ExpectedTenants
 
 MS = 1_000_000
 CARDS = (
@@ -84,7 +84,7 @@ LIMITS = CoreLimits(
     max_hold_back_s=1,
     max_wait_s=6,
     max_tombstones=5,
-    max_story_entries=8,
+    max_history_entries=8,
     spawn_timeout_s=2,
     adopt_timeout_s=1,
     reclaim_timeout_s=3,
@@ -102,7 +102,7 @@ class Shell:
         self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
         self.cards = CARDS
         self.warm_contexts = warm_contexts
-        self.recycled = RecyclingBooks(recycling)
+        self.recycled = ExpectedRecycling(recycling)
         self.disk = Disk()
         self.words: dict[int, Cause] = {}
         self.revoked: set[int] = set()
@@ -114,7 +114,7 @@ class Shell:
         self.jobs: list[AnyJob] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
-        self.tenants = TenantBooks(LIMITS)
+        self.tenants = ExpectedTenants(LIMITS)
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
@@ -127,7 +127,7 @@ class Shell:
         self.ended: set[int] = set()
         self.remembered: dict[int, tuple[str, int]] = {}
         self.once: set[tuple[type, int]] = set()
-        self.submits = SubmitBooks()
+        self.submits = ExpectedSubmits()
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):

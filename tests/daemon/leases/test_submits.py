@@ -1,4 +1,4 @@
-"""A lease's second worker, step by step; what happens in any order is in test_any_order."""
+"""A lease's second worker, step by step; what happens in any order is in test_table_any_order."""
 
 from collections.abc import Callable
 from dataclasses import replace

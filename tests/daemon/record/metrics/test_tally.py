@@ -32,7 +32,7 @@ from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Dis
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 
 from ...leases.scenario import Scenario, card, end  # noqa: TID252  # the core's own scenarios
-from ...leases.test_restoring import kept  # noqa: TID252  # the core's own scenarios
+from ...leases.test_restoration import kept  # noqa: TID252  # the core's own scenarios
 
 ANN = ("GPU-a", "ann")
 CARD = ("GPU-a",)

@@ -28,37 +28,37 @@ from gpulease.daemon.leases.model import Cause, Lease, LeaseState, LeaseTerms, T
 from gpulease.daemon.leases.persisted import Past, revive
 from gpulease.daemon.leases.store import LeaseStore, RevokedIds
 from gpulease.daemon.leases.teardown import Teardown
-from gpulease.daemon.leases.warm_pool import Pool
+from gpulease.daemon.leases.warm_pool import WarmPool
 
 
-class Restoring:
+class Restoration:
     """Enters what was left; each handler appends to `out` what the shell is to do."""
 
-    def __init__(self, book: LeaseStore, teardown: Teardown, pool: Pool) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore, teardown: Teardown, pool: WarmPool) -> None:
+        self._store = store
         self._teardown = teardown
         self._pool = pool
 
     def recall(self, past: Past) -> None:
         """Know again what ended, hold what is fenced, and let nobody in if the node is drained."""
-        self._book.revoked, self._book.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
-        self._book.drain_ns = past.drain_ns
+        self._store.revoked, self._store.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
+        self._store.drain_ns = past.drain_ns
         for tombstone in past.tombstones:
-            self._book.remember(tombstone)
+            self._store.remember(tombstone)
         for kept in past.fenced_warm:
-            if kept.card_uuid in self._book.account_by_uuid:
+            if kept.card_uuid in self._store.account_by_uuid:
                 self._pool.restore_fence(kept)
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
         """A lease of an earlier table."""
-        lease = revive(event.kept, self._book.limits.max_story_entries, has_session=event.has_session)
-        if lease.lease_id in self._book.live:
+        lease = revive(event.kept, self._store.limits.max_history_entries, has_session=event.has_session)
+        if lease.lease_id in self._store.live:
             return
-        if lease.card_uuid not in self._book.account_by_uuid:
+        if lease.card_uuid not in self._store.account_by_uuid:
             self._end_without_card(lease, event, now_ns, out)
             return
         lease.is_worker_gone = not event.has_worker
-        self._book.restore(lease)
+        self._store.restore(lease)
         if lease.state is LeaseState.DRAINING:
             self._teardown.resume(lease, now_ns, out)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
@@ -73,13 +73,13 @@ class Restoring:
         """
         kind = kind_of(event.worker_id)
         # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
-        if kind is WorkerKind.SUBMIT or event.worker_id in self._book.live or event.worker_id in self._book.warm:
+        if kind is WorkerKind.SUBMIT or event.worker_id in self._store.live or event.worker_id in self._store.warm:
             return
-        if event.card_uuid not in self._book.account_by_uuid:
+        if event.card_uuid not in self._store.account_by_uuid:
             out += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
         elif kind is WorkerKind.WARM:
             self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
-        elif event.beside_lease_id or event.worker_id in self._book.ended:
+        elif event.beside_lease_id or event.worker_id in self._store.ended:
             self._pool.drop_left(event, now_ns, out)
         else:
             lease = Lease(
@@ -91,13 +91,13 @@ class Restoring:
                 request=0,
                 created_ns=now_ns,
                 spawn_due_ns=0,
-                max_story_entries=self._book.limits.max_story_entries,
+                max_history_entries=self._store.limits.max_history_entries,
                 state=LeaseState.DRAINING,
-                cause=Cause.REVOKED if event.worker_id in self._book.revoked else Cause.ABANDONED,
+                cause=Cause.REVOKED if event.worker_id in self._store.revoked else Cause.ABANDONED,
                 reason="nobody was told of it before the daemon ended",
                 is_restored=True,
             )
-            self._book.restore(lease)
+            self._store.restore(lease)
             self._teardown.resume(lease, now_ns, out)
 
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
@@ -122,5 +122,5 @@ class Restoring:
             out += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]
         lease.move(Trigger.RECLAIM_PROVED, now_ns)
         lease.ended_ns = now_ns
-        self._book.remember(lease.snapshot())
-        out.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.story)))
+        self._store.remember(lease.snapshot())
+        out.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.history)))

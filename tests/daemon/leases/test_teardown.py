@@ -99,7 +99,7 @@ def test_a_free_kills_at_once_and_is_answered_when_the_bytes_are_back() -> None:
     assert one(effects, Freed).request == 50
     ended = one(effects, LeaseEnded)
     assert ended.cause is Cause.FREED
-    assert [entry.finish for entry in ended.story] == [
+    assert [entry.finish for entry in ended.history] == [
         LeaseState.ACTIVE,
         LeaseState.DRAINING,
         LeaseState.TORNDOWN,

@@ -1,4 +1,4 @@
-"""Submits on contexts that were made ahead, step by step; what happens in any order is in test_any_order."""
+"""Submits on contexts that were made ahead, step by step; what happens in any order is in test_table_any_order."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, REFILL_PAUSE_MS
 
 from .scenario import MS, OVERHEAD, S, armed, denied, kinds, one, placed
-from .test_pool import WARM, PoolScenario, killed
+from .test_warm_pool import WARM, PoolScenario, killed
 
 LEASE = 1
 FIRST = FIRST_SUBMIT_ID

@@ -20,7 +20,7 @@ WIDE = TenantRules()
 """Others that an operator may change them to."""
 
 
-class TenantBooks:
+class ExpectedTenants:
     """Leases by their tenants.
 
     Attributes:

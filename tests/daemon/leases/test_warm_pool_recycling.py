@@ -47,7 +47,7 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, armed, card, denied, kinds, one, placed
-from .test_pool import WARM, PoolScenario, killed
+from .test_warm_pool import WARM, PoolScenario, killed
 
 BOUNDS = Recycling(idle_s=5, max_leases=3, max_idle=2, scrub_timeout_ms=500)
 FIRST = WARM + 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RECYCLING: Final = Recycling(idle_s=2, max_leases=3, max_idle=2, scrub_timeout_ms=400)
 
 
-class RecyclingBooks:
+class ExpectedRecycling:
     """Whom each context has served, and what must never be used again.
 
     Attributes:

@@ -49,9 +49,9 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.daemon.leases.warm_pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity
 
-from .recycling_books import RECYCLING
+from .expected_recycling import RECYCLING
+from .expected_tenants import NARROW, RULES, WIDE
 from .simulated import CARDS, LIMITS, MS, Shell
-from .tenant_books import NARROW, RULES, WIDE
 
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
 ANY = st.integers(min_value=0, max_value=1 << 16)

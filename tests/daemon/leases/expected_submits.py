@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 AnySubmitEffect = SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady
 
 
-class SubmitBooks:
+class ExpectedSubmits:
     """Whose submits there were, which were told of, and whether an operator has just vouched for what is fenced."""
 
     def __init__(self) -> None:

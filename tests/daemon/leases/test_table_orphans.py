@@ -57,7 +57,7 @@ def test_a_lease_ends_so_long_after_its_last_connection_went() -> None:
 def test_who_listens_is_warned_and_the_warning_is_taken_back() -> None:
     s = granted()
     left(s)
-    standing = s.table.standing(1, s.now_ns)
+    standing = s.table.phase(1, s.now_ns)
     assert standing is not None
     assert (standing.phase, standing.left_ms(s.now_ns), standing.reason) == (Phase.WARNING, 4000, UNCONNECTED)
     assert came(s.at(1)) == [Warned(1, Phase.ACTIVE, 8000)]
@@ -94,7 +94,7 @@ def test_a_renewal_begins_the_wait_anew() -> None:
 def test_an_end_that_comes_first_is_its_end() -> None:
     s = granted(20_000)
     left(s)
-    standing = s.table.standing(1, s.now_ns)
+    standing = s.table.phase(1, s.now_ns)
     assert standing is not None
     assert standing.phase is Phase.ACTIVE, "it ends by itself before that"
     assert s.at(30).fire(1, TimerKind.ORPHAN)[0] == RefuseWork(1, Cause.EXPIRED)
@@ -104,7 +104,7 @@ def test_a_drain_that_ends_it_later_is_not_what_it_is_told_of() -> None:
     s = granted()
     s.do(DrainRequested(60, 9000))
     left(s)
-    standing = s.table.standing(1, s.now_ns)
+    standing = s.table.phase(1, s.now_ns)
     assert standing is not None
     assert (standing.reason, standing.until_ns) == (UNCONNECTED, s.now_ns + 4 * S)
 

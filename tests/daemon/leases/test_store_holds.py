@@ -199,12 +199,12 @@ def test_the_times_remembered_are_bounded_and_who_finds_no_room_holds_nobody_bac
     for lease_id in (3, 4, 5, 6):
         s.acquire(lease_id, 100, tenant=f"tenant {lease_id}", wait_ms=HOUR_MS)
         s.do(RequesterGone(lease_id + 1000))
-    assert set(s.table._book.line.terms.begun_ns) == {"bob", "tenant 3", "tenant 4"}
+    assert set(s.table._store.queue.terms.begun_ns) == {"bob", "tenant 3", "tenant 4"}
     s.do(RequesterGone(1002))
     s.acquire(7, 100, tenant="eve", wait_ms=HOUR_MS)
     assert not held_back(s, 8)
     s.at(100).acquire(9, 100, tenant="eve", wait_ms=HOUR_MS)
-    assert set(s.table._book.line.terms.begun_ns) == {"eve"}
+    assert set(s.table._store.queue.terms.begun_ns) == {"eve"}
     assert held_back(s, 10)
 
 
@@ -213,13 +213,13 @@ def test_the_times_remembered_are_bounded_and_who_finds_no_room_holds_nobody_bac
 
 def test_validate_finds_a_waiter_that_holds_others_back_out_of_its_time() -> None:
     s = in_the_way()
-    s.table._book.line.terms.begun_ns["bob"] -= 1
+    s.table._store.queue.terms.begun_ns["bob"] -= 1
     with pytest.raises(InvariantBroken, match="outside the term of 'bob'"):
         s.table.validate()
 
 
 def test_validate_finds_a_tenant_miscounted_on_a_card() -> None:
     s = in_the_way()
-    s.table._book.accounts[0].leases_by_tenant["bob"] += 1
+    s.table._store.accounts[0].leases_by_tenant["bob"] += 1
     with pytest.raises(InvariantBroken, match="leases per tenant"):
         s.table.validate()

@@ -169,7 +169,7 @@ def test_a_lease_placed_on_a_warm_context_is_refused_too() -> None:
 
 
 def standing(s: Scenario, lease_id: int = 1) -> tuple[Phase, int, str, str]:
-    found = s.table.standing(lease_id, s.now_ns)
+    found = s.table.phase(lease_id, s.now_ns)
     assert found is not None
     return found.phase, found.left_ms(s.now_ns), found.cause, found.reason
 
@@ -177,12 +177,12 @@ def standing(s: Scenario, lease_id: int = 1) -> tuple[Phase, int, str, str]:
 @pytest.mark.parametrize(("ttl_s", "warning_s"), [(10, 1), (300, 30), (3600, 30)])
 def test_a_lease_s_own_end_is_warned_of(ttl_s: int, warning_s: int) -> None:
     s = Scenario()
-    assert s.table.standing(1, s.now_ns) is None
+    assert s.table.phase(1, s.now_ns) is None
     s.acquire(1, ttl_ms=ttl_s * 1000)
-    assert s.table.standing(1, s.now_ns) is None, "nobody has it yet"
+    assert s.table.phase(1, s.now_ns) is None, "nobody has it yet"
     s.do(WorkerReady(1))
     assert standing(s) == (Phase.ACTIVE, (ttl_s - warning_s) * 1000, "", "")
-    found = s.table.standing(1, s.now_ns)
+    found = s.table.phase(1, s.now_ns)
     assert found is not None
     assert found.look_again_ns == s.now_ns + (ttl_s - warning_s) * S
     s.at(ttl_s - warning_s)
