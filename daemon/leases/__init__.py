@@ -1,6 +1,7 @@
-"""The lease core: events and the time in, effects out. No I/O, no clock, no randomness.
+"""The lease core: a pure state machine for leases, submits and the pool of warm contexts.
 
-`LeaseTable.handle(event, now_ns)` returns the effects to execute; effects that take time come back as events.
+`LeaseTable.handle(event, now_ns)` returns the effects to execute, in order. The core does no I/O, reads no clock and
+draws no random numbers. An effect that takes time is answered by a later event.
 """
 
 from gpulease.daemon.leases.denials import Denial, DenialReason

@@ -1,16 +1,4 @@
-"""Who is let in: the checks of an acquire, its placement, and the line of those who wait.
-
-Drain a node: nobody is let in, whoever is there is warned, and what is left is ended at a deadline.
-
-Rules:
-
-1. From the request on no lease is granted: acquires are refused, those in line and those whose worker still starts too.
-   The pool's contexts are let go.
-2. Every active lease is told until when it can last. Renewing it is allowed, up to that deadline and no further.
-3. At the deadline every lease that is left ends, DRAINED. The node stays drained until an operator says otherwise,
-   also for a table that is made from what this one left.
-4. Asked again, the new deadline counts, be it sooner or later. Cancelled, all goes on: no lease has lost time it had.
-"""
+"""Admission: the checks of an acquire, its placement and the queue; and the drain of a node."""
 
 from dataclasses import replace
 from typing import Final
@@ -43,7 +31,7 @@ MAX_LEASE_ID = (1 << 128) - 1
 
 
 def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
-    """Why a time to live can't be granted to a tenant, None if it can."""
+    """Return the denial for a time to live that the tenant can't have; None if it can."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
     if ttl_ms > limits.max_ttl_s * 1000:
@@ -66,14 +54,14 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 
 class Admission:
-    """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
+    """Places acquires or queues them. Each method appends the effects to execute to `out`."""
 
     def __init__(self, store: LeaseStore, pool: WarmPool) -> None:
         self._store = store
         self._pool = pool
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
-        """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
+        """Apply new bounds to future requests; tenants keep the leases and places in the queue they have."""
         store = self._store
         store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
         store.limits = replace(store.limits, tenants=event.rules)
@@ -81,7 +69,7 @@ class Admission:
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        """Place the request, put it in line, or refuse it."""
+        """Place the request, queue it, or refuse it."""
         denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
         denial = denial or self._check_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_counts(event)
@@ -98,7 +86,7 @@ class Admission:
             out.append(Denied(event.request, denial))
             return
         if self._store.queue.end_holds(now_ns):
-            # The timer is late: those in line come first all the same.
+            # The timer is late, but waiters still come before a newcomer.
             self.serve_queue(now_ns, out)
         held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
@@ -111,7 +99,7 @@ class Admission:
             self._enqueue(event, candidates, now_ns, out)
 
     def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
-        """Place every waiter that nobody holds back and that fits. Those past their time are sent away."""
+        """Place every waiter that fits and is not held back; refuse those past their time."""
         self._store.queue.end_holds(now_ns)
         while (found := self._store.queue.next_placeable()) is not None:
             waiter, account = found
@@ -123,7 +111,7 @@ class Admission:
         self._store.has_freed_room = False
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        """Send away a waiter whose time is over."""
+        """Refuse a waiter whose time is over."""
         waiter = self._store.queue.get(request)
         if waiter is None:
             return
@@ -134,7 +122,7 @@ class Admission:
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """Let those go on who were held back for long enough."""
+        """Serve the waiters that were held back for long enough."""
         if self._store.queue.end_holds(now_ns):
             self.serve_queue(now_ns, out)
         due_ns = self._store.queue.next_hold_end_ns()
@@ -142,12 +130,12 @@ class Admission:
             out.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
-        """Take a waiter out of the line; those behind it may go on."""
+        """Take a waiter out of the queue, so that those behind it may go on."""
         self._store.queue.leave(waiter)
         self._store.has_freed_room = True
 
     def close_queue(self, denial: Denial, out: list[Effect]) -> None:
-        """Send everybody away."""
+        """Refuse every waiter."""
         for waiter in self._store.queue:
             self._store.queue.leave(waiter)
             out.append(Denied(waiter.acquire.request, denial))
@@ -183,7 +171,7 @@ class Admission:
         waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
         queue.join(waiter)
         out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
-        # There is one timer for all, due when the first of them must stop, or earlier.
+        # One timer serves all waiters; it is due when the first hold ends, or earlier.
         hold_end_ns = queue.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
             out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
@@ -222,7 +210,7 @@ class Admission:
         return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
-        # Those in line count as if they were placed, so that placing them can't go over a limit later.
+        # Waiters count as placed, so that placing them later can't go over a limit.
         store, limits = self._store, self._store.limits
         if len(store.live) + len(store.queue) >= limits.max_leases:
             return denials.over_limit(
@@ -254,7 +242,7 @@ class Admission:
         )
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
-        """Those of the cards that the tenant may use."""
+        """Return those of the cards that the tenant may use."""
         devices = self._store.limits.tenants.of(tenant).devices
         if devices is None:
             return selected
@@ -326,12 +314,22 @@ class Admission:
 REASON: Final = "the node is drained"
 
 RENEWAL_SLACK_MS: Final = 1000
-"""How far past the drain's deadline a renewed lease's own may lie: it is the drain that ends it and says so, while a
-worker that is never told of the drain's end still stops by itself."""
+"""Most by which a renewed deadline may lie past the drain's. The drain ends the lease and says so. A worker that never
+hears of the drain's end still stops by itself."""
 
 
 class Drain:
-    """Drains; each method appends to `out` what the shell is to do."""
+    """Drains a node: admits nobody, warns the tenants, and ends the leases left at a deadline.
+
+    1. From the request on, no lease is granted. Acquires are refused, queued ones and those whose worker still starts
+       included. The pool's contexts are dropped.
+    2. Every active lease is told how long it can last. A renewal is allowed up to that deadline and no further.
+    3. At the deadline every lease left ends, DRAINED. The node stays drained until an operator lets tenants in again,
+       also for a table restored from this one.
+    4. A second request moves the deadline, sooner or later. A cancelled drain has cost no lease any time.
+
+    Each method appends the effects to execute to `out`.
+    """
 
     def __init__(self, store: LeaseStore, teardown: Teardown, admission: Admission) -> None:
         self._store = store
@@ -339,7 +337,7 @@ class Drain:
         self._admission = admission
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
-        """Begin, or move the deadline."""
+        """Begin a drain, or move its deadline."""
         self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
         self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
         for lease in self._store.live.values():
@@ -349,12 +347,12 @@ class Drain:
         self.on_timer(now_ns, out)
 
     def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
-        """Let tenants in again. Without a drain nothing changes."""
+        """Let tenants in again; without a drain nothing changes."""
         self._store.drain_ns = None
         self._set(event.request, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """End what is left, if it is time."""
+        """End the leases left, if the deadline has come."""
         if self._store.drain_ns is None:
             return
         if now_ns < self._store.drain_ns:
@@ -365,7 +363,7 @@ class Drain:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
 
     def cap(self, deadline_ns: int) -> int:
-        """How long a renewal may make a lease last."""
+        """Return a renewal's deadline, capped by the drain's."""
         drain_ns = self._store.drain_ns
         return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
 

@@ -1,15 +1,14 @@
-"""What can happen to the lease table. The shell turns the world into these; the table turns them into effects.
+"""Events that the lease table handles, and effects that it returns.
 
-`request` is a number the shell gives to one call of one client; it must not be in use by another open acquire.
-Lease ids are u128. An event for a lease that is unknown or has ended is harmless. What is said of workers, timers and
-proofs is said of warm contexts and submits too, by their numbers.
+The shell turns what happens into events. Lease ids are u128; warm contexts and submits have ids above (`kind_of`).
+`worker_id` is the id of a worker of any kind. `request` numbers one call of one client; no other open acquire may have
+the number. An event about a lease that is unknown or has ended does no harm.
 
-What the lease table wants done. The shell executes effects in the order given; it never decides.
+The shell executes effects in the order given and never decides. All times are monotonic nanoseconds.
 
 Every acquire, renew, free, revoke, fence clear, drain and submit gets exactly one of `Granted`, `Renewed`, `Freed`,
-`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`, except an acquire or submit whose requester left.
-Times are monotonic nanoseconds. What is done to a lease's worker, timers and bytes is done to those of warm contexts
-and submits by the same effects, with their numbers.
+`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`. An acquire or submit whose requester left gets
+none.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
 
 class TimerKind(Enum):
-    """Which of a lease's clocks ran out."""
+    """Kinds of timers of one worker."""
 
     __hash__ = object.__hash__
 
@@ -42,9 +41,10 @@ class AcquireRequested:
     """A tenant asks for a lease.
 
     Attributes:
-        lease_id: Chosen by the shell, nonzero and never used before.
-        selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
-        wait_ms: How long to wait in line if there is no room; 0 not to wait.
+        lease_id: Id chosen by the shell, nonzero and never used before.
+        terms: Terms asked for; `orphan_ms` may be None, for the node's default.
+        selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
+        wait_ms: Longest wait in the queue if there is no room; 0: no wait.
     """
 
     request: int
@@ -57,13 +57,13 @@ class AcquireRequested:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionsChanged:
-    """A granted lease lost its last connection, or has one again; until the first of these it counts as having one.
+    """A granted lease lost its last connection, or has one again.
 
-    What counts: connections of its session, those of guests too; control connections that acquired or renewed it, or
-    asked about it as its tenant; a submit's.
+    Before the first such event a lease counts as connected. Connections of the session count, guests' too. So do
+    control connections that acquired or renewed the lease, or asked about it as its tenant, and a submit's connection.
 
     Attributes:
-        least_wait_ms: How long it is waited for at the least, however soon the lease would end without a connection.
+        least_wait_ms: Shortest wait for a new connection, even if the lease would end sooner without one.
     """
 
     lease_id: int
@@ -73,10 +73,10 @@ class ConnectionsChanged:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequested:
-    """A tenant, or whoever bears a token of its, wants one kernel run beside the session; see `submitting`.
+    """A tenant, or the bearer of its token, asks to run one kernel beside the session; see `submits`.
 
     Attributes:
-        timeout_ms: How long it may take once it is ready.
+        timeout_ms: Longest run of the submit once it is ready.
     """
 
     request: int
@@ -87,26 +87,26 @@ class SubmitRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """Somebody who may is about to be attached to a lease's session, unless a submit runs in its place."""
+    """An authorised client will attach to a lease's session, unless a submit runs in its place."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
-    """The submit was ready, but its requester had left: nobody can take its connection."""
+    """A submit was ready, but its requester had left."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitFound:
-    """A submit's worker of an earlier daemon, of a lease that was restored before; told once each.
+    """A submit's worker of an earlier daemon, found after its lease was restored; sent once each.
 
     Attributes:
-        is_running: It was told of to who asked for it, and nothing has ended it.
-        timeout_ms: How long it may take, counted from now.
-        size_bytes: What its kernel's buffers and code may take of the card.
+        is_running: The requester was told that the submit is ready, and nothing has ended it.
+        timeout_ms: Longest run of the submit, counted from now.
+        size_bytes: Bytes for its kernel's buffers and code.
     """
 
     submit_id: int
@@ -119,21 +119,21 @@ class SubmitFound:
 
 @dataclass(frozen=True, slots=True)
 class RequesterGone:
-    """The client that asked for a lease, or a submit, left before it was answered. An active lease is not touched."""
+    """The client left before its acquire or submit was answered; an active lease is not touched."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The lease's worker has its context: the lease begins."""
+    """The worker has its context: the lease begins."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker could not start. It is killed all the same, so `WorkerExited` must still follow."""
+    """The worker could not start. The shell kills it all the same, so `WorkerExited` follows."""
 
     worker_id: int
     reason: str
@@ -141,11 +141,11 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all.
+    """The worker's process was reaped; also the answer to a `KillWorker` without a process.
 
     Attributes:
-        is_by_daemon: A `KillWorker` is what ended it; the table does the same either way, who looks does not.
-        is_busy: It was never started, for want of what the daemon may have again in a moment: a descriptor, say.
+        is_by_daemon: A `KillWorker` ended the process. Logs tell the cases apart; the table does not.
+        is_busy: The worker was never started, for want of a resource that may be free again soon, such as a descriptor.
     """
 
     worker_id: int
@@ -156,7 +156,7 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class RenewRequested:
-    """A tenant, or an operator in its stead, asks for more time: `ttl_ms` from now."""
+    """A tenant, or an operator on its behalf, asks for `ttl_ms` more from now."""
 
     request: int
     lease_id: int
@@ -167,7 +167,7 @@ class RenewRequested:
 
 @dataclass(frozen=True, slots=True)
 class FreeRequested:
-    """A tenant, or an operator in its stead, gives a lease back."""
+    """A tenant, or an operator on its behalf, gives a lease back."""
 
     request: int
     lease_id: int
@@ -177,7 +177,7 @@ class FreeRequested:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRequested:
-    """An operator takes a lease away; `reason` is shown to its tenant."""
+    """An operator revokes a lease; the tenant sees `reason`."""
 
     request: int
     lease_id: int
@@ -186,7 +186,7 @@ class RevokeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionFaulted:
-    """The context is lost but its worker lives and says so to its client. The lease stays active."""
+    """The session lost its context, but its worker lives and tells the client; the lease goes on."""
 
     worker_id: int
     reason: str
@@ -194,7 +194,7 @@ class SessionFaulted:
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE, LOAD_TIMEOUT."""
+    """A session broke a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
 
     worker_id: int
     cause: Cause
@@ -203,16 +203,17 @@ class SessionCondemned:
 
 @dataclass(frozen=True, slots=True)
 class GuestAttached:
-    """Somebody was let into a lease's session, or may end it, of whom nobody vouches that it is the lease's tenant."""
+    """A client other than the lease's proven tenant entered its session, or may end it."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
-    """The answer to `ScrubWorker`: nothing of the lease is left, and the card shows what was held back.
+    """Answer to `ScrubWorker`: nothing of the lease is left, and the card shows the memory as free.
 
-    `doubt` says why that is not so, or not known; "" if it is proved.
+    Attributes:
+        doubt: Reason why that is false or unknown; "" if it is proved.
     """
 
     lease_id: int
@@ -221,7 +222,7 @@ class WorkerScrubbed:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
+    """A worker's timer armed by `ArmTimer` ran out. Late, early, repeated and outdated timers do no harm."""
 
     worker_id: int
     generation: int
@@ -230,37 +231,39 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """A timer armed by `ArmTimer` ran out."""
+    """The wait of a queued acquire or submit ran out."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """The timer armed by `ArmTimer` ran out. Late, early and repeated ones do no harm."""
+    """A waiter's time to hold others back ran out. Late, early and repeated timers do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
-    """The daemon has begun, or the timer armed by `ArmTimer` ran out. Others do no harm."""
+    """The daemon began, or the pause before the next warm context is over. Extra ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimProved:
-    """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
+    """The device shows the bytes of a reaped worker as free; counts only after `ProveReclaimed`."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnlisted:
-    """The card does not list the process of a reaped worker. Sent at each look, until the table has its proof.
+    """The card does not list the process of a reaped worker.
+
+    Sent at each look until the table has its proof.
 
     Attributes:
-        unowned_bytes: What of the card belonged to no process at this look, beyond what did when it was measured.
-        least_bytes: The least of that at any look that did not list the process.
-        since_ns: The time of the first of these looks.
-        looked_ns: The time at which this look began.
+        unowned_bytes: Bytes that belong to no process at this look, beyond those when the card was measured.
+        least_bytes: Smallest such figure at any look that did not list the process.
+        since_ns: Time of the first of these looks.
+        looked_ns: Time at which this look began.
     """
 
     worker_id: int
@@ -273,12 +276,14 @@ class WorkerUnlisted:
 
 @dataclass(frozen=True, slots=True)
 class CardLooked:
-    """What others than leases and the pool hold of a card, beyond what they held when it was measured; see `others`.
+    """A look at the memory of a card that others than leases and the pool hold.
+
+    Bytes count beyond those when the card was measured. `devices.Others` books them.
 
     Attributes:
-        unowned_bytes: What belongs to no process.
-        outside_bytes: What belongs to processes that are none of the daemon's workers.
-        looked_ns: The time at which the look began.
+        unowned_bytes: Bytes that belong to no process.
+        outside_bytes: Bytes of processes that are none of the daemon's workers.
+        looked_ns: Time at which the look began.
     """
 
     card_uuid: str
@@ -289,7 +294,7 @@ class CardLooked:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimFailed:
-    """The worker could not be killed, or its bytes could not be shown back: the slice is fenced."""
+    """The worker could not be killed, or its bytes could not be shown free: the slice is fenced."""
 
     worker_id: int
     reason: str
@@ -305,13 +310,13 @@ class FenceClearRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
-    """A lease that an earlier table left; told before anything else, once each.
+    """A lease that an earlier table left; sent before all other events, once each.
 
     Attributes:
-        kept: What was kept of it, and what its control page says: the later deadline, the higher generation; DRAINING
-            if its revocation word is flipped.
-        has_worker: Its worker lives. If not, it was reaped, or will be by whoever its parent is.
-        has_session: Somebody may have attached to its session, as its control page says.
+        kept: The persisted lease, corrected by its control page: the later deadline and the higher generation count,
+            and a flipped revocation word makes it DRAINING.
+        has_worker: The worker lives. Otherwise its parent has reaped it, or will.
+        has_session: Someone may have attached to the session, as the control page says.
     """
 
     kept: KeptLease
@@ -321,14 +326,15 @@ class LeaseRestored:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFound:
-    """A worker of an earlier daemon that no kept lease has, alive or dead; told before anything else, once each.
+    """A worker of an earlier daemon, alive or dead, that no persisted lease has.
 
-    It is killed, its bytes are proved back, and nothing is remembered of it.
+    Sent before all other events, once each. The table kills it and holds its bytes until they are proved back. Nothing
+    is remembered of it.
 
     Attributes:
-        worker_id: Its number: a lease's id, or a warm context's.
-        beside_lease_id: The lease that it was one more worker of, a submit's or a second one; 0 if it was none. Its
-            own number is drawn then, and no lease's.
+        worker_id: The id of its lease or warm context, or one drawn for it.
+        beside_lease_id: Lease of which this is an additional worker, a submit's or a second session's; 0 if none. Its
+            `worker_id` is then drawn and belongs to no lease.
     """
 
     worker_id: int
@@ -339,7 +345,7 @@ class WorkerFound:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants the node empty within so many milliseconds: see `draining`."""
+    """An operator wants the node empty in `within_ms`; see `admission.Drain`."""
 
     request: int
     within_ms: int
@@ -354,15 +360,15 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The timer armed by `ArmTimer` ran out. Late, early and repeated ones do no harm."""
+    """The deadline of a drain is due. Late, early and repeated timers do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRulesChanged:
-    """The operator has other bounds for tenants.
+    """The operator changed the bounds of tenants.
 
     Attributes:
-        renamed: Tenants who may be other people from now on.
+        renamed: Tenant names that may belong to other people from now on.
     """
 
     rules: TenantRules
@@ -371,7 +377,7 @@ class TenantRulesChanged:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
-    """The daemon stops: nobody is let in, everybody is let go."""
+    """The daemon stops: no acquire is granted, and every lease ends."""
 
 
 WorkerEvent = (
@@ -428,7 +434,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
-    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`."""
+    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`.
+
+    Its session gets `terms.session_bytes`.
+    """
 
     lease_id: int
     card_uuid: str
@@ -438,7 +447,7 @@ class SpawnWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Start a worker that opens a context for no lease; answered as `SpawnWorker` is, by its number."""
+    """Start a worker that opens a context for no lease; answered like `SpawnWorker`."""
 
     warm_id: int
     card_uuid: str
@@ -446,10 +455,10 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class RenameWorker:
-    """The worker known by one number is known by the other from now on, dead or alive, in every event and effect.
+    """Use another id for a worker from now on, dead or alive, in every event and effect.
 
-    A lease takes a warm context so, which the `SpawnWorker` that follows then uses; or gives it back. So does a submit,
-    which gives none back.
+    A lease takes a warm context this way before its `SpawnWorker`, or gives one back. A submit takes one and gives none
+    back.
     """
 
     from_id: int
@@ -458,7 +467,7 @@ class RenameWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmEnded:
-    """For logs and metrics, once per warm context that no lease took: it is gone, or fenced."""
+    """For logs and metrics, once per warm context that no lease took: gone, or fenced."""
 
     warm_id: int
     card_uuid: str
@@ -468,9 +477,9 @@ class WarmEnded:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSubmit:
-    """Start a second worker for a lease, known by its own number; answered as `SpawnWorker` is.
+    """Start a second worker for a lease under the submit's id; answered like `SpawnWorker`.
 
-    One that is warm is there already: a `RenameWorker` before this one gave it the number.
+    With `is_warm`, a `RenameWorker` before this effect gave a warm context the id.
     """
 
     submit_id: int
@@ -484,7 +493,7 @@ class SpawnSubmit:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSubmit:
-    """Flip the revocation word of a submit's page, once per submit; without a cause its own time is over."""
+    """Flip the revocation word of a submit's page, once; `cause` is None if only the submit ends."""
 
     submit_id: int
     cause: Cause | None
@@ -492,7 +501,7 @@ class RefuseSubmit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFenced:
-    """For logs: a submit could not be proved gone. Its lease goes on, and holds its bytes."""
+    """For logs: a submit could not be proved gone. Its lease goes on and holds its bytes."""
 
     submit_id: int
     lease_id: int
@@ -501,7 +510,7 @@ class SubmitFenced:
 
 @dataclass(frozen=True, slots=True)
 class SubmitEnded:
-    """Nothing need be known of a submit any more, once each: its bytes are proved back, or are its lease's fence."""
+    """Forget a submit, once: its bytes are proved back, or belong to its lease's fence."""
 
     submit_id: int
     lease_id: int
@@ -518,7 +527,7 @@ class SetDeadline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefuseWork:
-    """Flip the control page's revocation word; the first effect of every teardown, sent once per lease."""
+    """Flip the control page's revocation word: the first effect of every teardown, once per lease."""
 
     worker_id: int
     cause: Cause
@@ -526,21 +535,21 @@ class RefuseWork:
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process and reap it; answered by `WorkerExited`, also if there is no process."""
+    """Kill the worker's process and reap it; answered by `WorkerExited`, even if there is no process."""
 
     worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubWorker:
-    """Have the worker release and zero all that the lease left, and prove it; answered by `WorkerScrubbed` or never."""
+    """Have the worker free and zero the lease's memory; answered by `WorkerScrubbed`, or never."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RecycleWorker:
-    """The scrubbed worker of a lease is a warm context from now on, known by that number, with a control page anew."""
+    """Turn a lease's scrubbed worker into a warm context with the given id and a new control page."""
 
     lease_id: int
     warm_id: int
@@ -548,9 +557,9 @@ class RecycleWorker:
 
 @dataclass(frozen=True, slots=True)
 class ProveReclaimed:
-    """Watch the device until the lease's bytes are back; answered by `WorkerUnlisted`, as often as it takes.
+    """Watch the device until the worker's bytes are free.
 
-    `ReclaimProved` answers it too, and `ReclaimFailed`.
+    Answered by `WorkerUnlisted`, as often as needed, or by `ReclaimProved` or `ReclaimFailed`.
     """
 
     worker_id: int
@@ -559,16 +568,17 @@ class ProveReclaimed:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """For logs: others hold more or less of a card than was booked, so that more or less of it can be leased."""
+    """For logs: others hold more or less of a card than before, so its capacity changed."""
 
     card: CardSnapshot
     is_less: bool
 
 
 class ArmTimer(NamedTuple):
-    """Send `event` at `due_ns`, in place of a timer armed before for the same worker and kind, or the same request.
+    """Send `event` at `due_ns`.
 
-    The earlier timer may fire all the same: the table checks every timer against its own times.
+    Replaces an earlier timer for the same worker and kind, for the same request, or node-wide. The replaced timer may
+    fire all the same: the table checks every timer against its own times.
     """
 
     event: TimerEvent
@@ -577,9 +587,9 @@ class ArmTimer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Tell whoever listens where an active lease stands now.
+    """Tell subscribers the phase of an active lease.
 
-    A drain began, moved or was cancelled; or the lease lost its last connection, or has one again.
+    Sent when a drain begins, moves or is cancelled, and when a lease loses its last connection or has one again.
     """
 
     lease_id: int
@@ -589,7 +599,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Reply to an acquire: the lease is active and its clock runs."""
+    """Reply to an acquire: the lease is active and its time runs."""
 
     request: int
     lease: LeaseSnapshot
@@ -613,7 +623,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class RevokeDone:
-    """Reply to a revoke, sent only once the lease is torn down or fenced, or was never there."""
+    """Reply to a revoke: sent once the lease is torn down or fenced, or at once if there is none."""
 
     request: int
     outcome: RevokeOutcome
@@ -621,7 +631,7 @@ class RevokeDone:
 
 @dataclass(frozen=True, slots=True)
 class FenceCleared:
-    """Reply to a fence clear: how many fenced slices are grantable again; which leases and warm contexts they were."""
+    """Reply to a fence clear: how many slices were released, and their leases and warm contexts."""
 
     request: int
     count: int
@@ -631,7 +641,12 @@ class FenceCleared:
 
 @dataclass(frozen=True, slots=True)
 class DrainSet:
-    """Reply to a drain or its cancellation: when it ends what is left, None if nothing is drained; who is there."""
+    """Reply to a drain or its cancellation.
+
+    Attributes:
+        deadline_ns: Time at which the drain ends the leases left; None if the node is not drained.
+        active_leases: Number of active leases.
+    """
 
     request: int
     deadline_ns: int | None
@@ -640,7 +655,7 @@ class DrainSet:
 
 @dataclass(frozen=True, slots=True)
 class SubmitReady:
-    """Reply to a submit's request: its worker has a context and waits for the connection."""
+    """Reply to a submit request: the worker has a context and waits for the connection."""
 
     request: int
     submit_id: int
@@ -658,7 +673,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """For logs and metrics, once per lease: it is torn down or fenced (`lease.state` says which), and its story."""
+    """For logs and metrics, once per lease: torn down or fenced, as `lease.state` says."""
 
     lease: LeaseSnapshot
     cause: Cause
@@ -666,7 +681,7 @@ class LeaseEnded:
 
 
 Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
-"""What a request is answered with."""
+"""Replies to requests."""
 
 Effect = (
     SpawnWorker

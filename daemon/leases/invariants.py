@@ -1,7 +1,4 @@
-"""What must hold of submits at all times.
-
-What must hold of the store at all times, recomputed from the leases alone.
-"""
+"""Invariants of the lease table, recomputed from the leases, submits and contexts alone."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,7 +25,7 @@ Require = Callable[[bool, str], None]
 
 
 def validate_submits(store: LeaseStore, require: Require) -> None:
-    """Check every rule; `require` is told what holds, and what it means if it does not."""
+    """Check every rule on submits; `require` gets each condition and the sentence for its failure."""
     for submit in store.submits.values():
         _validate_submit(store, submit, require)
     for lease in store.live.values():
@@ -76,7 +73,7 @@ def _validate_lease_submit(store: LeaseStore, lease: Lease, require: Require) ->
 
 
 class InvariantBroken(Exception):
-    """A rule of the lease table does not hold: a fault of the core. The text says which."""
+    """A rule of the lease table does not hold: a bug in the core. The text says which."""
 
 
 def _require(holds: bool, sentence: str) -> None:
@@ -88,7 +85,7 @@ def validate(store: LeaseStore) -> None:
     """Check every rule.
 
     Raises:
-        InvariantBroken: One does not hold.
+        InvariantBroken: A rule does not hold.
     """
     by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in store.accounts}
     for lease in store.live.values():
@@ -104,16 +101,9 @@ def validate(store: LeaseStore) -> None:
 
 
 def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
-    """Check what one event charged: no lease got more of a card that holds more than its capacity of now.
+    """Check that one event gave no lease more of a card that holds more than its present capacity.
 
-    Others may shrink a capacity below what was granted. Then leases keep their bytes, and nobody gets more.
-
-    Args:
-        store: The store after the event.
-        before: Each live lease's charge before the event, by lease id.
-
-    Raises:
-        InvariantBroken: A lease got more.
+    Others may shrink the capacity below what was granted. Leases then keep their bytes, and nobody gets more.
     """
     for lease in store.live.values():
         account = store.account_by_uuid[lease.card_uuid]
@@ -180,7 +170,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
-    # What was restored may be more than there is, or what belongs alone; then nothing was let in beside it.
+    # Restored leases may exceed the card, or share it with one that is to be alone. Nothing was granted beside them.
     is_all_restored = all(lease.is_restored for lease in leases)
     _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
@@ -200,7 +190,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
 
 
 def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
-    # What was granted stays granted when others take of the card: then nothing more is.
+    # Grants stand when others take memory of the card; then nothing more is granted.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:
@@ -263,7 +253,7 @@ def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext
 def _validate_counts(store: LeaseStore) -> None:
     limits = store.limits
     by_tenant = Counter(lease.tenant for lease in store.live.values())
-    # Bounds may have been lowered while leases outlived a daemon, or since; whoever has some of those gets no more.
+    # Bounds may have been lowered since a lease was granted. Its tenant keeps the lease and gets no more.
     has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
     on_cards = sum(len(account.warm) for account in store.accounts)
     _require(len(store.warm) == on_cards, f"{len(store.warm)} warm contexts, {on_cards} on cards.")

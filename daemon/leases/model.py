@@ -1,4 +1,13 @@
-"""Leases, submits and warm contexts: their ids, states and terms, and the transitions of a lease."""
+"""Leases, submits and warm contexts: their ids, states and terms, and the transitions of a lease.
+
+1. A lease is PENDING while its worker starts and ACTIVE once the worker is ready. Any end makes it DRAINING. It is
+   TORNDOWN once its bytes are proved back, or FENCED if they could not be proved back.
+2. The first cause to end a lease is the cause it keeps.
+3. No transition leads back: no state before DRAINING is entered again, and only an operator releases a FENCED lease.
+4. A step that `TRANSITIONS` lacks raises `InvalidTransition` with the lease's recorded history.
+
+States, causes and triggers are hashed by identity: Enum's own hash is a Python call for each step.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +60,7 @@ def kind_of(worker_id: int) -> WorkerKind:
 
 
 class LeaseState(Enum):
-    """Where a lease is in its life."""
+    """States of a lease."""
 
     __hash__ = object.__hash__
 
@@ -63,7 +72,7 @@ class LeaseState(Enum):
 
 
 class Cause(Enum):
-    """Why a lease ended."""
+    """Reasons for the end of a lease."""
 
     __hash__ = object.__hash__
 
@@ -84,7 +93,7 @@ class Cause(Enum):
 
 
 class Trigger(Enum):
-    """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
+    """Steps of a lease that are no cause of its end. RENEWED is recorded in the history and changes no state."""
 
     __hash__ = object.__hash__
 
@@ -125,7 +134,7 @@ TRANSITIONS: Final = MappingProxyType(
 
 
 class TransitionRecord(NamedTuple):
-    """One recorded transition of a lease, at the monotonic time `at_ns`."""
+    """A recorded transition of a lease, at the monotonic time `at_ns`."""
 
     at_ns: int
     start: LeaseState
@@ -141,13 +150,13 @@ class TransitionRecord(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """A lease was asked to go where the table does not lead: a fault of the core or of its shell.
+    """Raised for a step that `TRANSITIONS` lacks: a bug in the core or in its shell.
 
     Attributes:
         lease_id: The lease.
-        state: Where it was.
-        trigger: What was to move it.
-        story: All that was recorded of it, oldest first.
+        state: State the lease was in.
+        trigger: Trigger or cause of the refused step.
+        history: Recorded transitions of the lease, oldest first.
     """
 
     def __init__(
@@ -167,7 +176,7 @@ class InvalidTransition(Exception):
         )
 
 
-# The two classes that keep every other lease off the card, or off the partition.
+# The two classes that keep every other lease off the card or the partition.
 ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 
@@ -206,15 +215,17 @@ class LeaseTerms(NamedTuple):
 
 
 class LeaseSnapshot(NamedTuple):
-    """What one lease was at one moment; all times are monotonic nanoseconds. A tuple: each event makes several.
+    """State of one lease at one moment; all times are monotonic nanoseconds.
+
+    A tuple rather than a dataclass, because each event makes several.
 
     Attributes:
-        cause: Why it ended, None while nothing has ended it.
-        reason: The cause in words, "" while there is none.
-        fault: What the worker said when the context was lost, "" if it was not.
-        deadline_ns: When it expires; None until the worker was ready.
-        ended_ns: When it was torn down or fenced.
-        ttl_ms: The time to live last asked for.
+        cause: Reason for its end; None while the lease goes on.
+        reason: The cause in words; "" while there is none.
+        fault: Message of the worker that lost its context; "" if none did.
+        deadline_ns: Expiry; None until the worker was ready.
+        ended_ns: Time at which the lease was torn down or fenced.
+        ttl_ms: Time to live last asked for.
     """
 
     lease_id: int
@@ -235,32 +246,33 @@ class LeaseSnapshot(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """A live lease as the table keeps it; only the table's own parts change it.
+    """A live lease as the table keeps it; only the core's own modules change it.
 
     Attributes:
-        request: The acquire that waits for the worker; meaningless once it was answered.
-        charge_bytes: The size and the context's overhead, as held on the card.
-        warm_id: The warm context it took, 0 if none.
-        served: How many leases, all its tenant's, that context had served before.
-        is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
-        is_scrubbing: It was given back, and its worker may yet come back to the pool.
-        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
-        grace_due_ns: When the worker is killed, None if no grace was given.
-        reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
-        is_kill_sent: The worker was ordered dead; it is never ordered twice.
-        is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
-        free_request: The free that is answered when the teardown is over.
-        revoke_requests: The revokes that are answered when the teardown is over.
-        is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
-        unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
-            took it over gives it more time; None while it has one.
-        has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
-        own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
-        extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
-        submit_id: The submit that is not proved gone, 0 if there is none.
-        next_submit: The one that waits for that one's bytes.
-        last_submit: The last one that is gone, so that its caller can learn why.
-        is_proved: Its own worker's bytes are proved back, and its submit's are waited for.
+        terms: Terms of the acquire; a renewal changes the time to live.
+        charge_bytes: Bytes held on the card: the size and the overhead of each context.
+        request: Number of the acquire that waits for the worker; meaningless once answered.
+        warm_id: Id of the warm context the lease took; 0 if none.
+        served: Number of earlier leases of the same tenant that this context served.
+        is_in_doubt: Someone besides the tenant used the session, or some of its memory was not proved gone.
+        is_scrubbing: The tenant gave the lease back, and the worker may yet return to the pool.
+        awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered.
+        grace_due_ns: Time at which the worker is killed; None without a grace.
+        reclaim_due_ns: Time at which the slice is fenced unless proved back; None before the reclaim.
+        is_kill_sent: The worker was ordered dead; no second order is sent.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        free_request: Free request to answer when the teardown is over.
+        revoke_requests: Revoke requests to answer when the teardown is over.
+        is_restored: The lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
+        unconnected_ns: Start of the wait for a connection: the loss of the last one, or a renewal since. A daemon that
+            took the lease over may set a later time. None while connected.
+        has_session: Someone may have attached to the session, so its memory stays until the lease ends.
+        own_submit_bytes: Part of the charge held by a submit that runs in place of the session; 0 without one.
+        extra_bytes: Part of the charge that is this submit's context, borrowed from the card while the submit exists.
+        submit_id: Submit that is not yet proved gone; 0 if none.
+        next_submit: Request that waits for that submit's bytes.
+        last_submit: Last submit that is proved gone, so that its caller can learn how it ended.
+        is_proved: The lease's own worker is proved gone; its submit is not yet.
     """
 
     lease_id: int
@@ -302,7 +314,7 @@ class Lease:
     history: list[TransitionRecord] = field(default_factory=list)
 
     def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
-        """Follow the table and record the step.
+        """Make the transition for `trigger` and record it.
 
         Raises:
             InvalidTransition: The table has no such step.
@@ -317,7 +329,7 @@ class Lease:
 
     @property
     def submit_charge_bytes(self) -> int:
-        """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
+        """Bytes of the card a submit of this lease may hold, its context included; 0 if the lease keeps none."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
         contexts_bytes = self.charge_bytes - self.terms.size_bytes
@@ -330,17 +342,17 @@ class Lease:
 
     @property
     def orphan_due_ns(self) -> int | None:
-        """When it ends for want of a connection; None while it has one, or may be without."""
+        """Time at which the lease ends for want of a connection; None while connected, or without a bound."""
         if self.unconnected_ns is None or not self.orphan_ms:
             return None
         return self.unconnected_ns + self.orphan_ms * NS_PER_MS
 
     def is_expired(self, now_ns: int) -> bool:
-        """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""
+        """Return whether the lease is ACTIVE past its deadline, because its timer is late."""
         return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
     def snapshot(self) -> LeaseSnapshot:
-        """The lease as it is now."""
+        """Return the state as an immutable value."""
         return LeaseSnapshot(
             self.lease_id,
             self.tenant,
@@ -363,7 +375,7 @@ class Lease:
 
 
 class SubmitState(Enum):
-    """Where a submit is in its life."""
+    """States of a submit."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -373,7 +385,7 @@ class SubmitState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SubmitSnapshot:
-    """What one submit was at one moment; the times are those of `Submit`."""
+    """State of one submit at one moment; the times are those of `Submit`."""
 
     submit_id: int
     lease_id: int
@@ -384,28 +396,31 @@ class SubmitSnapshot:
 
     @property
     def number(self) -> int:
-        """What its tenant knows it by."""
+        """Number by which the tenant knows the submit."""
         return self.submit_id - FIRST_SUBMIT_ID
 
 
 @dataclass(slots=True)
 class Submit:
-    """A submit as the table keeps it; only `Submits` changes it. Times are monotonic nanoseconds.
+    """A second worker of a lease, with a context of its own, for one kernel. Times are monotonic nanoseconds.
+
+    Only `Submits` changes it.
 
     Attributes:
-        size_bytes: What its kernel's buffers and code may take of the card.
-        charge_bytes: The same and its context: a part of what its lease holds.
-        request: Who waits for it to be ready; meaningless once that was answered.
-        timeout_ms: How long it may take once it is ready.
-        spawn_due_ns: When one that is STARTING is given up.
-        due_ns: When one that is RUNNING is ended; None until it is.
-        grace_due_ns: When its worker is killed, None if no grace was given.
-        reclaim_due_ns: When it is fenced unless proved gone, None until that has begun.
-        is_kill_sent: The worker was ordered dead; it is never ordered twice.
-        is_worker_gone: Its process was reaped, so a proof of its bytes means something.
-        is_timed_out: It was ended because it, its kernel or its image took too long.
-        is_warm: Its context was made ahead.
-        is_replaced: That was lost before it was ready: another one starts once its bytes are proved back.
+        size_bytes: Bytes for the kernel's buffers and code.
+        charge_bytes: The size and the submit's context, a part of the lease's charge.
+        request: Request that waits for the submit to be ready; meaningless once answered.
+        timeout_ms: Longest run once the submit is ready.
+        spawn_due_ns: Time at which a STARTING submit is given up.
+        due_ns: Time at which a RUNNING submit is ended; None before.
+        grace_due_ns: Time at which the worker is killed; None without a grace.
+        reclaim_due_ns: Time at which the submit is fenced unless proved gone; None before the reclaim.
+        is_kill_sent: The worker was ordered dead; no second order is sent.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        is_timed_out: The submit, its kernel or its image took too long.
+        is_warm: The submit took a warm context.
+        is_replaced: The warm context was lost before the submit was ready. A new worker starts once its bytes are
+            proved back.
     """
 
     submit_id: int
@@ -428,7 +443,7 @@ class Submit:
     is_replaced: bool = False
 
     def snapshot(self) -> SubmitSnapshot:
-        """The submit as it is now."""
+        """Return the state as an immutable value."""
         return SubmitSnapshot(self.submit_id, self.lease_id, self.state, self.reason, self.due_ns, self.is_timed_out)
 
 
@@ -436,7 +451,7 @@ class Submit:
 
 
 class WarmState(Enum):
-    """Where a warm context is in its life; one that a lease takes is the lease's from then on."""
+    """States of a warm context; a context that a lease takes belongs to the lease."""
 
     WARMING = "warming"
     READY = "ready"
@@ -444,13 +459,13 @@ class WarmState(Enum):
     FENCED = "fenced"
 
 
-# Those that go when a lease needs their room.
+# Contexts that the pool drops when a lease needs their room.
 YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
 
 
 @dataclass(frozen=True, slots=True)
 class WarmSnapshot:
-    """What one warm context was at one moment; `is_recycled`: it has served a tenant, whom it waits for."""
+    """State of one warm context at one moment; `is_recycled`: it served a tenant and waits for that tenant."""
 
     warm_id: int
     card_uuid: str
@@ -460,17 +475,17 @@ class WarmSnapshot:
 
 @dataclass(slots=True)
 class WarmContext:
-    """A worker in the pool as the table keeps it; only the pool changes it.
+    """A worker with an open context and no lease, as the table keeps it; only the pool changes it.
 
     Attributes:
-        charge_bytes: What it holds of its card: one context's overhead.
-        due_ns: When one that is WARMING is given up, the slice of one that is DROPPING is fenced, or one that is READY
-            and a tenant's is dropped.
-        is_worker_gone: Its process was reaped, so a proof of its bytes means something.
-        reason: Why it goes, "" while it does not.
-        is_restored: An earlier daemon's.
-        tenant: Whose leases alone it may serve, since it served one of them; None of one that served nobody.
-        leases: How many it served.
+        charge_bytes: Bytes held on the card: one context's overhead.
+        due_ns: Time at which a WARMING context is given up, the slice of a DROPPING context is fenced, or a READY
+            context that waits for a tenant is dropped.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        reason: Reason for dropping it; "" before.
+        is_restored: Made by an earlier daemon.
+        tenant: The only tenant it may serve, because it served one before; None if it served nobody.
+        leases: Number of leases it served.
     """
 
     warm_id: int
@@ -486,29 +501,33 @@ class WarmContext:
 
     @property
     def waits_for_tenant(self) -> bool:
-        """Whether it is ready, for the tenant alone whom it has served."""
+        """True while the context is ready and reserved for the tenant it served."""
         return self.state is WarmState.READY and self.tenant is not None
 
     def snapshot(self) -> WarmSnapshot:
-        """The context as it is now."""
+        """Return the state as an immutable value."""
         return WarmSnapshot(self.warm_id, self.card_uuid, self.state, self.tenant is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Recycling:
-    """The bounds of it.
+    """Bounds of recycling: warm contexts that serve their tenant's next lease too.
+
+    A lease that its tenant gave back in good order has its context scrubbed instead of killed. Once the scrub is
+    proved, the slice is free. The context waits in the pool for that tenant alone, within these bounds. After anything
+    else, or once a step takes too long, the worker is killed.
 
     Raises:
-        ValueError: One is below 1.
+        ValueError: A bound is below 1.
     """
 
-    # One that nobody comes back for holds what a context costs, and a process.
+    # Stops an idle context from holding memory and a process for long.
     idle_s: int = 10
-    # What no scrub foresaw, leaks of the driver's for one, ends with the process.
+    # Whatever a scrub misses, such as leaks in the driver, ends with the process.
     max_leases: int = 1000
-    # A tenant that gives back many leases at a time must not leave a process for each.
+    # Stops a tenant that gives back many leases at once from leaving a process for each.
     max_idle: int = 16
-    # A kernel that goes on, or a worker that hangs, must not keep the slice.
+    # Stops a kernel that runs on, or a worker that hangs, from keeping the slice.
     scrub_timeout_ms: int = 500
 
     def __post_init__(self) -> None:
@@ -517,10 +536,16 @@ class Recycling:
 
 
 def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
-    """Which of a card's contexts that wait for a tenant goes, so that one more of `tenant`'s may; None if it may not.
+    """Choose which waiting contexts of a card to drop for one more of `tenant`'s; None if it may not wait there.
 
-    While there is room, none. Then the oldest of whoever has the most, if it would have no fewer than `tenant` even so:
-    two tenants who have as many take nothing from each other. `waiting`: oldest first.
+    While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest, provided it
+    keeps at least as many as `tenant` then has. So leaving as many contexts as possible gains a tenant nothing, and two
+    tenants with equal numbers take nothing from each other.
+
+    Args:
+        waiting: Contexts of one card that wait for a tenant, oldest first.
+        tenant: Tenant whose lease was just scrubbed.
+        max_idle: Most contexts that may wait on one card.
     """
     if len(waiting) < max_idle:
         return []

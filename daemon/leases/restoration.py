@@ -1,15 +1,14 @@
-"""A table made from what an earlier one left: told before anything else happens.
+"""Restoration: a new table takes over what an earlier one left, before anything else happens.
 
-1. An ACTIVE lease whose worker lives goes on, with its deadline and generation; if its time is over it is expired.
-2. One whose worker is gone, or that was DRAINING, is ended as if that had happened now; a cause that it has stays.
-3. A FENCED slice is fenced. Of a card that is not here nothing is held: its fences wait for it where they are kept.
-4. A worker that nobody knows is killed; what it holds is held until it is proved back. So is one that a lease left
-   which has ended: that is told as it was, and ends no second time. So is one more worker of any lease: no lease of its
-   own ends with it.
-5. A node that was being drained is, to the same deadline; what is left is ended by the first `DrainTimerFired`, which
-   the shell sends when all is entered.
-6. A submit of a lease that goes on goes on too, its time counted anew; else it is ended with its lease.
-7. What is restored may go over bounds that were lowered meanwhile, and over the card; then nothing more gets in.
+1. An ACTIVE lease whose worker lives goes on with its deadline and generation. If its time is over, it expires.
+2. A lease whose worker is gone, or that was DRAINING, ends as if that happened now. A cause that it has stays.
+3. A FENCED slice stays fenced. For a card that is missing nothing is held: its fences wait in the journal.
+4. An unknown worker is killed, and its bytes are held until they are proved back. So is a worker left by an ended
+   lease, which does not end a second time. So is an additional worker of any lease, and no lease ends with it.
+5. A drained node stays drained, to the same deadline. The first `DrainTimerFired` ends the leases left; the shell sends
+   it when all is restored.
+6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
+7. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
 """
 
 from gpulease.daemon.leases import events
@@ -32,7 +31,7 @@ from gpulease.daemon.leases.warm_pool import WarmPool
 
 
 class Restoration:
-    """Enters what was left; each handler appends to `out` what the shell is to do."""
+    """Enters an earlier table's state. Each handler appends the effects to execute to `out`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown, pool: WarmPool) -> None:
         self._store = store
@@ -40,7 +39,7 @@ class Restoration:
         self._pool = pool
 
     def recall(self, past: Past) -> None:
-        """Know again what ended, hold what is fenced, and let nobody in if the node is drained."""
+        """Remember ended leases, hold fenced bytes, and restore a drain."""
         self._store.revoked, self._store.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
         self._store.drain_ns = past.drain_ns
         for tombstone in past.tombstones:
@@ -50,7 +49,7 @@ class Restoration:
                 self._pool.restore_fence(kept)
 
     def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
-        """A lease of an earlier table."""
+        """Enter a lease of an earlier table."""
         lease = revive(event.kept, self._store.limits.max_history_entries, has_session=event.has_session)
         if lease.lease_id in self._store.live:
             return
@@ -67,9 +66,10 @@ class Restoration:
             self._go_on(lease, now_ns, out)
 
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """A worker of an earlier daemon that belongs to no lease: its grant was never told, or it was made ahead.
+        """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved back.
 
-        Or its lease has ended, as was told, and the daemon was killed before its zygote could forget the worker.
+        Its grant was never told, or it was made ahead. Or its lease has ended, but the daemon was killed before its
+        zygote could forget the worker.
         """
         kind = kind_of(event.worker_id)
         # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
@@ -101,7 +101,7 @@ class Restoration:
             self._teardown.resume(lease, now_ns, out)
 
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
-        """A submit of a lease that was restored: it goes on if the lease does."""
+        """Enter a submit of a restored lease; it goes on if the lease does."""
         if not self._teardown.submits.restore(event, now_ns, out):
             out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 

@@ -1,23 +1,16 @@
-"""What the timers of leases and submits are armed for, by their state; one that rings early is armed again for that.
+"""Submits: a lease's second worker, from the request until its bytes are proved back.
 
-Whether a lease may have a submit now: a pure function over the store.
-
-What can be asked of submits without changing anything.
-
-Submits: a lease's second worker, from the request until its bytes are proved back.
-
-1. A lease has memory for submits beside its session if it was acquired so: `submit_bytes` of its size are not its
-   session's, and it is charged a second context. So a submit takes nothing that the lease does not hold, and there is
-   always room for it. Without such memory a submit runs in place of the session, if that was never opened: all of the
-   slice is the submit's. Its context is charged to the card if there is room, else to the slice. Until it is proved
-   gone nobody is let into the session, whose worker holds its context and nothing else.
-2. A lease has one submit at a time. One more may wait for that one's bytes, for `MAX_WAIT_S`; others are refused.
-3. A submit ends with its connection, with its own time, with its lease, and with any rule that it breaks; its lease
-   goes on whatever ends it.
-4. Its bytes are its lease's: no lease is torn down before its submit is proved gone. One that can't be proved gone
-   takes the lease's next submits away, and fences the lease when that ends.
-5. A submit takes a context of the pool if there is one, else it gets a new one. If one of the pool is lost before it is
-   ready, a new one takes its place once its bytes are proved back: they are the lease's by then, and there are no more.
+1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged a second context. A
+   submit then takes only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
+   place of a session that was never opened and gets the whole slice. Its context is charged to the card if there is
+   room, else to the slice. Until that submit is proved gone, nobody may attach to the session, whose worker holds only
+   its context.
+2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; further ones are refused.
+3. A submit ends with its connection, its own time, its lease, or any rule it breaks. Its lease goes on.
+4. A submit's bytes are its lease's. No lease is torn down before its submit is proved gone. A submit that can't be
+   proved gone bars the lease from further submits, and fences the lease when it ends.
+5. A submit takes a warm context if there is one, else a new context. A new one replaces a warm context lost before the
+   submit is ready. It waits until the lost one's bytes are proved back, because the lease has bytes for one only.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +51,10 @@ from gpulease.daemon.leases.store import LeaseStore
 
 
 def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """When a timer has something to do; None if it has nothing to do any more."""
+    """Return when a lease's timer of that kind has something to do; None if it no longer has.
+
+    A timer that fires early is armed again for that time.
+    """
     match kind:
         case TimerKind.SPAWN:
             return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
@@ -74,7 +70,7 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
 
 
 def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """The same of a submit's."""
+    """Return when a submit's timer of that kind has something to do; None if it no longer has."""
     match (submit.state, kind):
         case (SubmitState.STARTING, TimerKind.SPAWN):
             return submit.spawn_due_ns
@@ -88,7 +84,10 @@ def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
 
 
 def check(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
-    """Why it may not; None if it may. One that may is counted as an acquire of its tenant's."""
+    """Return the denial for a submit that the lease may not have now; None if it may.
+
+    A permitted submit counts as an acquire towards its tenant's rate.
+    """
     if lease is None or lease.tenant != event.tenant:
         return denials.not_found(event.lease_id)
     if lease.state is LeaseState.PENDING:
@@ -110,58 +109,59 @@ def check(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns
 
 
 class SubmitViews:
-    """Reads the store."""
+    """Queries about submits, which change nothing."""
 
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
 
     def snapshots(self) -> tuple[SubmitSnapshot, ...]:
-        """Every submit that is not proved gone, oldest first."""
+        """Return every submit that is not proved gone, oldest first."""
         return tuple(submit.snapshot() for submit in self._store.submits.values())
 
     def of(self, lease_id: int) -> SubmitSnapshot | None:
-        """A live lease's submit, None if it has none."""
+        """Return a live lease's submit; None if it has none."""
         lease = self._store.live.get(lease_id)
         submit = None if lease is None else self._store.submits.get(lease.submit_id)
         return None if submit is None else submit.snapshot()
 
     def in_place_of_session(self, lease_id: int) -> SubmitSnapshot | None:
-        """The submit that runs in place of a live lease's session, and is not proved gone; None if there is none."""
+        """Return the submit that runs in place of a live lease's session; None if there is none."""
         lease = self._store.live.get(lease_id)
         return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
 
     def last_of(self, lease_id: int) -> SubmitSnapshot | None:
-        """The last submit of a live lease that is proved gone; None if it had none yet."""
+        """Return the last submit of a live lease that is proved gone; None if it had none yet."""
         lease = self._store.live.get(lease_id)
         return None if lease is None else lease.last_submit
 
     def lease_of(self, submit_id: int) -> int:
-        """The lease of a submit that is not proved gone; 0 if there is no such submit."""
+        """Return the lease of a submit that is not proved gone; 0 if there is no such submit."""
         submit = self._store.submits.get(submit_id)
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
-        """The card that a lease's session or another process (`LeaseStore.card_of`) may use, and its bytes; or None.
+        """Return the card a worker may use and the bytes it may hold there; None if it may hold none.
 
-        One that starts is not shown with a context yet, and one that ends may be gone already.
+        Workers that start or end are excluded: one may not have its context yet, and the other may be gone already.
         """
         card_uuid = self._store.card_of(number)
         return None if card_uuid is None else (card_uuid, self._store.charge_bytes(number))
 
     def is_stuck(self, lease: Lease) -> bool:
-        """Whether a lease has a submit that can't be proved gone."""
+        """Return whether a lease has a submit that can't be proved gone."""
         submit = self._store.submits.get(lease.submit_id)
         return submit is not None and submit.state is SubmitState.FENCED
 
 
 GRACE_MS: Final = 20
-"""For a submit that is ended to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
+"""Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
 
 MAX_WAIT_S: Final = 30
-"""For the one before it. Stops a tenant's calls from waiting, unseen, behind one that runs for as long as the lease."""
+"""Longest wait for the submit before. Stops a tenant's calls from waiting unseen behind one that runs as long as its
+lease."""
 
 _GENERATION: Final = 0
-"""Of a submit's timers: it has no generations."""
+"""Generation of a submit's timers: submits have no generations."""
 
 Handler = Callable[[Submit, Any, int, list[Effect]], None]
 OnFreed = Callable[[Lease, int, list[Effect]], None]
@@ -169,24 +169,24 @@ OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
 
 class WarmContexts(Protocol):
-    """The pool as submits know it."""
+    """The pool's interface for submits."""
 
     def has_ready(self, card_uuid: str) -> bool:
-        """Whether one is ready that served nobody."""
+        """Return whether a context that served nobody is ready."""
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Have a submit that starts take a context; False if none is ready."""
+        """Give a starting submit a context; return False if none is ready."""
 
     def miss(self, card_uuid: str, now_ns: int) -> None:
-        """One that a submit took was lost before it was ready."""
+        """Count the loss of a context that a submit took, before the submit was ready."""
 
 
 class Submits(SubmitViews):
-    """Keeps them; each method appends to `out` what the shell is to do.
+    """Keeps the submits. Each method appends the effects to execute to `out`.
 
     Args:
-        on_freed: Told of a draining lease whose submit was proved gone.
-        on_stuck: Told of a draining lease whose submit can't be.
+        on_freed: Called with a draining lease whose submit was proved gone.
+        on_stuck: Called with a draining lease whose submit can't be proved gone.
     """
 
     def __init__(self, store: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
@@ -195,7 +195,7 @@ class Submits(SubmitViews):
         self._on_stuck = on_stuck
         self._pool: WarmContexts | None = None
         self._last_id = FIRST_SUBMIT_ID - 1
-        # By request: its lease, and until when it waits for the submit before it.
+        # By open request: the lease, and the end of the wait for the submit before.
         self._asked: dict[int, tuple[int, int]] = {}
         self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
@@ -209,17 +209,17 @@ class Submits(SubmitViews):
         }
 
     def take_from(self, pool: WarmContexts) -> None:
-        """Submits take contexts of this pool from now on."""
+        """Have submits take contexts from this pool."""
         self._pool = pool
 
     def asked(self) -> set[int]:
-        """The requests that are not answered."""
+        """Return the requests that are not answered yet."""
         return set(self._asked)
 
     # --- Leases. --------------------------------------------------------------
 
     def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
-        """A lease was ended, and its submit with it."""
+        """End the submit of a lease that was ended."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
@@ -252,7 +252,7 @@ class Submits(SubmitViews):
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
-        """One of an earlier daemon, of a lease that was restored; whether it can be that."""
+        """Enter a submit of an earlier daemon whose lease was restored; return False if its lease can't have it."""
         self._last_id = max(self._last_id, event.submit_id)
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
@@ -316,13 +316,16 @@ class Submits(SubmitViews):
     # --- Life. ----------------------------------------------------------------
 
     def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
-        """Have a lease's submit hold all but the session's context; `is_lent`: the card has room for its own."""
+        """Let a lease's submit hold everything but the session's context.
+
+        With `is_lent`, the card has room for the submit's context.
+        """
         if is_lent:
             account.lend_context(lease)
         lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
 
     def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
-        """Make room for a submit that takes a warm context, or a new one; False if there is none."""
+        """Make room for a submit that takes a warm context or a new one; return False if there is none."""
         if lease.terms.submit_bytes:
             return True
         account = self._store.account_by_uuid[lease.card_uuid]
@@ -403,7 +406,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.STARTING and submit.is_warm:
             self._replace(submit, event.reason, now_ns, out)
         elif submit.state is SubmitState.RUNNING and submit.due_ns is not None and now_ns >= submit.due_ns:
-            # Its zygote has ended it while the daemon hung.
+            # The zygote ended the submit while the daemon hung.
             self._on_too_long(submit, now_ns, out)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = denials.not_started(submit.lease_id, event.reason)
@@ -452,13 +455,13 @@ class Submits(SubmitViews):
     def _end(
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
     ) -> None:
-        """End one that has not. `denial`: what who waits for it is told; None if nobody is there to be told."""
+        """End a submit that has not ended; `denial` is the reply to the requester that still waits for it."""
         self._refuse(submit, denial, out)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             self._stop(submit, cause, reason, now_ns, out)
 
     def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End one whose context, made ahead, is dead or hangs; who waits for it goes on waiting."""
+        """End a submit's dead or hung warm context; its requester goes on waiting."""
         if self._pool is not None:
             self._pool.miss(submit.card_uuid, now_ns)
         submit.is_replaced = True
@@ -518,7 +521,7 @@ class Submits(SubmitViews):
             self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
 
     def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
-        """Who waits for it, or for the one in its place, waits no more."""
+        """Refuse the requester that waits for the submit or its replacement."""
         submit.is_replaced = False
         if self._asked.pop(submit.request, None) is not None and denial is not None:
             out.append(Denied(submit.request, denial))
@@ -530,7 +533,7 @@ class Submits(SubmitViews):
             out.append(Denied(following.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
-        """`is_proved`: its bytes are free, or an operator vouches for them; else they are part of its lease's fence."""
+        """Forget a submit whose bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
         del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
         if is_proved and lease.extra_bytes:

@@ -1,8 +1,8 @@
-"""The lease table: one event and the time in, effects out, in the order they are to be executed.
+"""The lease table: takes one event and the time, and returns effects in the order to execute.
 
-All state changes go through `LeaseTable.handle`. It does no I/O, reads no clock and draws no random numbers, so the
-same events always give the same effects. Work per event does not grow with the number of leases; at an acquire, and
-when room comes back, it grows with the length of the line, which is bounded.
+All state changes go through `LeaseTable.handle`. The same events always give the same effects. Work per event does not
+grow with the number of leases. An acquire, and bytes that come back, cost time in the length of the queue, which is
+bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -49,20 +49,20 @@ from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.opcodes import RevokeOutcome
 
 WORKER_EVENTS: Final = get_args(events.WorkerEvent)
-"""Events about one worker, handled by its kind."""
+"""Events about one worker, which `LeaseTable` hands on by the worker's kind."""
 
 WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
 
 class LeaseTable:
-    """Every lease of the node, and who waits for one.
+    """Every lease of the node, and the queue of acquires.
 
     Args:
-        cards: What there is to lease.
-        limits: What nobody may go over.
-        warm_contexts: How many contexts each card is to have ready for leases to come.
-        past: What an earlier table left. Its leases come as events, before all others.
-        recycling: Within what bounds contexts serve their tenant again; None if they never do.
+        cards: Cards to lease.
+        limits: Bounds of the node.
+        warm_contexts: Number of contexts each card keeps ready for leases to come.
+        past: Records of an earlier table. Its leases come as events, before all others.
+        recycling: Bounds within which contexts serve their tenant again; None if they never do.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
@@ -114,7 +114,7 @@ class LeaseTable:
             events.SubmitFound: self._restoration.on_submit_found,
             **dict.fromkeys(WORKER_EVENTS, self._on_worker_event),
         }
-        # By kind of worker: the workers there are, by id, and what each event means for one of them.
+        # By kind of worker: the live workers by id, and the handler of each event about one of them.
         self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
             WorkerKind.LEASE: (self._store.live, self._lease_handlers()),
             WorkerKind.WARM: (self._store.warm, self._pool.handlers),
@@ -133,11 +133,11 @@ class LeaseTable:
         }
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
-        """Take in what happened at monotonic time `now_ns`, and return what is to be done about it, in order.
+        """Handle an event at monotonic time `now_ns`, and return the effects to execute, in order.
 
         Raises:
             ValueError: An acquire reuses the number of one that is still open.
-            InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
+            InvalidTransition: A bug in the core; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
         self._handlers[type(event)](event, now_ns, out)
@@ -147,52 +147,52 @@ class LeaseTable:
         return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """A live lease, or one that ended and is still remembered."""
+        """Return a live lease, or one that ended and is still remembered."""
         return self._store.get(lease_id)
 
     def charge_bytes(self, lease_id: int) -> int:
-        """What a live lease holds of its card, its contexts' overhead included; 0 if there is none."""
+        """Return the bytes a live lease holds on its card, its contexts' overhead included; 0 if there is none."""
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
     def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
-        """What of a card's unowned bytes the table has not booked; 0 within the card's slack."""
+        """Return a card's unowned bytes that the table has not booked; 0 within the card's slack."""
         unowned = self._store.account_by_uuid[card_uuid].others.unowned
         return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
     def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
-        """What is to outlive this table of a live lease; None of one that is pending, or not there."""
+        """Return the part of a live lease that outlives this table; None if it is pending or unknown."""
         lease = self._store.live.get(lease_id)
         return None if lease is None else keep(lease, worker_pid)
 
     def keep_warm(self, warm_id: int) -> KeptWarm | None:
-        """The same of a warm context."""
+        """Return the part of a warm context that outlives this table; None if it is unknown."""
         found = self._store.warm.get(warm_id)
         return None if found is None else KeptWarm(warm_id, found.card_uuid, found.charge_bytes, found.reason)
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
-        """Every live lease, the fenced ones too, oldest first."""
+        """Return every live lease, fenced ones included, oldest first."""
         return tuple(lease.snapshot() for lease in self._store.live.values())
 
     def cards(self) -> tuple[CardSnapshot, ...]:
-        """Every card by its index, and what is held on it."""
+        """Return every card by index, with the bytes held on it."""
         return tuple(account.snapshot() for account in self._store.accounts)
 
     def warming(self) -> tuple[WarmSnapshot, ...]:
-        """Every context of the pool, oldest first, those that are being dropped too."""
+        """Return every context of the pool, those being dropped included, oldest first."""
         return tuple(context.snapshot() for context in self._store.warm.values())
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
-        """Those in line, first come first."""
+        """Return the queued acquires, first come first."""
         return tuple(waiter.snapshot() for waiter in self._store.queue)
 
     def history(self, lease_id: int) -> tuple[TransitionRecord, ...]:
-        """What happened to a live lease, oldest first; `LeaseEnded` carries the story of one that ended."""
+        """Return the recorded transitions of a live lease, oldest first; `LeaseEnded` carries those of an ended one."""
         lease = self._store.live.get(lease_id)
         return tuple(lease.history) if lease is not None else ()
 
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
-        """Why work under this lease must be refused now; None if it is active and its time is not over."""
+        """Return the denial for work under this lease now; None if the lease is active and in time."""
         lease = self._store.live.get(lease_id)
         if lease is None:
             ended = self._store.ended.get(lease_id)
@@ -204,7 +204,7 @@ class LeaseTable:
         return denials.lease_expired(lease.snapshot()) if lease.is_expired(now_ns) else None
 
     def phase(self, lease_id: int, now_ns: int) -> LeasePhase | None:
-        """Where a lease stands on its way to its end; None if it is unknown or was never granted."""
+        """Return the phase of a lease on its way to its end; None if it is unknown or was never granted."""
         lease = self._store.live.get(lease_id)
         if lease is None:
             ended = self._store.ended.get(lease_id)
@@ -212,44 +212,47 @@ class LeaseTable:
         return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
 
     def orphan_ms(self, lease_id: int) -> int:
-        """How long a live lease may be without a connection; 0 for as long as it lasts, or if there is none."""
+        """Return the longest time a live lease may be without a connection; 0: no bound, or no such lease."""
         lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.orphan_ms
 
     def orphan_due_ns(self, lease_id: int) -> int | None:
-        """When an active lease ends for want of a connection; None if it has one, or may be without."""
+        """Return the time at which an active lease ends for want of a connection; None if none is due."""
         lease = self._store.live.get(lease_id)
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.orphan_due_ns
 
     @property
     def drain_ns(self) -> int | None:
-        """When a drain ends the leases that are left; None while the node is not drained."""
+        """Time at which a drain ends the leases left; None while the node is not drained."""
         return self._store.drain_ns
 
     @property
     def is_shutting_down(self) -> bool:
-        """Whether a shutdown was asked for; it is done once `snapshots` has nothing left but fenced leases."""
+        """True once a shutdown was requested; it is complete when only fenced leases are left."""
         return self._store.is_shutting_down
 
     def validate(self) -> None:
-        """Recompute everything that is kept as a running sum and check every rule.
+        """Recompute every running sum and check every rule.
 
         Raises:
-            InvariantBroken: Something does not hold, in a sentence.
+            InvariantBroken: A rule does not hold; the text says which.
         """
         invariants.validate(self._store)
 
     def charges(self) -> dict[int, int]:
-        """What each live lease holds of its card, by lease id."""
+        """Return the bytes each live lease holds on its card, by lease id."""
         return {lease.lease_id: lease.charge_bytes for lease in self._store.live.values()}
 
     def validate_charges(self, before: Mapping[int, int]) -> None:
-        """Check that the last event charged nothing beyond a card's capacity. `before`: `charges` before that event.
+        """Check that the last event charged nothing beyond a card's capacity.
 
-        Not for events that restore what an earlier table granted: the capacity may be less by now.
+        Events that restore an earlier table's leases are exempt, because the capacity may be lower by now.
+
+        Args:
+            before: Result of `charges` before that event.
 
         Raises:
-            InvariantBroken: A lease got more than there was, in a sentence.
+            InvariantBroken: A lease got more than the card had; the text says which.
         """
         invariants.validate_charges(self._store, before)
 
@@ -286,11 +289,11 @@ class LeaseTable:
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
         lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
-        # A renewal never takes away time that was promised; what was promised was under the same maximum.
+        # A renewal never shortens the time granted before, which was under the same maximum.
         deadline_ns = self._drain.cap(now_ns + event.ttl_ms * NS_PER_MS)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         if lease.unconnected_ns is not None:
-            # Whoever renews it is alive: the wait begins anew.
+            # A renewal shows that the tenant is alive, so the wait for a connection starts anew.
             self._await_connection(lease, now_ns, out)
         out.append(Renewed(event.request, lease.snapshot()))
 
@@ -308,9 +311,9 @@ class LeaseTable:
         out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
-        """The lease has no connection: it ends unless it gets one in time."""
+        """End the lease unless it gets a connection in time."""
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
-        # What it was promised by a longer wait stays.
+        # An earlier, longer wait stays granted.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
         due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
         out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
@@ -371,7 +374,10 @@ class LeaseTable:
     # --- Workers. -------------------------------------------------------------
 
     def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
-        """Hand an event to its kind of worker; ignore it if there is no such worker, or no such event of its kind."""
+        """Hand an event to the handler for its kind of worker.
+
+        An event for an unknown worker, or one that means nothing for its kind, is ignored.
+        """
         workers, handlers = self._workers[kind_of(event.worker_id)]
         worker, handler = workers.get(event.worker_id), handlers.get(type(event))
         if worker is not None and handler is not None:
@@ -408,7 +414,7 @@ class LeaseTable:
 
     def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
         lease = self._store.live.get(event.worker_id)
-        # The first fault is the one to know: a lost context fails everything after it.
+        # Keep the first fault: after a lost context everything fails.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it did not say why"
         self._teardown.give_up_scrub(lease, now_ns, out)
@@ -461,20 +467,23 @@ class LeaseTable:
     # --- Shared steps. --------------------------------------------------------
 
     def _unknown(self, lease_id: int) -> Denial:
-        """Of a lease that is neither live nor remembered; whose it was is not known any more."""
+        """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
         if lease_id in self._store.revoked:
             return denials.revoked_long_ago(lease_id)
         return denials.not_found(lease_id)
 
     def _past_outcome(self, lease_id: int) -> RevokeOutcome:
-        """Revoking twice is no mistake: the second answer is that of the first, also once a fence was cleared."""
+        """Return the outcome of an earlier revoke: a second revoke, even after a fence clear, gets the same answer."""
         if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
         was_here = lease_id in self._store.ended or lease_id in self._store.revoked
         return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
 
     def _hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """What the caller is told if it has no business with the lease, or if there is none: the two look the same."""
+        """Return the denial for a caller that is neither the tenant nor an operator.
+
+        A foreign lease and an unknown lease look the same to the caller.
+        """
         lease = self._store.live.get(lease_id) or self._store.ended.get(lease_id)
         if lease is None:
             return self._unknown(lease_id)

@@ -1,8 +1,8 @@
-"""From the moment something ends a lease until its bytes are proved back, or its slice is fenced.
+"""The teardown of a lease, from its end until its bytes are proved back or its slice is fenced.
 
-Order: refuse new work, give what is in flight its grace, kill, wait for the reap, wait for the proof. Each step is
-taken once, whatever comes twice, late or out of turn. No step waits for the tenant. A context that may be recycled (see
-`recycling`) is scrubbed in the time of the grace, and killed at its end.
+Order: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step is taken
+once, even if events come twice, late or out of order. No step waits for the tenant. A context that may be recycled is
+scrubbed during the grace instead, and killed at its end.
 """
 
 from gpulease.daemon.leases import denials
@@ -28,10 +28,10 @@ from gpulease.protocol.opcodes import RevokeOutcome
 
 
 class Teardown:
-    """Ends leases; each method appends to `out` what the shell is to do.
+    """Ends leases. Each method appends the effects to execute to `out`.
 
     Attributes:
-        submits: Their submits, which end with them.
+        submits: The leases' submits, which end with them.
     """
 
     def __init__(self, store: LeaseStore) -> None:
@@ -48,9 +48,15 @@ class Teardown:
         out: list[Effect],
         denial: Denial | None = None,
     ) -> None:
-        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left.
+        """End a pending or active lease, and refuse the acquire that still waits for it.
 
-        `denial`: what that is told; None for how the lease ended.
+        Args:
+            lease: The lease to end.
+            cause: Reason for the end.
+            reason: The cause in words.
+            now_ns: Monotonic time.
+            out: Receives the effects.
+            denial: Reply to the acquire; None for one that says how the lease ended.
         """
         was_pending = lease.state is LeaseState.PENDING
         lease.move(cause, now_ns)
@@ -81,17 +87,20 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """Something is in doubt: kill the worker of a lease whose context was to be scrubbed."""
+        """Kill the worker of a lease that was to be scrubbed, because something is in doubt."""
         if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
             self._kill(lease, now_ns, out)
 
     def recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Let the bytes go of a lease whose context is scrubbed and another's to account for."""
+        """Release the bytes of a lease whose scrubbed context the pool now accounts for."""
         lease.is_scrubbing = False
         self._let_go(lease, now_ns, out)
 
     def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Go on with a teardown that an earlier table began: the grace is over, and the word may not be flipped yet."""
+        """Continue a teardown that an earlier table began.
+
+        Its grace is over, but its revocation word may not be flipped yet.
+        """
         if lease.cause is not None:
             out.append(RefuseWork(lease.lease_id, lease.cause))
         if lease.is_worker_gone:
@@ -100,12 +109,12 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
+        """End a lease whose time is over, whether its timer or a request notices first."""
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
-        """A timer rang that has something to do: see `due`."""
+        """Act on a timer that is due, as `submits.lease_due_ns` says."""
         if kind is TimerKind.EXPIRY:
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:
@@ -136,14 +145,14 @@ class Teardown:
             self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
 
     def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """The process of a draining lease is reaped: now a proof of its bytes means something."""
+        """Ask for the proof of a draining lease's bytes, now that its process is reaped."""
         if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
             lease.is_worker_gone = True
             lease.is_scrubbing = False
             self._prove(lease, now_ns, out)
 
     def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Let the bytes go. A proof made before the reap proves nothing, and a fence is not lifted by one."""
+        """Release the bytes. A proof from before the reap proves nothing, and no proof lifts a fence."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
         if self.submits.is_stuck(lease):
@@ -165,7 +174,7 @@ class Teardown:
             self.on_reclaim_proved(lease, now_ns, out)
 
     def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Fence the slice; the lease keeps the cause that ended it, and says why it is fenced."""
+        """Fence the slice. The lease keeps the cause that ended it and says why it is fenced."""
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
@@ -186,7 +195,7 @@ class Teardown:
         self._start_reclaim_clock(lease, now_ns, out)
 
     def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # One clock from the kill to the proof: a worker that dies late must not get a second one.
+        # One clock runs from the kill to the proof: a worker that dies late gets no second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))

@@ -1,21 +1,19 @@
-"""When a card's next context may be made ahead: a pause after one was taken, and later each time one was lost.
+"""The pool of warm contexts: how many there are, who gets one, and when they give way.
 
-The pool of contexts made ahead: how many there are, who gets one, and when they give way.
-
-1. Each card has as many as the operator wants, made one at a time, a pause after a lease took the last one, and never
-   while an acquire of that card is under way. If one is lost, the next one comes later, and later each time.
-2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
-3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
-   lease is started once their bytes are proved back, never before.
-4. A card that one lease has to itself keeps none, nor does a node that is drained. A lease's fence leaves the pool what
-   room there is besides. Each context of the pool that is fenced makes the pool smaller by one until an operator clears
-   the fence, and one that is dropped does until it is proved gone: so a driver that loses every context fences no more
-   of them than are wanted. A fenced context that served a tenant does not count, as that tenant may have seen to it.
-5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
-6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
-   already, so that what the pool held of the one that is taken is free again.
-7. A context that is scrubbed (see `recycling`) waits here for its tenant alone, beside those that are wanted; it gives
-   way as they do. The loss of one puts off the making of no other: its tenant may have seen to it.
+1. Each card has as many contexts as the operator wants. They are made one at a time, a pause after a lease took the
+   last one, and never while an acquire of that card is under way. Each loss delays the next one further.
+2. A context is charged to its card like a lease's, so a lease that takes it adds only its slice.
+3. The pool gives way: admission counts its bytes as free, and contexts in a placed lease's way are killed. The lease
+   starts once their bytes are proved back, never before.
+4. A card that one lease has to itself keeps no contexts, nor does a drained node. A lease's fence leaves the rest of
+   the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so does a
+   dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A fenced
+   context that served a tenant does not count, because that tenant may have caused the fence.
+5. A lease whose context is lost before it is ready gets a new one, as if there were no pool.
+6. Submits take contexts like leases, but only those that served nobody. Their lease already holds the bytes of a second
+   context, so the pool's bytes for it become free.
+7. A scrubbed context (`model.Recycling`) waits for its tenant alone, in addition to those wanted, and gives way too.
+   Its loss delays no other, because its tenant may have caused it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -57,38 +55,39 @@ from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
 REFILL_PAUSE_MS: Final = 100
-"""From a lease's taking a context to the making of the next: making one slows the driver down for all, and the tenant
-is about to attach."""
+"""Pause between a lease's taking a context and the making of the next. Making one slows the driver down for all,
+just when the tenant attaches."""
 
 FIRST_BACK_OFF_S: Final = 1
-"""From the loss of a context to the making of the next. Stops a card that can make none from being tried in a loop."""
+"""Pause between the loss of a context and the making of the next. Stops a card that can make none from being tried in a
+loop."""
 
 MAX_BACK_OFF_S: Final = 64
-"""The same after many losses in a row, each of which doubles it."""
+"""Longest pause after many losses in a row, each of which doubles it."""
 
 
 @dataclass(slots=True)
 class Refill:
-    """One card's.
+    """The earliest time for a card's next context.
 
     Attributes:
-        next_ns: Not before then, by the monotonic clock.
-        losses: So many were lost since one was ready, as far as that makes a difference.
+        next_ns: Earliest monotonic time for it.
+        losses: Losses since a context was last ready, as far as they lengthen the pause.
     """
 
     next_ns: int = 0
     losses: int = 0
 
     def was_taken(self, now_ns: int) -> None:
-        """A lease or a submit has taken one."""
+        """Postpone the next context after a lease or a submit took one."""
         self._postpone(now_ns + REFILL_PAUSE_MS * NS_PER_MS)
 
     def was_made(self) -> None:
-        """One is ready."""
+        """Reset the count of losses, because a context is ready."""
         self.losses = 0
 
     def was_lost(self, now_ns: int) -> None:
-        """One has died, hung, or was not ready in time."""
+        """Postpone the next context after one died, hung, or was not ready in time."""
         back_off_s = min(FIRST_BACK_OFF_S << self.losses, MAX_BACK_OFF_S)
         self.losses = min(self.losses + 1, MAX_BACK_OFF_S.bit_length())
         self._postpone(now_ns + back_off_s * NS_PER_S)
@@ -98,7 +97,7 @@ class Refill:
 
 
 _GENERATION: Final = 0
-"""Of a warm context's timers: it has no generations."""
+"""Generation of a warm context's timers: contexts have no generations."""
 
 _WAITS_FOR: Final = {
     WarmState.WARMING: TimerKind.SPAWN,
@@ -111,7 +110,7 @@ Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
 
 
 class WarmPool:
-    """Keeps the pool; each method appends to `out` what the shell is to do."""
+    """Keeps the pool. Each method appends the effects to execute to `out`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
@@ -137,7 +136,7 @@ class WarmPool:
     # --- Leases. --------------------------------------------------------------
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Start a lease that was just entered in the store, on a warm context if there is one, once it has room."""
+        """Start a lease just entered in the store, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
         context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
@@ -153,7 +152,7 @@ class WarmPool:
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     def replace_worker(self, lease: Lease, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool) -> None:
-        """A pending lease's warm context is dead, or hangs: it goes back to the pool to be dropped."""
+        """Drop a pending lease's dead or hung warm context, and start the lease on a new one."""
         account = self._account(lease.card_uuid)
         overhead_bytes = account.card.overhead_bytes
         context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
@@ -167,14 +166,14 @@ class WarmPool:
         self._start_leases(account, now_ns, out)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
-        """The lease's context serves nobody again."""
+        """Exclude the lease's context from recycling."""
         lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
             self._teardown.give_up_scrub(lease, now_ns, out)
 
     def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
-        """Take in a lease's worker, if it is proved that nothing of the lease is left and nothing else is amiss."""
+        """Recycle a lease's worker if the scrub is proved and nothing else is amiss; else kill it."""
         lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
@@ -195,7 +194,7 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
-        """Drop those that wait for a tenant who may be another by now."""
+        """Drop contexts that wait for a tenant whose name may belong to another person by now."""
         for account in self._store.accounts:
             for context in account.yielding():
                 if context.tenant in self._store.renamed:
@@ -204,11 +203,11 @@ class WarmPool:
     # --- Submits. -------------------------------------------------------------
 
     def has_ready(self, card_uuid: str) -> bool:
-        """Whether a submit on that card would get a context."""
+        """Return whether a submit on that card would get a context."""
         return _choose(self._account(card_uuid).warm.values()) is not None
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Have a submit that starts take a context; False if none is ready. It does not come back to the pool."""
+        """Give a starting submit a context, for good; return False if none is ready."""
         account = self._account(submit.card_uuid)
         context = _choose(account.warm.values())
         if context is None:
@@ -219,13 +218,13 @@ class WarmPool:
         return True
 
     def miss(self, card_uuid: str, now_ns: int) -> None:
-        """One that a submit took was lost before it was ready: the next one is made later."""
+        """Postpone the next context after a submit lost one before it was ready."""
         self._refills[card_uuid].was_lost(now_ns)
 
     # --- All of it. -----------------------------------------------------------
 
     def tend(self, now_ns: int, out: list[Effect]) -> None:
-        """What is to be done after any event: leases started that have room now, contexts dropped and made."""
+        """Start leases that have room now, and drop and make contexts; called after every event."""
         for account in self._store.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
@@ -236,12 +235,12 @@ class WarmPool:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """The timer ran out, or all that an earlier table left is entered; `tend` does the rest."""
+        """Allow contexts to be made; `tend` makes them. Called once an earlier table's state is entered, too."""
         self._is_begun = True
         self._timer_ns = None
 
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
-        """Let go of contexts that could not be proved gone; an operator vouches for them."""
+        """Release contexts that could not be proved gone, because an operator vouches for them; return their ids."""
         uuids = set(card_uuids)
         fenced = [context for context in self._store.warm.values() if context.state is WarmState.FENCED]
         cleared = [context for context in fenced if context.card_uuid in uuids]
@@ -256,14 +255,14 @@ class WarmPool:
     # --- What others hold of a card: see `others`. ------------------------------
 
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
-        """LeaseStore what others hold, and give them room or take it back."""
+        """Book the memory that others hold of the card, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         before_bytes = account.others.booked_bytes
         if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
             self._change_capacity(account, before_bytes, now_ns, out)
 
     def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> bool:
-        """Whether a reaped worker's bytes are proved free; what others hold is booked first."""
+        """Return whether a reaped worker's bytes are proved free, after booking what others hold."""
         others = self._account(event.card_uuid).others
         before_bytes = others.booked_bytes
         is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.looked_ns)
@@ -280,7 +279,7 @@ class WarmPool:
     # --- An earlier daemon's. -------------------------------------------------
 
     def restore_fence(self, kept: KeptWarm) -> None:
-        """Hold the bytes of a context that could not be proved gone."""
+        """Hold the bytes of an earlier daemon's context that could not be proved gone."""
         context = self._enter_restored(kept.warm_id, kept.card_uuid, kept.charge_bytes, kept.reason)
         context.state = WarmState.FENCED
         account = self._account(kept.card_uuid)
@@ -288,15 +287,15 @@ class WarmPool:
         account.fenced_bytes += kept.charge_bytes
 
     def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
-        """Drop one that nobody here has made."""
+        """Drop a context that an earlier daemon made."""
         context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
         out.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
     def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """Drop what a lease left, or had besides: its bytes are held, and not in its name, until they are proved.
+        """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved back.
 
-        It was proved before, or a fence of it was cleared; but a lease may have had a worker more.
+        The lease itself was proved gone before, or an operator cleared its fence. A new id holds the bytes.
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
@@ -305,7 +304,7 @@ class WarmPool:
         self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
-        # Its number is its worker's name still, in the zygote too: no other may get it.
+        # The worker keeps this id, in the zygote too, so no other may get it.
         if warm_id < FIRST_LEFT_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
@@ -317,7 +316,7 @@ class WarmPool:
     # --- Room. ----------------------------------------------------------------
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Kill what is in the way of placed leases: those that are being made first, then the newest."""
+        """Kill contexts in the way of placed leases: first those being made, then the newest."""
         in_the_way = sorted(
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
         )
@@ -328,7 +327,7 @@ class WarmPool:
             self._drop(context, "a lease needs its room", now_ns, out)
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Start those that wait for room, first come first."""
+        """Start leases that wait for room, first come first."""
         for lease in tuple(account.awaiting.values()):
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
@@ -418,7 +417,7 @@ class WarmPool:
             self._fence(context, event.reason, now_ns, out)
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Drop one that was not to go; the next one is made later."""
+        """Drop a context that was lost, and make the next one later."""
         if context.tenant is None:
             self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
@@ -434,7 +433,7 @@ class WarmPool:
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Keep its bytes; leases that were to have them are ended, the latest first."""
+        """Keep a context's bytes; leases that were to have them are ended, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
         account.stuck_bytes += context.charge_bytes
@@ -444,7 +443,7 @@ class WarmPool:
         self._fit(account, now_ns, out)
 
     def _fit(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """The card has less room: drop contexts, then end leases that were to have their room, the latest first."""
+        """Drop contexts, then end leases that wait for room, the latest first, until the card's capacity suffices."""
         self._make_room(account, now_ns, out)
         while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))
@@ -455,9 +454,9 @@ class WarmPool:
 
 
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
-    """Which one a lease of that tenant takes: the last one it had itself, else the oldest that served nobody.
+    """Choose a context for a lease: the last one its tenant used, else the oldest that served nobody.
 
-    Without a tenant, the latter.
+    Without a tenant, only the latter.
     """
     ready = [context for context in contexts if context.state is WarmState.READY]
     own = [context for context in ready if context.tenant is not None and context.tenant == tenant]
