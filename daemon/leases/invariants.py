@@ -219,6 +219,11 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
     first = next(iter(account.awaiting.values()), None)
     _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
+    _validate_pool_size(store, account, leases)
+
+
+def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
+    name, contexts = f"Card {account.card.uuid}", list(account.warm.values())
     pending = sum(lease.state is LeaseState.PENDING for lease in leases)
     _require(
         account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
@@ -233,7 +238,7 @@ def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease])
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
     is_closed = store.is_shutting_down or store.drain_ns is not None
     must_be_empty = is_closed or account.exclusive_leases
-    _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
+    _require(not (account.yielding_bytes and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 
 def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext) -> None:

@@ -177,7 +177,7 @@ class WarmContexts(Protocol):
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
         """Give a starting submit a context; return False if none is ready."""
 
-    def miss(self, card_uuid: str, now_ns: int) -> None:
+    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
         """Count the loss of a context that a submit took, before the submit was ready."""
 
 
@@ -208,7 +208,7 @@ class Submits(SubmitViews):
             events.ReclaimFailed: self._on_not_proved,
         }
 
-    def take_from(self, pool: WarmContexts) -> None:
+    def use_pool(self, pool: WarmContexts) -> None:
         """Have submits take contexts from this pool."""
         self._pool = pool
 
@@ -216,9 +216,9 @@ class Submits(SubmitViews):
         """Return the requests that are not answered yet."""
         return set(self._asked)
 
-    # --- Leases. --------------------------------------------------------------
+    # --- leases ---
 
-    def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
         """End the submit of a lease that was ended."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
@@ -229,13 +229,13 @@ class Submits(SubmitViews):
             self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
 
     def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
-        """A lease lasts longer: so may its submit."""
+        """Extend a running submit's deadline to its lease's."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
-        """A lease was fenced: what its submit holds is fenced with it."""
+        """Fence a submit's bytes with its lease's."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None:
             return
@@ -244,7 +244,7 @@ class Submits(SubmitViews):
         self._forget(submit, lease, out)
 
     def clear_fences(self, card_uuids: set[str], out: list[Effect]) -> int:
-        """Let go of submits that could not be proved gone; an operator vouches for them. How many there were."""
+        """Release submits that could not be proved gone, because an operator vouches for them; return their number."""
         fenced = [submit for submit in self._store.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
@@ -271,7 +271,7 @@ class Submits(SubmitViews):
             self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
         return True
 
-    # --- Requests. ------------------------------------------------------------
+    # --- requests ---
 
     def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
         """Start a submit, let it wait for the one before it, or refuse it."""
@@ -313,7 +313,7 @@ class Submits(SubmitViews):
             self._refuse_next(lease, denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), out)
         return True
 
-    # --- Life. ----------------------------------------------------------------
+    # --- life ---
 
     def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
         """Let a lease's submit hold everything but the session's context.
@@ -446,7 +446,7 @@ class Submits(SubmitViews):
         elif not submit.is_kill_sent and not submit.is_worker_gone:
             self._kill(submit, now_ns, out)
 
-    # --- Ends. ----------------------------------------------------------------
+    # --- ends ---
 
     def _on_too_long(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
         submit.is_timed_out = True
@@ -463,7 +463,7 @@ class Submits(SubmitViews):
     def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
         """End a submit's dead or hung warm context; its requester goes on waiting."""
         if self._pool is not None:
-            self._pool.miss(submit.card_uuid, now_ns)
+            self._pool.on_submit_lost(submit.card_uuid, now_ns)
         submit.is_replaced = True
         self._stop(submit, None, reason, now_ns, out)
 

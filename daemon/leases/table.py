@@ -85,8 +85,17 @@ class LeaseTable:
         self._restoration = Restoration(self._store, self._teardown, self._pool)
         self._restoration.recall(past or Past())
         self._drain = Drain(self._store, self._teardown, self._admission)
+        self._handlers = self._event_handlers()
+        # By kind of worker: the live workers by id, and the handler of each event about one of them.
+        self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
+            WorkerKind.LEASE: (self._store.live, self._lease_handlers()),
+            WorkerKind.WARM: (self._store.warm, self._pool.handlers),
+            WorkerKind.SUBMIT: (self._store.submits, self.submits.handlers),
+        }
+
+    def _event_handlers(self) -> dict[type, Callable[[Any, int, list[Effect]], None]]:
         # Each handler takes exactly its kind of event, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
+        return {
             events.AcquireRequested: self._on_acquire_requested,
             events.RenewRequested: self._on_renew_requested,
             events.FreeRequested: self._on_free_requested,
@@ -114,12 +123,6 @@ class LeaseTable:
             events.SubmitFound: self._restoration.on_submit_found,
             **dict.fromkeys(WORKER_EVENTS, self._on_worker_event),
         }
-        # By kind of worker: the live workers by id, and the handler of each event about one of them.
-        self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
-            WorkerKind.LEASE: (self._store.live, self._lease_handlers()),
-            WorkerKind.WARM: (self._store.warm, self._pool.handlers),
-            WorkerKind.SUBMIT: (self._store.submits, self.submits.handlers),
-        }
 
     def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
         return {
@@ -143,7 +146,7 @@ class LeaseTable:
         self._handlers[type(event)](event, now_ns, out)
         if self._store.has_freed_room:
             self._admission.serve_queue(now_ns, out)
-        self._pool.tend(now_ns, out)
+        self._pool.update(now_ns, out)
         return out
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
@@ -256,7 +259,7 @@ class LeaseTable:
         """
         invariants.validate_charges(self._store, before)
 
-    # --- Requests. ------------------------------------------------------------
+    # --- requests ---
 
     def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
         if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
@@ -371,7 +374,7 @@ class LeaseTable:
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was asked for", now_ns, out)
 
-    # --- Workers. -------------------------------------------------------------
+    # --- workers ---
 
     def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
         """Hand an event to the handler for its kind of worker.
@@ -439,7 +442,7 @@ class LeaseTable:
     def _on_reclaim_failed(self, lease: Lease, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
         self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
 
-    # --- Timers. --------------------------------------------------------------
+    # --- timers ---
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
         if not self.submits.on_wait_timer(event.request, now_ns, out):
@@ -464,7 +467,7 @@ class LeaseTable:
         reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
         self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
 
-    # --- Shared steps. --------------------------------------------------------
+    # --- shared steps ---
 
     def _unknown(self, lease_id: int) -> Denial:
         """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""

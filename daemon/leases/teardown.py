@@ -65,7 +65,7 @@ class Teardown:
         if cause is Cause.REVOKED:
             self._store.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
-        self.submits.end_of(lease, cause, now_ns, out)
+        self.submits.end_with_lease(lease, cause, now_ns, out)
         if was_pending:
             self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
@@ -74,24 +74,28 @@ class Teardown:
             self._prove(lease, now_ns, out)
             return
         # A worker that was never ready has nothing in flight to finish.
-        grace_ns = 0 if was_pending else self._store.limits.grace_ns(cause)
-        recycling = self._store.recycling
-        if recycling is not None and cause is Cause.FREED and not was_pending and self._store.may_recycle(lease):
-            lease.is_scrubbing = True
-            out.append(ScrubWorker(lease.lease_id))
-            grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
+        grace_ns = 0 if was_pending else self._grace_ns(lease, cause, out)
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.GRACE), lease.grace_due_ns))
         else:
             self._kill(lease, now_ns, out)
 
+    def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
+        """Return the time until the kill; order a scrub first if the context may be recycled."""
+        recycling = self._store.recycling
+        if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
+            return self._store.limits.grace_ns(cause)
+        lease.is_scrubbing = True
+        out.append(ScrubWorker(lease.lease_id))
+        return recycling.scrub_timeout_ms * NS_PER_MS
+
     def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
         """Kill the worker of a lease that was to be scrubbed, because something is in doubt."""
         if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
             self._kill(lease, now_ns, out)
 
-    def recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Release the bytes of a lease whose scrubbed context the pool now accounts for."""
         lease.is_scrubbing = False
         self._let_go(lease, now_ns, out)

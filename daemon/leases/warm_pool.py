@@ -122,7 +122,7 @@ class WarmPool:
         self._refills = {account.card.uuid: Refill() for account in store.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
-        teardown.submits.take_from(self)
+        teardown.submits.use_pool(self)
         self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_lost,
@@ -133,7 +133,7 @@ class WarmPool:
             events.ReclaimFailed: self._on_not_proved,
         }
 
-    # --- Leases. --------------------------------------------------------------
+    # --- leases ---
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Start a lease just entered in the store, on a warm context if there is one, once it has room."""
@@ -189,7 +189,7 @@ class WarmPool:
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
         out.append(RecycleWorker(lease.lease_id, context.warm_id))
-        self._teardown.recycled(lease, now_ns, out)
+        self._teardown.release_recycled(lease, now_ns, out)
         self._store.add_warm(context)
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
@@ -200,7 +200,7 @@ class WarmPool:
                 if context.tenant in self._store.renamed:
                     self._drop(context, "its tenant may be another by now", now_ns, out)
 
-    # --- Submits. -------------------------------------------------------------
+    # --- submits ---
 
     def has_ready(self, card_uuid: str) -> bool:
         """Return whether a submit on that card would get a context."""
@@ -217,13 +217,13 @@ class WarmPool:
         self._refills[submit.card_uuid].was_taken(now_ns)
         return True
 
-    def miss(self, card_uuid: str, now_ns: int) -> None:
+    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
         """Postpone the next context after a submit lost one before it was ready."""
         self._refills[card_uuid].was_lost(now_ns)
 
-    # --- All of it. -----------------------------------------------------------
+    # --- the whole pool ---
 
-    def tend(self, now_ns: int, out: list[Effect]) -> None:
+    def update(self, now_ns: int, out: list[Effect]) -> None:
         """Start leases that have room now, and drop and make contexts; called after every event."""
         for account in self._store.accounts:
             if account.awaiting:
@@ -235,7 +235,7 @@ class WarmPool:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """Allow contexts to be made; `tend` makes them. Called once an earlier table's state is entered, too."""
+        """Allow contexts to be made; `update` makes them. Called once an earlier table's state is entered, too."""
         self._is_begun = True
         self._timer_ns = None
 
@@ -252,7 +252,7 @@ class WarmPool:
             self._store.has_freed_room = True
         return tuple(context.warm_id for context in cleared)
 
-    # --- What others hold of a card: see `others`. ------------------------------
+    # --- memory of others ---
 
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
         """Book the memory that others hold of the card, and change the card's capacity by it."""
@@ -276,7 +276,7 @@ class WarmPool:
         self._store.has_freed_room = True
         self._fit(account, now_ns, out)
 
-    # --- An earlier daemon's. -------------------------------------------------
+    # --- contexts of an earlier daemon ---
 
     def restore_fence(self, kept: KeptWarm) -> None:
         """Hold the bytes of an earlier daemon's context that could not be proved gone."""
@@ -313,7 +313,7 @@ class WarmPool:
         self._store.add_warm(context)
         return context
 
-    # --- Room. ----------------------------------------------------------------
+    # --- room ---
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         """Kill contexts in the way of placed leases: first those being made, then the newest."""
@@ -344,7 +344,7 @@ class WarmPool:
             )
             out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
-    # --- Refilling. -----------------------------------------------------------
+    # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         kept = [context for context in account.yielding() if context.tenant is None]
@@ -372,7 +372,7 @@ class WarmPool:
         out.append(WarmUp(context.warm_id, context.card_uuid))
         out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
 
-    # --- Ends. ----------------------------------------------------------------
+    # --- ends ---
 
     def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if context.state is WarmState.WARMING:
