@@ -1,7 +1,7 @@
 """Invariants of the lease table, recomputed from the leases, submits and contexts alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.model import (
@@ -21,64 +21,9 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.protocol.opcodes import Exclusivity
 
-Require = Callable[[bool, str], None]
-
-
-def validate_submits(store: LeaseStore, require: Require) -> None:
-    """Check every rule on submits; `require` gets each condition and the sentence for its failure."""
-    for submit in store.submits.values():
-        _validate_submit(store, submit, require)
-    for lease in store.live.values():
-        _validate_lease_submit(store, lease, require)
-
-
-def _validate_submit(store: LeaseStore, submit: Submit, require: Require) -> None:
-    name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
-    lease = store.live.get(submit.lease_id)
-    require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
-    require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
-    if lease is None:
-        return
-    goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
-    require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
-    require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
-    require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
-    is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
-    require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
-    require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
-    is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
-    require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
-    own_bytes = lease.charge_bytes - lease.submit_charge_bytes
-    overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
-    is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
-    require(is_own, f"{name} has other bytes than its lease keeps for it.")
-    require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
-
-
-def _validate_lease_submit(store: LeaseStore, lease: Lease, require: Require) -> None:
-    name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
-    is_split = 0 <= lease.terms.submit_bytes < max(1, lease.terms.size_bytes)
-    require(is_split, f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
-    require(lease.submit_id in (0, *store.submits), f"{name} has a submit that is not known.")
-    has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
-    require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
-    is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
-    require(not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place.")
-    is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
-    require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
-    require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
-    earlier = store.submits.get(lease.submit_id)
-    is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
-    require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
-
 
 class InvariantBroken(Exception):
     """A rule of the lease table does not hold: a bug in the core. The text says which."""
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise InvariantBroken(sentence)
 
 
 def validate(store: LeaseStore) -> None:
@@ -95,7 +40,7 @@ def validate(store: LeaseStore) -> None:
     for account in store.accounts:
         _validate_account(account, by_card[account.card.uuid])
         _validate_pool(store, account, by_card[account.card.uuid])
-    validate_submits(store, _require)
+    _validate_submits(store)
     _validate_counts(store)
     _validate_queue(store)
 
@@ -111,6 +56,11 @@ def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
         held = account.held_bytes + account.stuck_bytes
         sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
         _require(not is_more or held <= account.capacity_bytes, sentence)
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise InvariantBroken(sentence)
 
 
 def _name(lease: Lease) -> str:
@@ -253,6 +203,55 @@ def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext
     most = 1 if store.recycling is None else store.recycling.max_leases
     is_waiting = context.tenant is None or context.state is not WarmState.WARMING
     _require(context.leases < most and is_waiting, f"{name} has served {context.leases} leases.")
+
+
+def _validate_submits(store: LeaseStore) -> None:
+    for submit in store.submits.values():
+        _validate_submit(store, submit)
+    for lease in store.live.values():
+        _validate_lease_submit(store, lease)
+
+
+def _validate_submit(store: LeaseStore, submit: Submit) -> None:
+    name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
+    lease = store.live.get(submit.lease_id)
+    _require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
+    _require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
+    if lease is None:
+        return
+    goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
+    _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
+    _require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
+    _require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
+    is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
+    _require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
+    _require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
+    is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
+    _require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
+    own_bytes = lease.charge_bytes - lease.submit_charge_bytes
+    overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
+    is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
+    _require(is_own, f"{name} has other bytes than its lease keeps for it.")
+    _require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
+
+
+def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
+    name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
+    is_split = 0 <= lease.terms.submit_bytes < max(1, lease.terms.size_bytes)
+    _require(is_split, f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
+    _require(lease.submit_id in (0, *store.submits), f"{name} has a submit that is not known.")
+    has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
+    _require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
+    is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
+    _require(
+        not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place."
+    )
+    is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
+    _require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
+    _require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
+    earlier = store.submits.get(lease.submit_id)
+    is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
+    _require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
 
 
 def _validate_counts(store: LeaseStore) -> None:

@@ -169,10 +169,10 @@ class InvalidTransition(Exception):
         self.history = history
 
     def __str__(self) -> str:
-        told = "; ".join(str(entry) for entry in self.history) or "nothing yet"
+        steps = "; ".join(str(entry) for entry in self.history) or "nothing yet"
         return (
             f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
-            f" Its story: {told}."
+            f" Its story: {steps}."
         )
 
 

@@ -49,63 +49,39 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.store import LeaseStore
 
-
-def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """Return when a lease's timer of that kind has something to do; None if it no longer has.
-
-    A timer that fires early is armed again for that time.
-    """
-    match kind:
-        case TimerKind.SPAWN:
-            return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
-        case TimerKind.EXPIRY:
-            return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
-        case TimerKind.ORPHAN:
-            return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
-        case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
-            return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
-        case TimerKind.RECLAIM:
-            return lease.reclaim_due_ns if lease.state is LeaseState.DRAINING else None
-    return None
+GRACE_MS: Final = 20
+"""Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
 
 
-def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """Return when a submit's timer of that kind has something to do; None if it no longer has."""
-    match (submit.state, kind):
-        case (SubmitState.STARTING, TimerKind.SPAWN):
-            return submit.spawn_due_ns
-        case (SubmitState.RUNNING, TimerKind.EXPIRY):
-            return submit.due_ns
-        case (SubmitState.ENDING, TimerKind.GRACE):
-            return submit.grace_due_ns
-        case (SubmitState.ENDING, TimerKind.RECLAIM):
-            return submit.reclaim_due_ns
-    return None
+MAX_WAIT_S: Final = 30
+"""Longest wait for the submit before. Stops a tenant's calls from waiting unseen behind one that runs as long as its
+lease."""
 
 
-def check(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
-    """Return the denial for a submit that the lease may not have now; None if it may.
+_GENERATION: Final = 0
+"""Generation of a submit's timers: submits have no generations."""
 
-    A permitted submit counts as an acquire towards its tenant's rate.
-    """
-    if lease is None or lease.tenant != event.tenant:
-        return denials.not_found(event.lease_id)
-    if lease.state is LeaseState.PENDING:
-        return denials.lease_pending(lease.snapshot())
-    if lease.state is not LeaseState.ACTIVE:
-        return denials.lease_ended(lease.snapshot())
-    if lease.is_expired(now_ns):
-        return denials.lease_expired(lease.snapshot())
-    if not lease.terms.submit_bytes and lease.has_session:
-        return denials.has_session(lease.lease_id)
-    if event.timeout_ms < 1:
-        return denials.no_time(event.timeout_ms)
-    earlier = store.submits.get(lease.submit_id)
-    if earlier is not None and earlier.state is SubmitState.FENCED:
-        return denials.stuck(lease.lease_id)
-    if earlier is not None and lease.next_submit is not None:
-        return denials.busy(lease.lease_id)
-    return store.rates.denial(event.tenant, store.limits.tenants.of(event.tenant), now_ns)
+
+Handler = Callable[[Submit, Any, int, list[Effect]], None]
+
+
+OnFreed = Callable[[Lease, int, list[Effect]], None]
+
+
+OnStuck = Callable[[Lease, str, int, list[Effect]], None]
+
+
+class WarmContexts(Protocol):
+    """The pool's interface for submits."""
+
+    def has_ready(self, card_uuid: str) -> bool:
+        """Return whether a context that served nobody is ready."""
+
+    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
+        """Give a starting submit a context; return False if none is ready."""
+
+    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
+        """Count the loss of a context that a submit took, before the submit was ready."""
 
 
 class SubmitViews:
@@ -151,34 +127,6 @@ class SubmitViews:
         """Return whether a lease has a submit that can't be proved gone."""
         submit = self._store.submits.get(lease.submit_id)
         return submit is not None and submit.state is SubmitState.FENCED
-
-
-GRACE_MS: Final = 20
-"""Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
-
-MAX_WAIT_S: Final = 30
-"""Longest wait for the submit before. Stops a tenant's calls from waiting unseen behind one that runs as long as its
-lease."""
-
-_GENERATION: Final = 0
-"""Generation of a submit's timers: submits have no generations."""
-
-Handler = Callable[[Submit, Any, int, list[Effect]], None]
-OnFreed = Callable[[Lease, int, list[Effect]], None]
-OnStuck = Callable[[Lease, str, int, list[Effect]], None]
-
-
-class WarmContexts(Protocol):
-    """The pool's interface for submits."""
-
-    def has_ready(self, card_uuid: str) -> bool:
-        """Return whether a context that served nobody is ready."""
-
-    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Give a starting submit a context; return False if none is ready."""
-
-    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
-        """Count the loss of a context that a submit took, before the submit was ready."""
 
 
 class Submits(SubmitViews):
@@ -276,7 +224,7 @@ class Submits(SubmitViews):
     def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
         """Start a submit, let it wait for the one before it, or refuse it."""
         lease = self._store.live.get(event.lease_id)
-        denial = check(self._store, lease, event, now_ns)
+        denial = _check_request(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
@@ -427,7 +375,7 @@ class Submits(SubmitViews):
         self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
 
     def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        due_ns = submit_due_ns(submit, event.kind)
+        due_ns = _due_ns(submit, event.kind)
         if due_ns is None:
             return
         if now_ns < due_ns:
@@ -541,3 +489,42 @@ class Submits(SubmitViews):
             self._store.has_freed_room = True
         lease.last_submit = submit.snapshot()
         out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))
+
+
+def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
+    """Return the denial for a submit that the lease may not have now; None if it may.
+
+    A permitted submit counts as an acquire towards its tenant's rate.
+    """
+    if lease is None or lease.tenant != event.tenant:
+        return denials.not_found(event.lease_id)
+    if lease.state is LeaseState.PENDING:
+        return denials.lease_pending(lease.snapshot())
+    if lease.state is not LeaseState.ACTIVE:
+        return denials.lease_ended(lease.snapshot())
+    if lease.is_expired(now_ns):
+        return denials.lease_expired(lease.snapshot())
+    if not lease.terms.submit_bytes and lease.has_session:
+        return denials.has_session(lease.lease_id)
+    if event.timeout_ms < 1:
+        return denials.no_time(event.timeout_ms)
+    earlier = store.submits.get(lease.submit_id)
+    if earlier is not None and earlier.state is SubmitState.FENCED:
+        return denials.stuck(lease.lease_id)
+    if earlier is not None and lease.next_submit is not None:
+        return denials.busy(lease.lease_id)
+    return store.rates.denial(event.tenant, store.limits.tenants.of(event.tenant), now_ns)
+
+
+def _due_ns(submit: Submit, kind: TimerKind) -> int | None:
+    """Return when a submit's timer of that kind has something to do; None if it no longer has."""
+    match (submit.state, kind):
+        case (SubmitState.STARTING, TimerKind.SPAWN):
+            return submit.spawn_due_ns
+        case (SubmitState.RUNNING, TimerKind.EXPIRY):
+            return submit.due_ns
+        case (SubmitState.ENDING, TimerKind.GRACE):
+            return submit.grace_due_ns
+        case (SubmitState.ENDING, TimerKind.RECLAIM):
+            return submit.reclaim_due_ns
+    return None

@@ -43,8 +43,7 @@ from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ended_phase, phase_of
 from gpulease.daemon.leases.store import LeaseStore, WaiterSnapshot
-from gpulease.daemon.leases.submits import lease_due_ns
-from gpulease.daemon.leases.teardown import Teardown
+from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.opcodes import RevokeOutcome
 

@@ -27,6 +27,25 @@ from gpulease.daemon.leases.submits import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
 
 
+def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
+    """Return when a lease's timer of that kind has something to do; None if it no longer has.
+
+    A timer that fires early is armed again for that time.
+    """
+    match kind:
+        case TimerKind.SPAWN:
+            return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
+        case TimerKind.EXPIRY:
+            return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.ORPHAN:
+            return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
+            return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
+        case TimerKind.RECLAIM:
+            return lease.reclaim_due_ns if lease.state is LeaseState.DRAINING else None
+    return None
+
+
 class Teardown:
     """Ends leases. Each method appends the effects to execute to `out`.
 
@@ -118,7 +137,7 @@ class Teardown:
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
-        """Act on a timer that is due, as `submits.lease_due_ns` says."""
+        """Act on a timer that is due, as `lease_due_ns` says."""
         if kind is TimerKind.EXPIRY:
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:

@@ -438,8 +438,8 @@ class WarmPool:
         context.state = WarmState.FENCED
         account.stuck_bytes += context.charge_bytes
         account.fenced_bytes += context.charge_bytes
-        told = f"{context.reason}; {reason}" if context.reason else reason
-        out.append(WarmEnded(context.warm_id, context.card_uuid, told, is_fenced=True))
+        full_reason = f"{context.reason}; {reason}" if context.reason else reason
+        out.append(WarmEnded(context.warm_id, context.card_uuid, full_reason, is_fenced=True))
         self._fit(account, now_ns, out)
 
     def _fit(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:

@@ -1,7 +1,7 @@
-"""A simulated shell that is slow, forgetful and out of order, and what it knows of the node.
+"""A simulated shell that is slow, forgetful and out of order, and its own view of the node.
 
-It executes effects in any order and at any time, and loses orders to workers. What it knows of the node (which process
-lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
+The shell executes effects in any order and at any time, and loses orders to workers. It knows which processes live,
+which bytes are not yet proved free, and who waits for a reply. That view is kept apart from the table's own state.
 """
 
 from gpulease.daemon.leases import (
@@ -96,7 +96,7 @@ AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveRe
 
 
 class Shell:
-    """What the node looks like from outside, and what is still to be done in it."""
+    """The node as seen from outside, and the effects still to execute."""
 
     def __init__(self, warm_contexts: int = 0, recycling: Recycling | None = None) -> None:
         self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
@@ -118,8 +118,8 @@ class Shell:
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
-        # What of each card others really hold: unowned, and by processes of theirs; and what dead workers' bytes are
-        # still in the card's sum, by number, those that were proved free too.
+        # Others' real bytes on each card: unowned, and of their processes. Then dead workers' bytes still in the card's
+        # sum, by id, proved free or not.
         self.others: dict[str, tuple[int, int]] = {card.uuid: (0, 0) for card in CARDS}
         self.lingering: dict[int, tuple[str, int]] = {}
         self.unlisted: dict[int, tuple[int, int]] = {}
@@ -145,7 +145,7 @@ class Shell:
             self.table.validate_charges(charges)
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
-        # Bytes let go by an operator may be granted by the same call.
+        # Bytes released by an operator may be granted by the same call.
         self.submits.is_cleared = any(isinstance(effect, FenceCleared) for effect in effects)
         for effect in effects:
             if isinstance(effect, FenceCleared):
@@ -159,17 +159,17 @@ class Shell:
         return effects
 
     def forget(self, number: int) -> None:
-        """An operator vouches for its bytes."""
+        """Drop a worker whose bytes an operator vouches for."""
         self.unproved.pop(number, None)
         self.lingering.pop(number, None)
         self.alive.discard(number)
 
     def unowned_bytes(self, card_uuid: str) -> int:
-        """What the card shows that no process has."""
+        """Return the card's bytes that no process has."""
         return self.others[card_uuid][0] + sum(held for uuid, held in self.lingering.values() if uuid == card_uuid)
 
     def booked_bytes(self, card_uuid: str) -> int:
-        """What the table has booked for others."""
+        """Return the bytes that the table has booked for others."""
         card = next(card for card in self.table.cards() if card.uuid == card_uuid)
         return card.unowned_bytes + card.outside_bytes
 
@@ -182,17 +182,17 @@ class Shell:
         self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
 
     def leave_alone(self) -> None:
-        """Others go, and dead workers' bytes with them; the table sees it."""
+        """Remove others' bytes and dead workers' bytes from all cards, and let the table see it."""
         self.lingering.clear()
         self.others = dict.fromkeys(self.others, (0, 0))
-        # The first look may end a wait that began when others held more: what lasted from then on is booked.
+        # The first look may end a settling time that began when others held more; its lasting bytes are booked.
         for wait_ns in (0, SETTLE_NS, SETTLE_NS):
             self.now_ns += wait_ns
             for card in CARDS:
                 self.look(card.uuid)
 
     def look_for(self, job: ProveReclaimed) -> None:
-        """A look at the card for a dead worker, and another one later unless that was enough."""
+        """Look at the card for a dead worker, and queue another look unless this one was enough."""
         number, card_uuid = job.worker_id, job.card_uuid
         unowned = self.unowned_bytes(card_uuid)
         since_ns, least = self.unlisted.get(number, (self.now_ns, unowned))
@@ -311,7 +311,7 @@ class Shell:
         self.jobs.append(effect)
 
     def on_rename(self, from_id: int, to_id: int) -> None:
-        """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
+        """Move a worker to another id. It holds one context's overhead: nothing more yet, or never."""
         if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
             if from_id in self.submits.left:
                 self.submits.on_rename(from_id, to_id, self)
@@ -329,7 +329,7 @@ class Shell:
             self.alive.remove(from_id)
             self.alive.add(to_id)
         if from_id < FIRST_WARM_ID:
-            # What its worker has yet to say, it says under its old name; the lease gets another worker.
+            # The worker's late events carry its warm id; the lease gets another worker.
             self.jobs = [job for job in self.jobs if not (isinstance(job, SpawnWorker) and job.lease_id == from_id)]
             self.once.discard((SpawnWorker, from_id))
 
@@ -337,15 +337,16 @@ class Shell:
         self.hold(number, next(card for card in CARDS if card.uuid == card_uuid), size_bytes)
 
     def hold(self, number: int, card: Card, size_bytes: int) -> None:
-        """A process may hold that much from now on; all that is not proved back must fit beside it."""
+        """Let a process hold bytes; they must fit beside everything not proved back."""
         self.unproved[number] = (card.uuid, size_bytes)
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
 
     def check_room(self, card: Card) -> None:
-        """Something was granted: all of it, and what others hold by the table's books, is no more than the card has.
+        """Check that grants and booked bytes of others fit the card.
 
-        Nor is it with the bytes of workers that are dead and proved free, and that are in the card's sum all the same.
+        Nor may grants exceed the card together with bytes of dead workers that were proved free but are still on the
+        card.
         """
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held + self.booked_bytes(card.uuid) <= card.capacity_bytes, "what others hold was granted"
@@ -397,10 +398,9 @@ class Shell:
                 assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
 
     def restart(self, *, is_tail_lost: bool, is_zygote_told: bool) -> None:
-        """The daemon is killed and comes back: it knows what its journal knows, and what workers and pages show.
+        """Kill the daemon and bring it back with its journal, and with what workers and pages show.
 
-        What the last event changed may not have reached the disk, though its effects were carried out; then nobody
-        was told of it.
+        The rows of the last event may be lost although its effects were executed; nobody was told of them then.
         """
         before = self.table
         if is_zygote_told:
@@ -408,7 +408,7 @@ class Shell:
         if is_tail_lost:
             self.disk.lose_tail()
         contents = self.disk.read()
-        # One that was revoked before its grant, in what was lost: nobody knows its id.
+        # Nobody knows the id of a lease revoked before its grant if its row was lost.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
         self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds)
@@ -419,12 +419,12 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
-        # What is on the disk as ended ends no second time.
+        # A lease with a tombstone on the disk must not end a second time.
         self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
-                # Nobody was told of it, and its worker went back to the pool: it is nowhere.
+                # Nobody was told of this lease, and its worker went back to the pool.
                 del self.spawned[number]
         fenced = {kept.lease_id for kept in contents.leases if kept.state is LeaseState.FENCED}
         going_on = {kept.lease_id for kept in contents.leases} - fenced
@@ -457,7 +457,7 @@ class Shell:
         self.send(PoolTimerFired())
 
     def find_ended(self) -> None:
-        """The zygote was not told to forget workers whose leases had ended: they are dead, and told of as ever."""
+        """Report dead workers of ended leases, which the zygote was never told to forget."""
         for number, (uuid, size_bytes) in self.remembered.items():
             lease = self.table.get(number)
             if lease is not None and lease.state is LeaseState.TORNDOWN:
@@ -465,7 +465,10 @@ class Shell:
                 assert self.table.get(number) == lease, "an ended lease came back"
 
     def as_its_page_says(self, kept: KeptLease) -> KeptLease:
-        """What the daemon does when it comes back: the later deadline counts, and a flipped word ends a lease."""
+        """Correct a persisted lease by its control page, as the daemon does.
+
+        The later deadline counts, and a flipped word ends the lease.
+        """
         generation, deadline_ns = self.deadlines.get(kept.lease_id, (0, 0))
         if kept.state is not LeaseState.ACTIVE or kept.deadline_ns is None:
             return kept
@@ -479,7 +482,7 @@ class Shell:
         )
 
     def finish(self) -> None:
-        """Everything that was slow or lost happens after all, in due order; what was dead is gone."""
+        """Execute everything that was slow or lost, in due order; dead workers' bytes are gone."""
         self.lingering.clear()
         self.timers += self.lost_timers
         while self.jobs or self.timers:

@@ -1,4 +1,4 @@
-"""A node that is drained: who is let in, who is told what, and who is ended when."""
+"""Drains: refused acquires, warnings, the deadline, cancellation."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def renew(s: Scenario, ttl_ms: int) -> list[Effect]:
     return s.do(RenewRequested(91, 1, "ann", ttl_ms))
 
 
-def test_nobody_is_let_in() -> None:
+def test_a_drained_node_grants_nothing() -> None:
     s = Scenario()
     s.acquire(1, 60)
     s.do(WorkerReady(1))
@@ -64,7 +64,7 @@ def test_nobody_is_let_in() -> None:
     assert "is drained" in denied(s.acquire(5)).message
 
 
-def test_who_is_there_is_warned_and_ended_at_the_deadline() -> None:
+def test_active_leases_are_warned_and_ended_at_the_deadline() -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     out = drain(s)
@@ -110,7 +110,7 @@ def test_renewals_reach_to_the_deadline(had_ms: int, asked_ms: int, lasts_ns: in
     assert s.lease(1).cause is Cause.DRAINED or lasts_ns < 5 * S
 
 
-def test_a_worker_stops_by_itself_if_nobody_tells_it_of_the_end() -> None:
+def test_a_worker_that_never_hears_of_the_end_stops_by_itself() -> None:
     s = Scenario()
     s.active(1, ttl_ms=1000)
     drain(s)
@@ -120,7 +120,7 @@ def test_a_worker_stops_by_itself_if_nobody_tells_it_of_the_end() -> None:
 
 
 @pytest.mark.parametrize(("later_s", "left_ms"), [(1, 1000), (9, 9000), (0, 0)])
-def test_asked_again_the_new_deadline_counts(later_s: int, left_ms: int) -> None:
+def test_a_second_drain_moves_the_deadline(later_s: int, left_ms: int) -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     drain(s)
@@ -130,7 +130,7 @@ def test_asked_again_the_new_deadline_counts(later_s: int, left_ms: int) -> None
     assert one(out, RefuseWork).cause is Cause.DRAINED
 
 
-def test_cancelled_all_goes_on() -> None:
+def test_after_a_cancelled_drain_all_goes_on() -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     drain(s)
@@ -143,7 +143,7 @@ def test_cancelled_all_goes_on() -> None:
     assert one(s.do(DrainCancelled(94)), DrainSet).deadline_ns is None
 
 
-def test_the_pool_is_let_go_and_made_anew() -> None:
+def test_the_pool_is_dropped_and_made_anew() -> None:
     s = Scenario()
     s.table = type(s.table)([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
     warm = one(s.do(PoolTimerFired()), WarmUp)

@@ -1,4 +1,4 @@
-"""The transition table, exhaustively, and the invariants' own teeth."""
+"""The transition table, exhaustively, and proof that the invariants can fail."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def lease_in(state: LeaseState) -> Lease:
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("state", LeaseState)
-def test_what_is_not_in_the_table_raises_and_changes_nothing(state: LeaseState, trigger: Trigger | Cause) -> None:
+def test_a_step_missing_from_the_table_raises_and_changes_nothing(state: LeaseState, trigger: Trigger | Cause) -> None:
     lease = lease_in(state)
     finish = TRANSITIONS.get((state, trigger))
     if finish is None:
@@ -55,7 +55,7 @@ def test_every_cause_can_end_a_lease() -> None:
     assert {trigger for _, trigger in TRANSITIONS if isinstance(trigger, Cause)} == set(Cause)
 
 
-def test_an_invalid_transition_tells_the_whole_story() -> None:
+def test_an_invalid_transition_tells_the_whole_history() -> None:
     lease = lease_in(LeaseState.PENDING)
     lease.move(Trigger.WORKER_READY, 7)
     with pytest.raises(InvalidTransition) as raised:
@@ -64,7 +64,7 @@ def test_an_invalid_transition_tells_the_whole_story() -> None:
     assert raised.value.history == tuple(lease.history)
 
 
-def test_a_story_is_bounded() -> None:
+def test_a_history_is_bounded() -> None:
     s = Scenario(limits=CoreLimits(max_history_entries=5))
     s.active(1)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""A table made from what an earlier one left, case by case; `test_any_order` has them in any order."""
+"""Restoring an earlier table, case by case; `test_table_any_order` covers any order."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ TERMS = LeaseTerms(20, 10_000, Exclusivity.SHARED, 7, Waiting.BLOCK, orphan_ms=0
 
 
 def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
-    """Of tenant ann, on the first card, with five seconds to go."""
+    """Return a lease of tenant ann on the first card, with five seconds to go."""
     cause = None if state is LeaseState.ACTIVE else Cause.REVOKED
     lease = KeptLease(
         lease_id, "ann", "GPU-a", TERMS._replace(size_bytes=size), size + OVERHEAD, 3, state, cause, "", "", 990 * S,
@@ -63,7 +63,7 @@ def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIV
 
 
 class Restored(Scenario):
-    """A table that comes back with leases."""
+    """A table restored with leases."""
 
     def __init__(self, *leases: KeptLease, past: Past | None = None, warm: int = 0, limits: CoreLimits | None = None):
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_lease_whose_worker_lives_goes_on() -> None:
     assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=TERMS._replace(ttl_ms=8000))
 
 
-def test_one_whose_time_is_over_is_expired() -> None:
+def test_a_lease_whose_time_is_over_is_expired() -> None:
     s = Restored()
     s.at(5)
     assert one(s.restore(kept()), RefuseWork) == RefuseWork(1, Cause.EXPIRED)
@@ -103,7 +103,7 @@ def test_one_whose_time_is_over_is_expired() -> None:
     ("more", "at_s", "cause"),
     [({}, 0, Cause.WORKER_DIED), ({"fault": "an illegal address"}, 0, Cause.FAULTED), ({}, 5, Cause.EXPIRED)],
 )
-def test_one_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
+def test_a_lease_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
     more: dict[str, Any], at_s: float, cause: Cause
 ) -> None:
     s = Restored()
@@ -164,13 +164,13 @@ def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> Non
     assert placed(s.acquire(3)) == [(3, "GPU-a")]
 
 
-def test_no_context_is_made_before_all_is_entered() -> None:
+def test_no_warm_context_is_made_before_all_is_restored() -> None:
     s = Restored(kept(1, 30), warm=1)
     assert WarmUp not in kinds(s.restore(kept(2, 60)))
     assert s.do(PoolTimerFired()) == []
 
 
-def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
+def test_an_unknown_worker_is_killed_and_forgotten() -> None:
     s = Restored()
     assert kinds(s.do(WorkerFound(5, "GPU-a", 60))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().available_bytes == 40
@@ -182,7 +182,7 @@ def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
 
 
 def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
-    """Told as it was while its worker's bytes are held again, and afterwards; it ends no second time."""
+    """The lease is reported as ended while its worker's bytes are held again, and ends no second time."""
     before = Scenario()
     before.active(5)
     end(before, 5)
@@ -202,8 +202,8 @@ def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
-    """A submit's, or a second one: a number that was drawn for it is never told as a lease's."""
+def test_an_additional_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
+    """A submit's worker, or a second one, gets a drawn id that is never reported as a lease's."""
     before = Scenario()
     before.active(5)
     end(before, 5)
@@ -219,7 +219,7 @@ def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
     assert (s.card().warm_bytes, s.card().held_bytes) == (0, held_bytes)
 
 
-def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
+def test_a_worker_left_by_an_ended_lease_takes_no_id_that_is_found() -> None:
     before = Scenario()
     before.active(5)
     end(before, 5)
@@ -236,7 +236,7 @@ def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
     assert one(again.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id == left_id + 1
 
 
-def test_a_warm_context_that_nobody_knows_is_dropped() -> None:
+def test_an_unknown_warm_context_is_dropped() -> None:
     s = Restored(warm=1)
     assert kinds(s.do(WorkerFound(WARM + 7, "GPU-a", 10))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().warm_bytes == 10
@@ -256,7 +256,7 @@ def test_a_card_that_is_not_here() -> None:
     assert s.do(WorkerExited(3, "killed")) == []
 
 
-def test_more_than_there_is_goes_on_and_lets_nobody_in() -> None:
+def test_leases_over_the_capacity_go_on_and_nothing_more_is_granted() -> None:
     limits = CoreLimits(max_leases=1)
     s = Restored(kept(1, 80), kept(2, 50, charge_bytes=55), limits=limits)
     assert (s.card().held_bytes, s.card().available_bytes) == (145, 0)
@@ -308,7 +308,7 @@ def test_a_lease_whose_fence_was_cleared_was_never_torn_down(way: str) -> None:
     assert denied(s.acquire(1)).reason is DenialReason.INVALID_REQUEST
 
 
-def test_tombstones_tell_what_they_told() -> None:
+def test_tombstones_give_the_same_answers() -> None:
     s = Scenario()
     s.active(1)
     s.do(FreeRequested(9, 1, "ann"))
@@ -319,7 +319,7 @@ def test_tombstones_tell_what_they_told() -> None:
     assert denied(again.do(RenewRequested(9, 1, "bob", 1000))).reason is DenialReason.NOT_FOUND
 
 
-def test_what_comes_twice_is_entered_once() -> None:
+def test_a_repeated_event_is_entered_once() -> None:
     s = Restored(kept())
     assert s.restore(kept()) == []
     assert s.do(WorkerFound(1, "GPU-a", 30)) == []

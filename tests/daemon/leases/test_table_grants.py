@@ -162,7 +162,7 @@ def test_a_pending_lease_cannot_be_renewed() -> None:
     assert denied(s.do(RenewRequested(7, 1, "ann", 10))).reason is DenialReason.INVALID_REQUEST
 
 
-def test_another_tenants_lease_looks_like_none() -> None:
+def test_another_tenants_lease_looks_like_an_unknown_one() -> None:
     s = Scenario()
     s.active(1)
     theirs = denied(s.do(RenewRequested(7, 1, "bob", 10)))

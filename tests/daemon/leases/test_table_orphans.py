@@ -1,4 +1,4 @@
-"""Leases that nobody is connected to any more."""
+"""Orphans: leases without a connection."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_a_lease_ends_so_long_after_its_last_connection_went() -> None:
     assert (s.lease(1).state, s.lease(1).cause) == (LeaseState.TORNDOWN, Cause.ORPHANED)
 
 
-def test_who_listens_is_warned_and_the_warning_is_taken_back() -> None:
+def test_subscribers_are_warned_and_the_warning_is_withdrawn() -> None:
     s = granted()
     left(s)
     standing = s.table.phase(1, s.now_ns)
@@ -63,7 +63,7 @@ def test_who_listens_is_warned_and_the_warning_is_taken_back() -> None:
     assert came(s.at(1)) == [Warned(1, Phase.ACTIVE, 8000)]
 
 
-def test_somebody_who_connects_in_time_saves_it() -> None:
+def test_a_connection_in_time_saves_the_lease() -> None:
     s = granted()
     left(s)
     came(s.at(3))
@@ -74,7 +74,7 @@ def test_somebody_who_connects_in_time_saves_it() -> None:
     assert s.lease(1).state is LeaseState.ACTIVE
 
 
-def test_what_is_told_twice_changes_nothing() -> None:
+def test_a_repeated_event_changes_nothing() -> None:
     s = granted()
     assert came(s) == []
     left(s)
@@ -82,7 +82,7 @@ def test_what_is_told_twice_changes_nothing() -> None:
     assert s.table.orphan_due_ns(1) == s.now_ns + 3 * S
 
 
-def test_a_renewal_begins_the_wait_anew() -> None:
+def test_a_renewal_restarts_the_wait() -> None:
     s = granted()
     left(s)
     effects = s.at(3).do(RenewRequested(7, 1, "ann", 10_000))
@@ -91,7 +91,7 @@ def test_a_renewal_begins_the_wait_anew() -> None:
     assert s.at(3).fire(1, TimerKind.ORPHAN, generation=2)[0] == RefuseWork(1, Cause.ORPHANED)
 
 
-def test_an_end_that_comes_first_is_its_end() -> None:
+def test_an_earlier_end_is_the_leases_end() -> None:
     s = granted(20_000)
     left(s)
     standing = s.table.phase(1, s.now_ns)
@@ -100,7 +100,7 @@ def test_an_end_that_comes_first_is_its_end() -> None:
     assert s.at(30).fire(1, TimerKind.ORPHAN)[0] == RefuseWork(1, Cause.EXPIRED)
 
 
-def test_a_drain_that_ends_it_later_is_not_what_it_is_told_of() -> None:
+def test_a_later_drain_is_not_the_warning() -> None:
     s = granted()
     s.do(DrainRequested(60, 9000))
     left(s)
@@ -110,7 +110,7 @@ def test_a_drain_that_ends_it_later_is_not_what_it_is_told_of() -> None:
 
 
 @pytest.mark.parametrize(("asked_ms", "default_s", "waits_ms"), [(None, 0, 0), (None, 3, 3000), (0, 3, 0), (5, 3, 5)])
-def test_a_tenant_says_how_long_else_the_operator_does(asked_ms: int | None, default_s: int, waits_ms: int) -> None:
+def test_the_tenants_bound_comes_before_the_operators(asked_ms: int | None, default_s: int, waits_ms: int) -> None:
     s = granted(asked_ms, limits=CoreLimits(orphan_s=default_s))
     assert s.table.orphan_ms(1) == waits_ms
     assert kinds(s.do(ConnectionsChanged(1, is_connected=False))) == ([TimerFired, Warned] if waits_ms else [])
@@ -125,7 +125,7 @@ def test_the_wait_is_kept_over_a_restart_and_begins_when_the_daemon_says() -> No
 
 
 @pytest.mark.parametrize(("least_ms", "waits_s"), [(0, 4), (3000, 4), (9000, 9)])
-def test_a_daemon_that_took_it_over_may_wait_longer(least_ms: int, waits_s: int) -> None:
+def test_a_daemon_that_took_the_lease_over_may_wait_longer(least_ms: int, waits_s: int) -> None:
     s = granted()
     effects = s.do(ConnectionsChanged(1, is_connected=False, least_wait_ms=least_ms))
     assert armed(effects, TimerKind.ORPHAN).due_ns == s.now_ns + waits_s * S

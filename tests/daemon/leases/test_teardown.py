@@ -1,4 +1,4 @@
-"""From the end of a lease to its bytes: grace, kill, reap, proof, or a fence."""
+"""Teardown: grace, kill, reap, and proof or fence."""
 
 from collections.abc import Callable
 
@@ -340,7 +340,7 @@ def test_a_late_proof_does_not_lift_a_fence() -> None:
     assert s.lease(1).state is LeaseState.FENCED
 
 
-def test_an_operator_lifts_fences_and_those_in_line_go_on() -> None:
+def test_an_operator_lifts_fences_and_the_queue_goes_on() -> None:
     s = Scenario(card(0), card(1))
     s.active(1, 100, selector="0")
     s.active(2, 100, selector="1")
@@ -363,7 +363,7 @@ def test_clearing_an_unknown_card_names_those_there_are() -> None:
     assert "GPU-a" in denial.message
 
 
-def test_a_shutdown_lets_everybody_go_and_nobody_in() -> None:
+def test_a_shutdown_ends_every_lease_and_grants_none() -> None:
     s = Scenario()
     s.active(1, 20)
     s.acquire(2, 20)

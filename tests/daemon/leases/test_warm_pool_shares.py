@@ -1,4 +1,4 @@
-"""Of the contexts that wait for a tenant each gets its share, however many another one leaves."""
+"""Shares of the contexts that wait for a tenant, however many another tenant leaves."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from .test_warm_pool import WARM, killed
 from .test_warm_pool_recycling import BOUNDS, RecyclingScenario
 
 
-def test_who_has_fewer_takes_the_place_of_the_oldest_of_who_has_most() -> None:
+def test_a_tenant_with_fewer_takes_the_place_of_the_oldest_of_the_one_with_most() -> None:
     s = RecyclingScenario(1, capacity=1000)
     for lease_id, tenant in enumerate(("ann", "ann", "bob", "bob", "cy"), start=1):
         s.active(lease_id, tenant=tenant)
