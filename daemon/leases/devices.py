@@ -1,18 +1,4 @@
-"""The cards of the node: what others hold of each, what leases hold of each, and who gets which.
-
-Others' memory counts beyond what they held when the card's capacity was measured.
-
-1. Others hold two kinds of bytes. Unowned bytes belong to no process: the driver's own, and for some 0.1 s those of a
-   process that just died. Some of the driver's last until the card's last context ends (150 MiB for managed memory on
-   an H200). Outside bytes belong to processes that are none of the daemon's workers.
-2. Both are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted SETTLE_NS. Until
-   then the bytes of a dead worker are still charged to its lease. A rise of outside bytes is booked at once, because
-   they can't be a worker's.
-3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
-   what is booked. If they still exceed that after SETTLE_NS, they are not the worker's. Then the least seen at any look
-   since is booked first, so that none of it can be granted, and the proof stands.
-4. Looks are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
-"""
+"""The cards of the node: what leases hold of each, who gets which, and what others hold of each."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,130 +16,6 @@ from gpulease.daemon.leases.model import (
     contexts_to_drop,
 )
 from gpulease.protocol.opcodes import Exclusivity
-
-SETTLE_NS: Final = 2_000_000_000
-"""Time for which bytes must be seen before they are booked. The bytes of a dead process with 60 GiB were unowned for
-74 ms on an H100; a shorter time would reduce the capacity at the end of every large lease."""
-
-
-class Growth:
-    """Bytes of one kind, unowned or outside, beyond those at the start.
-
-    Attributes:
-        booked_bytes: Bytes taken off the card's capacity.
-
-    Args:
-        slack_bytes: Tolerated difference between seen and booked bytes.
-        settles: A rise must last SETTLE_NS before it is booked.
-    """
-
-    __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
-
-    def __init__(self, slack_bytes: int, *, settles: bool = True) -> None:
-        self.booked_bytes = 0
-        self._slack_bytes = slack_bytes
-        self._settles = settles
-        # First of the consecutive looks that all showed more than is booked, or all less; None without such.
-        self._since_ns: int | None = None
-        self._is_rising = False
-        # Lowest figure of these looks if they show more, else the highest.
-        self._extreme_bytes = 0
-
-    def is_within(self, seen_bytes: int) -> bool:
-        """Return whether no more is seen than is booked, within the slack."""
-        return seen_bytes <= self.booked_bytes + self._slack_bytes
-
-    def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
-        """Process one look; the first look is booked at once."""
-        is_rising = not self.is_within(seen_bytes)
-        if not is_rising and not self._is_less(seen_bytes):
-            self._since_ns = None
-            return
-        if self._since_ns is None or is_rising is not self._is_rising:
-            self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
-        self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
-        is_at_once = is_first or (is_rising and not self._settles)
-        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
-            self._store(self._extreme_bytes)
-
-    def book_at_least(self, seen_bytes: int) -> None:
-        """Book bytes that have already settled."""
-        if not self.is_within(seen_bytes):
-            self._store(seen_bytes)
-
-    def _is_less(self, seen_bytes: int) -> bool:
-        # Half the slack counts as nothing, so that a figure near the slack is not booked and released in turns.
-        is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
-        return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
-
-    def _store(self, seen_bytes: int) -> None:
-        self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
-        self._since_ns = None
-
-
-class Others:
-    """Memory of one card held by others than leases and the pool.
-
-    Attributes:
-        unowned: Bytes of no process.
-        outside: Bytes of processes that are no workers.
-
-    Args:
-        spare_bytes: Bytes that the operator leaves unused; others may hold that much without cost to the capacity.
-        slack_bytes: Tolerated difference between seen and booked bytes.
-    """
-
-    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
-
-    def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
-        self.unowned = Growth(slack_bytes)
-        self.outside = Growth(slack_bytes, settles=False)
-        self._spare_bytes = spare_bytes
-        self._is_first = True
-        self._looked_ns = 0
-
-    @property
-    def booked_bytes(self) -> int:
-        """All booked bytes, of both kinds."""
-        return self.unowned.booked_bytes + self.outside.booked_bytes
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes by which the capacity is lower than at the start."""
-        return max(0, self.booked_bytes - self._spare_bytes)
-
-    def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
-        """Process one look at the whole card, and return whether the booked bytes changed.
-
-        A look from before the last proof is ignored: it lacks the bytes of a worker that died since.
-        """
-        if looked_ns < self._looked_ns:
-            return False
-        is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
-        before = self.unowned.booked_bytes, self.outside.booked_bytes
-        self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)
-        self.outside.look(outside_bytes, looked_ns, is_first=is_first)
-        return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
-
-    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, looked_ns: int) -> bool:
-        """Return whether the bytes of a process that the card no longer lists are free.
-
-        Bytes that outlasted the settling time are booked first.
-
-        Args:
-            unowned_bytes: Unowned bytes at this look.
-            least_bytes: Fewest unowned bytes at any look since `since_ns`.
-            since_ns: First look that did not list the process.
-            looked_ns: Time of this look.
-        """
-        self._looked_ns = max(looked_ns, self._looked_ns)
-        if self.unowned.is_within(unowned_bytes):
-            return True
-        if looked_ns - since_ns < SETTLE_NS:
-            return False
-        self.unowned.book_at_least(least_bytes)
-        return True
-
 
 GPU_PREFIX: Final = "gpu-"
 
@@ -476,3 +338,138 @@ def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int
 def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
     """Return the rest of a slice after the contexts beyond its first are charged."""
     return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)
+
+
+SETTLE_NS: Final = 2_000_000_000
+"""Time for which bytes must be seen before they are booked. The bytes of a dead process with 60 GiB were unowned for
+74 ms on an H100; a shorter time would reduce the capacity at the end of every large lease."""
+
+
+class Others:
+    """Memory of one card held by others than leases and the pool, beyond what they held at the measurement.
+
+    1. Others hold two kinds of bytes. Unowned bytes belong to no process: the driver's own, and for some 0.1 s those of
+       a process that just died. Some of the driver's last until the card's last context ends (150 MiB for managed
+       memory on an H200). Outside bytes belong to processes that are none of the daemon's workers.
+    2. Both are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted SETTLE_NS.
+       Until then the bytes of a dead worker are still charged to its lease. A rise of outside bytes is booked at once,
+       because they can't be a worker's.
+    3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
+       what is booked. If they still exceed that after SETTLE_NS, they are not the worker's. Then the least seen at any
+       look since is booked first, so that none of it can be granted, and the proof stands.
+    4. Looks are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
+
+    Attributes:
+        unowned: Bytes of no process.
+        outside: Bytes of processes that are no workers.
+
+    Args:
+        spare_bytes: Bytes that the operator leaves unused; others may hold that much without cost to the capacity.
+        slack_bytes: Tolerated difference between seen and booked bytes.
+    """
+
+    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
+
+    def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
+        self.unowned = Growth(slack_bytes)
+        self.outside = Growth(slack_bytes, settles=False)
+        self._spare_bytes = spare_bytes
+        self._is_first = True
+        self._looked_ns = 0
+
+    @property
+    def booked_bytes(self) -> int:
+        """All booked bytes, of both kinds."""
+        return self.unowned.booked_bytes + self.outside.booked_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes by which the capacity is lower than at the start."""
+        return max(0, self.booked_bytes - self._spare_bytes)
+
+    def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
+        """Process one look at the whole card, and return whether the booked bytes changed.
+
+        A look from before the last proof is ignored: it lacks the bytes of a worker that died since.
+        """
+        if looked_ns < self._looked_ns:
+            return False
+        is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
+        before = self.unowned.booked_bytes, self.outside.booked_bytes
+        self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)
+        self.outside.look(outside_bytes, looked_ns, is_first=is_first)
+        return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
+
+    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, looked_ns: int) -> bool:
+        """Return whether the bytes of a process that the card no longer lists are free.
+
+        Bytes that outlasted the settling time are booked first.
+
+        Args:
+            unowned_bytes: Unowned bytes at this look.
+            least_bytes: Fewest unowned bytes at any look since `since_ns`.
+            since_ns: First look that did not list the process.
+            looked_ns: Time of this look.
+        """
+        self._looked_ns = max(looked_ns, self._looked_ns)
+        if self.unowned.is_within(unowned_bytes):
+            return True
+        if looked_ns - since_ns < SETTLE_NS:
+            return False
+        self.unowned.book_at_least(least_bytes)
+        return True
+
+
+class Growth:
+    """Bytes of one kind, unowned or outside, beyond those at the start.
+
+    Attributes:
+        booked_bytes: Bytes taken off the card's capacity.
+
+    Args:
+        slack_bytes: Tolerated difference between seen and booked bytes.
+        settles: A rise must last SETTLE_NS before it is booked.
+    """
+
+    __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
+
+    def __init__(self, slack_bytes: int, *, settles: bool = True) -> None:
+        self.booked_bytes = 0
+        self._slack_bytes = slack_bytes
+        self._settles = settles
+        # First of the consecutive looks that all showed more than is booked, or all less; None without such.
+        self._since_ns: int | None = None
+        self._is_rising = False
+        # Lowest figure of these looks if they show more, else the highest.
+        self._extreme_bytes = 0
+
+    def is_within(self, seen_bytes: int) -> bool:
+        """Return whether no more is seen than is booked, within the slack."""
+        return seen_bytes <= self.booked_bytes + self._slack_bytes
+
+    def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
+        """Process one look; the first look is booked at once."""
+        is_rising = not self.is_within(seen_bytes)
+        if not is_rising and not self._is_less(seen_bytes):
+            self._since_ns = None
+            return
+        if self._since_ns is None or is_rising is not self._is_rising:
+            self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
+        self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
+        is_at_once = is_first or (is_rising and not self._settles)
+        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
+            self._store(self._extreme_bytes)
+
+    def book_at_least(self, seen_bytes: int) -> None:
+        """Book bytes that have already settled."""
+        if not self.is_within(seen_bytes):
+            self._store(seen_bytes)
+
+    def _is_less(self, seen_bytes: int) -> bool:
+        # Half the slack counts as nothing, so that a figure near the slack is not booked and released in turns.
+        is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
+        return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
+
+    def _store(self, seen_bytes: int) -> None:
+        self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
+        self._since_ns = None

@@ -36,6 +36,9 @@ class TimerKind(Enum):
     ORPHAN = "orphan"
 
 
+# --- events ---
+
+
 @dataclass(frozen=True, slots=True)
 class AcquireRequested:
     """A tenant asks for a lease.
@@ -432,6 +435,9 @@ Event = (
 )
 
 
+# --- effects: orders to the shell ---
+
+
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
     """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`.
@@ -595,6 +601,9 @@ class Warned:
     lease_id: int
     phase: Phase
     left_ms: int
+
+
+# --- effects: replies ---
 
 
 @dataclass(frozen=True, slots=True)

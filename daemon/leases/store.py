@@ -1,15 +1,6 @@
 """The shared state of the lease table: live and ended leases, the queue, revoked ids, and the sums over them.
 
 Every change takes constant time; `invariants.validate` recomputes all sums.
-
-The queue of acquires that wait for room is served first come first, per card, within limits. A waiter that can't be
-placed holds others back: later waiters and newcomers are kept off every card that could serve it, so that a stream of
-small requests can't starve a large one. Waiters for other cards may pass. A waiter holds others back
-
-- only until the end of its tenant's term (`HoldTerms`), so never for longer than `max_hold_back_s`;
-- not while its own tenant has a live lease on one of those cards, because the tenant could end that lease.
-
-After that, others pass it whenever they fit, and it keeps its place in the queue.
 """
 
 from array import array
@@ -36,225 +27,6 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.daemon.leases.rules import AcquireRates, CoreLimits
 from gpulease.protocol.opcodes import Exclusivity
-
-
-@dataclass(frozen=True, slots=True)
-class WaiterSnapshot:
-    """A queued acquire; times are monotonic nanoseconds."""
-
-    request: int
-    lease_id: int
-    tenant: str
-    size_bytes: int
-    exclusivity: Exclusivity
-    since_ns: int
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """An acquire in the queue.
-
-    Attributes:
-        candidates: Cards that could ever serve it.
-        since_ns: Time of joining.
-        due_ns: Time at which it is refused.
-        holds_until_ns: End of its right to hold others back; not after `since_ns` if it has none.
-    """
-
-    acquire: AcquireRequested
-    candidates: tuple[CardAccount, ...]
-    since_ns: int
-    due_ns: int
-    holds_until_ns: int
-
-    def has_own_lease(self) -> bool:
-        """Return whether its tenant has a live lease on a card that could serve it."""
-        return any(self.acquire.tenant in account.leases_by_tenant for account in self.candidates)
-
-    def snapshot(self) -> WaiterSnapshot:
-        """Return the waiter without the cards' accounts."""
-        acquire = self.acquire
-        return WaiterSnapshot(
-            acquire.request,
-            acquire.lease_id,
-            acquire.tenant,
-            acquire.terms.size_bytes,
-            acquire.terms.exclusivity,
-            self.since_ns,
-            self.due_ns,
-        )
-
-
-TERM_SPACING: Final = 10
-"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
-
-
-class HoldTerms:
-    """The last term of each tenant, during which its waiters may hold others back.
-
-    A term begins when an acquire of the tenant joins the queue. The term lasts `max_hold_back_s` by the clock, whatever
-    becomes of that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
-    An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the next term. Because time
-    counts per tenant, leaving the queue and joining again gains nothing.
-
-    In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
-    a term (x < H) has H - x left of that term and at most x of the next. Any other window meets at most one term.
-
-    One time is kept per tenant, until its next term may begin, and never more than `max_waiting` in all. A tenant that
-    finds no room holds nobody back. The terms are in the order of their beginnings, so outdated ones are in front.
-    """
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.length_ns = limits.max_hold_back_s * NS_PER_S
-        self.max_terms = limits.max_waiting
-        self.begun_ns: dict[str, int] = {}
-
-    def end_for(self, tenant: str, now_ns: int) -> int:
-        """Return until when an acquire that joins now may hold others back; not after `now_ns` if it may not."""
-        self._forget(now_ns)
-        begun_ns = self.begun_ns.get(tenant)
-        if begun_ns is None:
-            if len(self.begun_ns) >= self.max_terms:
-                return now_ns
-            begun_ns = self.begun_ns[tenant] = now_ns
-        return begun_ns + self.length_ns
-
-    def _forget(self, now_ns: int) -> None:
-        while self.begun_ns:
-            tenant, begun_ns = next(iter(self.begun_ns.items()))
-            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
-                return
-            del self.begun_ns[tenant]
-
-
-class WaitQueue:
-    """The waiters in the order they came.
-
-    Attributes:
-        terms: Each tenant's time to hold others back.
-        holders: Waiters that may still hold others back, by request.
-    """
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.terms = HoldTerms(limits)
-        self.holders: dict[int, Waiter] = {}
-        self._waiters: dict[int, Waiter] = {}
-        self._lease_ids: set[int] = set()
-        self._by_tenant: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def __iter__(self) -> Iterator[Waiter]:
-        return iter(tuple(self._waiters.values()))
-
-    def get(self, request: int) -> Waiter | None:
-        """Return the waiter with that request number."""
-        return self._waiters.get(request)
-
-    def has_lease_id(self, lease_id: int) -> bool:
-        """Return whether a waiter is to become that lease."""
-        return lease_id in self._lease_ids
-
-    def count_of(self, tenant: str) -> int:
-        """Return the number of the tenant's acquires in the queue."""
-        return self._by_tenant.get(tenant, 0)
-
-    def bytes_of(self, tenant: str) -> int:
-        """Return the sum of bytes that the tenant's queued acquires ask for."""
-        waiters = self._waiters.values() if tenant in self._by_tenant else ()
-        return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
-
-    def join(self, waiter: Waiter) -> None:
-        """Append a waiter to the queue."""
-        self._waiters[waiter.acquire.request] = waiter
-        self._lease_ids.add(waiter.acquire.lease_id)
-        self._by_tenant[waiter.acquire.tenant] += 1
-        if waiter.holds_until_ns > waiter.since_ns:
-            self.holders[waiter.acquire.request] = waiter
-
-    def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter, placed or not."""
-        del self._waiters[waiter.acquire.request]
-        self.holders.pop(waiter.acquire.request, None)
-        self._lease_ids.remove(waiter.acquire.lease_id)
-        self._by_tenant[waiter.acquire.tenant] -= 1
-        if not self._by_tenant[waiter.acquire.tenant]:
-            del self._by_tenant[waiter.acquire.tenant]
-
-    def end_holds(self, now_ns: int) -> bool:
-        """End the holds whose time is over; return whether there were any."""
-        over = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
-        for request in over:
-            del self.holders[request]
-        return bool(over)
-
-    def next_hold_end_ns(self) -> int | None:
-        """Return the time at which the next hold ends; None if there is none."""
-        return min((waiter.holds_until_ns for waiter in self.holders.values()), default=None)
-
-    def held_cards(self) -> set[str]:
-        """Return the uuids of the cards that newcomers are kept off."""
-        holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
-        return {account.card.uuid for waiter in holding for account in waiter.candidates}
-
-    def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
-        """Return the first waiter that can be placed without passing one that holds it back, and its card."""
-        blocked: set[str] = set()
-        for waiter in self._waiters.values():
-            allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
-            acquire = waiter.acquire
-            account = devices.choose(allowed, acquire.terms)
-            if account is not None:
-                return waiter, account
-            if acquire.request in self.holders and not waiter.has_own_lease():
-                blocked.update(account.card.uuid for account in allowed)
-        return None
-
-
-_MARK_MASK: Final = (1 << 64) - 1
-
-
-def mark_of(lease_id: int) -> int:
-    """Return the remembered part of an id: its low 64 bits.
-
-    Ids are random. With a million revoked ids, an id that was never revoked is mistaken for one with a chance of 5e-14;
-    it could then not be given out.
-    """
-    return lease_id & _MARK_MASK
-
-
-class RevokedIds:
-    """A set of ids at 8 bytes each: a sorted array. Adding to a million moves 8 MB, in 0.5 ms.
-
-    Revoked ids are kept for ever, so that a revoked lease is never reported as "not found".
-
-    Args:
-        marks: Marks of the ids in the set from the start, in ascending order.
-
-    Raises:
-        ValueError: The marks are not in ascending order.
-    """
-
-    def __init__(self, marks: Iterable[int] = ()) -> None:
-        self._marks = array("Q", marks)
-        if any(low >= high for low, high in pairwise(self._marks)):
-            raise ValueError("The marks of revoked ids are not in ascending order.")
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def __contains__(self, lease_id: int) -> bool:
-        mark = mark_of(lease_id)
-        place = bisect_left(self._marks, mark)
-        return place < len(self._marks) and self._marks[place] == mark
-
-    def add(self, lease_id: int) -> None:
-        """Add an id."""
-        if lease_id not in self:
-            mark = mark_of(lease_id)
-            self._marks.insert(bisect_left(self._marks, mark), mark)
 
 
 class LeaseStore:
@@ -420,3 +192,231 @@ class LeaseStore:
         self.live[lease.lease_id] = lease
         self.live_by_tenant[lease.tenant] += 1
         self.bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WaiterSnapshot:
+    """A queued acquire; times are monotonic nanoseconds."""
+
+    request: int
+    lease_id: int
+    tenant: str
+    size_bytes: int
+    exclusivity: Exclusivity
+    since_ns: int
+    due_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """An acquire in the queue.
+
+    Attributes:
+        candidates: Cards that could ever serve it.
+        since_ns: Time of joining.
+        due_ns: Time at which it is refused.
+        holds_until_ns: End of its right to hold others back; not after `since_ns` if it has none.
+    """
+
+    acquire: AcquireRequested
+    candidates: tuple[CardAccount, ...]
+    since_ns: int
+    due_ns: int
+    holds_until_ns: int
+
+    def has_own_lease(self) -> bool:
+        """Return whether its tenant has a live lease on a card that could serve it."""
+        return any(self.acquire.tenant in account.leases_by_tenant for account in self.candidates)
+
+    def snapshot(self) -> WaiterSnapshot:
+        """Return the waiter without the cards' accounts."""
+        acquire = self.acquire
+        return WaiterSnapshot(
+            acquire.request,
+            acquire.lease_id,
+            acquire.tenant,
+            acquire.terms.size_bytes,
+            acquire.terms.exclusivity,
+            self.since_ns,
+            self.due_ns,
+        )
+
+
+class WaitQueue:
+    """The acquires that wait for room: first come first served, per card, within limits.
+
+    A waiter that can't be placed holds others back: later waiters and newcomers are kept off every card that could
+    serve it, so that a stream of small requests can't starve a large one. Waiters for other cards may pass. A waiter
+    holds others back
+
+    - only until the end of its tenant's term (`HoldTerms`), so never for longer than `max_hold_back_s`;
+    - not while its own tenant has a live lease on one of those cards, because the tenant could end that lease.
+
+    After that, others pass it whenever they fit, and it keeps its place in the queue.
+
+    Attributes:
+        terms: Each tenant's time to hold others back.
+        holders: Waiters that may still hold others back, by request.
+    """
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.terms = HoldTerms(limits)
+        self.holders: dict[int, Waiter] = {}
+        self._waiters: dict[int, Waiter] = {}
+        self._lease_ids: set[int] = set()
+        self._by_tenant: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(tuple(self._waiters.values()))
+
+    def get(self, request: int) -> Waiter | None:
+        """Return the waiter with that request number."""
+        return self._waiters.get(request)
+
+    def has_lease_id(self, lease_id: int) -> bool:
+        """Return whether a waiter is to become that lease."""
+        return lease_id in self._lease_ids
+
+    def count_of(self, tenant: str) -> int:
+        """Return the number of the tenant's acquires in the queue."""
+        return self._by_tenant.get(tenant, 0)
+
+    def bytes_of(self, tenant: str) -> int:
+        """Return the sum of bytes that the tenant's queued acquires ask for."""
+        waiters = self._waiters.values() if tenant in self._by_tenant else ()
+        return sum(waiter.acquire.terms.size_bytes for waiter in waiters if waiter.acquire.tenant == tenant)
+
+    def join(self, waiter: Waiter) -> None:
+        """Append a waiter to the queue."""
+        self._waiters[waiter.acquire.request] = waiter
+        self._lease_ids.add(waiter.acquire.lease_id)
+        self._by_tenant[waiter.acquire.tenant] += 1
+        if waiter.holds_until_ns > waiter.since_ns:
+            self.holders[waiter.acquire.request] = waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Remove a waiter, placed or not."""
+        del self._waiters[waiter.acquire.request]
+        self.holders.pop(waiter.acquire.request, None)
+        self._lease_ids.remove(waiter.acquire.lease_id)
+        self._by_tenant[waiter.acquire.tenant] -= 1
+        if not self._by_tenant[waiter.acquire.tenant]:
+            del self._by_tenant[waiter.acquire.tenant]
+
+    def end_holds(self, now_ns: int) -> bool:
+        """End the holds whose time is over; return whether there were any."""
+        over = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
+        for request in over:
+            del self.holders[request]
+        return bool(over)
+
+    def next_hold_end_ns(self) -> int | None:
+        """Return the time at which the next hold ends; None if there is none."""
+        return min((waiter.holds_until_ns for waiter in self.holders.values()), default=None)
+
+    def held_cards(self) -> set[str]:
+        """Return the uuids of the cards that newcomers are kept off."""
+        holding = [waiter for waiter in self.holders.values() if not waiter.has_own_lease()]
+        return {account.card.uuid for waiter in holding for account in waiter.candidates}
+
+    def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
+        """Return the first waiter that can be placed without passing one that holds it back, and its card."""
+        blocked: set[str] = set()
+        for waiter in self._waiters.values():
+            allowed = [account for account in waiter.candidates if account.card.uuid not in blocked]
+            acquire = waiter.acquire
+            account = devices.choose(allowed, acquire.terms)
+            if account is not None:
+                return waiter, account
+            if acquire.request in self.holders and not waiter.has_own_lease():
+                blocked.update(account.card.uuid for account in allowed)
+        return None
+
+
+TERM_SPACING: Final = 10
+"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
+
+
+class HoldTerms:
+    """The last term of each tenant, during which its waiters may hold others back.
+
+    A term begins when an acquire of the tenant joins the queue. The term lasts `max_hold_back_s` by the clock, whatever
+    becomes of that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
+    An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the next term. Because time
+    counts per tenant, leaving the queue and joining again gains nothing.
+
+    In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
+    a term (x < H) has H - x left of that term and at most x of the next. Any other window meets at most one term.
+
+    One time is kept per tenant, until its next term may begin, and never more than `max_waiting` in all. A tenant that
+    finds no room holds nobody back. The terms are in the order of their beginnings, so outdated ones are in front.
+    """
+
+    def __init__(self, limits: CoreLimits) -> None:
+        self.length_ns = limits.max_hold_back_s * NS_PER_S
+        self.max_terms = limits.max_waiting
+        self.begun_ns: dict[str, int] = {}
+
+    def end_for(self, tenant: str, now_ns: int) -> int:
+        """Return until when an acquire that joins now may hold others back; not after `now_ns` if it may not."""
+        self._forget(now_ns)
+        begun_ns = self.begun_ns.get(tenant)
+        if begun_ns is None:
+            if len(self.begun_ns) >= self.max_terms:
+                return now_ns
+            begun_ns = self.begun_ns[tenant] = now_ns
+        return begun_ns + self.length_ns
+
+    def _forget(self, now_ns: int) -> None:
+        while self.begun_ns:
+            tenant, begun_ns = next(iter(self.begun_ns.items()))
+            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
+                return
+            del self.begun_ns[tenant]
+
+
+_MARK_MASK: Final = (1 << 64) - 1
+
+
+def mark_of(lease_id: int) -> int:
+    """Return the remembered part of an id: its low 64 bits.
+
+    Ids are random. With a million revoked ids, an id that was never revoked is mistaken for one with a chance of 5e-14;
+    it could then not be given out.
+    """
+    return lease_id & _MARK_MASK
+
+
+class RevokedIds:
+    """A set of ids at 8 bytes each: a sorted array. Adding to a million moves 8 MB, in 0.5 ms.
+
+    Revoked ids are kept for ever, so that a revoked lease is never reported as "not found".
+
+    Args:
+        marks: Marks of the ids in the set from the start, in ascending order.
+
+    Raises:
+        ValueError: The marks are not in ascending order.
+    """
+
+    def __init__(self, marks: Iterable[int] = ()) -> None:
+        self._marks = array("Q", marks)
+        if any(low >= high for low, high in pairwise(self._marks)):
+            raise ValueError("The marks of revoked ids are not in ascending order.")
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __contains__(self, lease_id: int) -> bool:
+        mark = mark_of(lease_id)
+        place = bisect_left(self._marks, mark)
+        return place < len(self._marks) and self._marks[place] == mark
+
+    def add(self, lease_id: int) -> None:
+        """Add an id."""
+        if lease_id not in self:
+            mark = mark_of(lease_id)
+            self._marks.insert(bisect_left(self._marks, mark), mark)
