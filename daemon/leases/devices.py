@@ -251,10 +251,7 @@ class CardAccount:
         """Hold a new lease's bytes, unused until it starts."""
         self.pending_leases += 1
         self.await_bytes(lease, lease.charge_bytes)
-        self.held_bytes += lease.charge_bytes
-        self.leases += 1
-        self.leases_by_tenant[lease.tenant] += 1
-        self.exclusive_leases += lease.terms.exclusivity in ALONE
+        self.restore(lease)
 
     def restore(self, lease: Lease) -> None:
         """Hold the bytes of an earlier table's lease."""
