@@ -33,6 +33,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     Granted,
     LeaseTable,
+    LeaseTerms,
     Outcome,
     RenewRequested,
     ShutdownRequested,
@@ -151,7 +152,7 @@ class Load:
         """A new lease."""
         self._last_id += 1
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
-        return lambda request: AcquireRequested(request, tenant, lease_id, SIZE_BYTES, ttl_ms)
+        return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
 
     def _answered(self, outcome: Outcome) -> None:
         self._open -= 1

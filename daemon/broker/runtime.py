@@ -14,7 +14,7 @@ entered twice.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final
 
@@ -29,12 +29,7 @@ from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.source import CardSource
 from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     CapacityChanged,
     Card,
     Cause,
@@ -46,13 +41,11 @@ from gpulease.daemon.leases import (
     FenceCleared,
     Freed,
     Granted,
-    HoldTimerFired,
     KillWorker,
     LeaseEnded,
     LeaseState,
     LeaseTable,
     Outcome,
-    PoolTimerFired,
     ProveReclaimed,
     RecycleWorker,
     RefuseSubmit,
@@ -73,6 +66,8 @@ from gpulease.daemon.leases import (
     WarmState,
     WarmUp,
     Warned,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -333,20 +328,12 @@ class Runtime:
                 self.workers.spawn(WorkerSpec(warm_id, card_uuid, 0, is_shared=False))
             case RenameWorker(from_id, to_id):
                 self.workers.rename(from_id, to_id)
-                if from_id >= FIRST_WARM_ID:
+                if kind_of(from_id) is not WorkerKind.LEASE:
                     self._cancel_timers(from_id)
             case ScrubWorker(lease_id):
                 self._recycler.scrub(lease_id)
             case RecycleWorker(lease_id, warm_id):
                 self.workers.recycle(lease_id, warm_id)
-            case ArmWaitTimer(request, due_ns):
-                self.timers.arm((WaitTimerFired, request), due_ns, WaitTimerFired(request))
-            case ArmHoldTimer(due_ns):
-                self.timers.arm(HoldTimerFired, due_ns, HoldTimerFired())
-            case ArmPoolTimer(due_ns):
-                self.timers.arm(PoolTimerFired, due_ns, PoolTimerFired())
-            case ArmDrainTimer(due_ns):
-                self.timers.arm(DrainTimerFired, due_ns, DrainTimerFired())
             case SpawnSubmit():
                 self._spawn_submit(effect)
             case RefuseSubmit(submit_id, cause):
@@ -385,24 +372,27 @@ class Runtime:
                 self._let_go(warm_id)
 
     def _arm(self, effect: ArmTimer) -> None:
-        lease_id, generation, kind, due_ns = effect
-        if kind is TimerKind.GRACE:
-            self.workers.give_grace(lease_id, due_ns)
-        self.timers.arm((kind, lease_id), due_ns, TimerFired(lease_id, generation, kind))
+        event, due_ns = effect
+        key: Hashable = type(event).__name__
+        if isinstance(event, TimerFired):
+            key = event.kind, event.worker_id
+            if event.kind is TimerKind.GRACE:
+                self.workers.give_grace(event.worker_id, due_ns)
+        elif isinstance(event, WaitTimerFired):
+            key = WaitTimerFired, event.request
+        self.timers.arm(key, due_ns, event)
 
     def _spawn(self, effect: SpawnWorker) -> None:
-        lease = self.table.get(effect.lease_id)
         self._watchman.start()
         self._weigher.start()
-        is_shared = lease is not None and lease.exclusivity is Exclusivity.SHARED
         spec = WorkerSpec(
             effect.lease_id,
             effect.card_uuid,
-            effect.size_bytes,
-            is_shared,
+            effect.terms.session_bytes,
+            effect.terms.exclusivity is Exclusivity.SHARED,
             self._source.allowance_bytes,
-            effect.max_kernel_ms,
-            effect.waiting,
+            effect.terms.max_kernel_ms,
+            effect.terms.waiting,
         )
         self.workers.spawn(spec)
 
@@ -414,8 +404,8 @@ class Runtime:
             effect.size_bytes,
             is_shared=False,
             allowance_bytes=self._source.allowance_bytes,
-            max_kernel_ms=effect.max_kernel_ms,
-            waiting=effect.waiting,
+            max_kernel_ms=effect.terms.max_kernel_ms,
+            waiting=effect.terms.waiting,
             submit_of=effect.lease_id,
             timeout_ms=effect.timeout_ms,
         )

@@ -16,12 +16,12 @@ from gpulease.daemon.leases import (
     Effect,
     KillWorker,
     LeaseEnded,
+    LeasePhase,
     LeaseSnapshot,
     LeaseTable,
     ProveReclaimed,
     RefuseWork,
     SetDeadline,
-    Standing,
     Warned,
 )
 from gpulease.protocol.failures import Failure
@@ -119,13 +119,13 @@ class Publisher:
         """It was answered: tell it where its lease stands, and look after those it is of."""
         now_ns = time.monotonic_ns()
         if subscription.lease_id != EVERY_LEASE:
-            standing = self._table.standing(subscription.lease_id, now_ns)
+            standing = self._table.phase(subscription.lease_id, now_ns)
             if standing is not None:
                 self._send((subscription,), subscription.lease_id, standing, now_ns)
                 self._follow(subscription.lease_id, standing)
             return
         for lease in self._table.snapshots():
-            standing = self._table.standing(lease.lease_id, now_ns)
+            standing = self._table.phase(lease.lease_id, now_ns)
             if standing is not None and lease.lease_id not in self._told:
                 self._follow(lease.lease_id, standing)
 
@@ -154,8 +154,10 @@ class Publisher:
         moved: dict[int, None] = {}
         for effect in effects:
             match effect:
-                case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed() | Warned():
-                    moved[effect.lease_id] = None
+                case SetDeadline() | RefuseWork() | KillWorker() | ProveReclaimed():
+                    moved[effect.worker_id] = None
+                case Warned(lease_id):
+                    moved[lease_id] = None
                 case LeaseEnded(lease):
                     moved[lease.lease_id] = None
         for lease_id in moved:
@@ -171,7 +173,7 @@ class Publisher:
         if lease_id not in self._by_lease and EVERY_LEASE not in self._by_lease:
             return
         now_ns = time.monotonic_ns()
-        standing = self._table.standing(lease_id, now_ns)
+        standing = self._table.phase(lease_id, now_ns)
         if standing is None:
             return
         if self._told.get(lease_id) != standing.key:
@@ -179,7 +181,7 @@ class Publisher:
             self._send(listeners, lease_id, standing, now_ns)
         self._follow(lease_id, standing)
 
-    def _follow(self, lease_id: int, standing: Standing) -> None:
+    def _follow(self, lease_id: int, standing: LeasePhase) -> None:
         """Remember what was told, and look again when time alone changes it."""
         self._forget(lease_id)
         if standing.phase is Phase.ENDED:
@@ -194,7 +196,7 @@ class Publisher:
         if (handle := self._timers.pop(lease_id, None)) is not None:
             handle.cancel()
 
-    def _send(self, listeners: Iterable[Subscription], lease_id: int, standing: Standing, now_ns: int) -> None:
+    def _send(self, listeners: Iterable[Subscription], lease_id: int, standing: LeasePhase, now_ns: int) -> None:
         event = LeaseEvent(
             lease_id=lease_id,
             sequence=0,

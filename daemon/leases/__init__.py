@@ -1,17 +1,14 @@
-"""The lease core: events and the time in, effects out. No I/O, no clock, no randomness.
+"""The lease core: a pure state machine for leases, submits and the pool of warm contexts.
 
-`LeaseTable.handle(event, now_ns)` returns the effects to execute; effects that take time come back as events.
+`LeaseTable.handle(event, now_ns)` returns the effects to execute, in order. The core does no I/O, reads no clock and
+draws no random numbers. An effect that takes time is answered by a later event.
 """
 
 from gpulease.daemon.leases.denials import Denial, DenialReason
 from gpulease.daemon.leases.devices import Card, CardSnapshot
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     CapacityChanged,
     CardLooked,
     ConnectionsChanged,
@@ -61,6 +58,7 @@ from gpulease.daemon.leases.events import (
     SubmitReady,
     SubmitRequested,
     TenantRulesChanged,
+    TimerEvent,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -83,16 +81,19 @@ from gpulease.daemon.leases.model import (
     InvalidTransition,
     LeaseSnapshot,
     LeaseState,
+    LeaseTerms,
     Recycling,
-    StoryEntry,
     SubmitSnapshot,
     SubmitState,
+    TransitionRecord,
     Trigger,
     WarmSnapshot,
     WarmState,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptCard, KeptLease, KeptWarm, Past
-from gpulease.daemon.leases.rules import CoreLimits, Standing, ends_ns
+from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ends_ns
 from gpulease.daemon.leases.store import WaiterSnapshot
 from gpulease.daemon.leases.table import LeaseTable
 
@@ -101,11 +102,7 @@ __all__ = [
     "FIRST_WARM_ID",
     "TRANSITIONS",
     "AcquireRequested",
-    "ArmDrainTimer",
-    "ArmHoldTimer",
-    "ArmPoolTimer",
     "ArmTimer",
-    "ArmWaitTimer",
     "CapacityChanged",
     "Card",
     "CardLooked",
@@ -136,10 +133,12 @@ __all__ = [
     "KeptWarm",
     "KillWorker",
     "LeaseEnded",
+    "LeasePhase",
     "LeaseRestored",
     "LeaseSnapshot",
     "LeaseState",
     "LeaseTable",
+    "LeaseTerms",
     "Outcome",
     "Past",
     "PoolTimerFired",
@@ -164,8 +163,6 @@ __all__ = [
     "ShutdownRequested",
     "SpawnSubmit",
     "SpawnWorker",
-    "Standing",
-    "StoryEntry",
     "SubmitAbandoned",
     "SubmitEnded",
     "SubmitFenced",
@@ -175,8 +172,10 @@ __all__ = [
     "SubmitSnapshot",
     "SubmitState",
     "TenantRulesChanged",
+    "TimerEvent",
     "TimerFired",
     "TimerKind",
+    "TransitionRecord",
     "Trigger",
     "WaitTimerFired",
     "WaiterSnapshot",
@@ -188,8 +187,10 @@ __all__ = [
     "WorkerExited",
     "WorkerFailed",
     "WorkerFound",
+    "WorkerKind",
     "WorkerReady",
     "WorkerScrubbed",
     "WorkerUnlisted",
     "ends_ns",
+    "kind_of",
 ]

@@ -1,16 +1,4 @@
-"""Who is let in: the checks of an acquire, its placement, and the line of those who wait.
-
-Draining a node: nobody is let in, whoever is there is warned, and what is left is ended at a deadline.
-
-Rules:
-
-1. From the request on no lease is granted: acquires are refused, those in line and those whose worker still starts too.
-   The pool's contexts are let go.
-2. Every active lease is told until when it can last. Renewing it is allowed, up to that deadline and no further.
-3. At the deadline every lease that is left ends, DRAINED. The node stays drained until an operator says otherwise,
-   also for a table that is made from what this one left.
-4. Asked again, the new deadline counts, be it sooner or later. Cancelled, all goes on: no lease has lost time it had.
-"""
+"""Admission: the checks of an acquire, its placement and the queue; and the drain of a node."""
 
 from dataclasses import replace
 from typing import Final
@@ -21,28 +9,29 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     AcquireRequested,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Denied,
     DrainCancelled,
     DrainRequested,
     DrainSet,
+    DrainTimerFired,
     Effect,
+    HoldTimerFired,
     TenantRulesChanged,
+    WaitTimerFired,
     Warned,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S, CoreLimits, standing_of
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState
+from gpulease.daemon.leases.rules import CoreLimits, phase_of
 from gpulease.daemon.leases.store import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
-from gpulease.daemon.leases.warm_pool import Pool
+from gpulease.daemon.leases.warm_pool import WarmPool
 
 MAX_LEASE_ID = (1 << 128) - 1
 
 
 def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
-    """Why a time to live can't be granted to a tenant, None if it can."""
+    """Return the denial for a time to live that the tenant can't have; None if it can."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
     if ttl_ms > limits.max_ttl_s * 1000:
@@ -65,43 +54,43 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 
 class Admission:
-    """Places acquires or puts them in line; each method appends to `out` what the shell is to do."""
+    """Places acquires or queues them. Each method appends the effects to execute to `out`."""
 
-    def __init__(self, book: LeaseStore, pool: Pool) -> None:
-        self._book = book
+    def __init__(self, store: LeaseStore, pool: WarmPool) -> None:
+        self._store = store
         self._pool = pool
 
     def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
-        """What is asked for from now on is held against these; what tenants have and wait for, they keep."""
-        book = self._book
-        book.under_earlier_rules = {*book.live_by_tenant, *(waiter.acquire.tenant for waiter in book.line)}
-        book.limits = replace(book.limits, tenants=event.rules)
-        book.renamed |= event.renamed
+        """Apply new bounds to future requests; tenants keep the leases and places in the queue they have."""
+        store = self._store
+        store.under_earlier_rules = {*store.live_by_tenant, *(waiter.acquire.tenant for waiter in store.queue)}
+        store.limits = replace(store.limits, tenants=event.rules)
+        store.renamed |= event.renamed
         self._pool.drop_renamed(now_ns, out)
 
     def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        """Place the request, put it in line, or refuse it."""
-        denial = self._book.rates.denial(event.tenant, self._book.limits.tenants.of(event.tenant), now_ns)
+        """Place the request, queue it, or refuse it."""
+        denial = self._store.rates.denial(event.tenant, self._store.limits.tenants.of(event.tenant), now_ns)
         denial = denial or self._check_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_counts(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        selected = placement.select(self._book.accounts, event.selector)
+        selected = placement.select(self._store.accounts, event.selector)
         usable = self._usable(selected, event.tenant)
-        suitable = [account for account in usable if placement.suits(account, event.exclusivity)]
-        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.size_bytes, event.contexts))
+        suitable = [account for account in usable if placement.suits(account, event.terms.exclusivity)]
+        candidates = tuple(a for a in suitable if placement.could_ever_hold(a, event.terms))
         denial = self._check_devices(event, selected, usable)
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        if self._book.line.end_holds(now_ns):
-            # The timer is late: those in line come first all the same.
-            self.serve_line(now_ns, out)
-        held = self._book.line.held_cards()
+        if self._store.queue.end_holds(now_ns):
+            # The timer is late, but waiters still come before a newcomer.
+            self.serve_queue(now_ns, out)
+        held = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in held]
-        account = placement.choose(allowed, event.size_bytes, event.exclusivity, event.contexts)
+        account = placement.choose(allowed, event.terms)
         if account is not None:
             self._place(event, account, now_ns, out)
         elif event.wait_ms == 0:
@@ -109,130 +98,127 @@ class Admission:
         else:
             self._enqueue(event, candidates, now_ns, out)
 
-    def serve_line(self, now_ns: int, out: list[Effect]) -> None:
-        """Place every waiter that nobody holds back and that fits. Those past their time are sent away."""
-        self._book.line.end_holds(now_ns)
-        while (found := self._book.line.next_placeable()) is not None:
+    def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
+        """Place every waiter that fits and is not held back; refuse those past their time."""
+        self._store.queue.end_holds(now_ns)
+        while (found := self._store.queue.next_placeable()) is not None:
             waiter, account = found
-            self._book.line.leave(waiter)
+            self._store.queue.leave(waiter)
             if now_ns >= waiter.due_ns:
                 out.append(Denied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
                 self._place(waiter.acquire, account, now_ns, out)
-        self._book.has_freed_room = False
+        self._store.has_freed_room = False
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        """Send away a waiter whose time is over."""
-        waiter = self._book.line.get(request)
+        """Refuse a waiter whose time is over."""
+        waiter = self._store.queue.get(request)
         if waiter is None:
             return
         if now_ns < waiter.due_ns:
-            out.append(ArmWaitTimer(request, waiter.due_ns))
+            out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
         self.drop(waiter)
         out.append(Denied(request, self._waited_in_vain(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """Let those go on who were held back for long enough."""
-        if self._book.line.end_holds(now_ns):
-            self.serve_line(now_ns, out)
-        due_ns = self._book.line.next_hold_end_ns()
+        """Serve the waiters that were held back for long enough."""
+        if self._store.queue.end_holds(now_ns):
+            self.serve_queue(now_ns, out)
+        due_ns = self._store.queue.next_hold_end_ns()
         if due_ns is not None:
-            out.append(ArmHoldTimer(due_ns))
+            out.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
-        """Take a waiter out of the line; those behind it may go on."""
-        self._book.line.leave(waiter)
-        self._book.has_freed_room = True
+        """Take a waiter out of the queue, so that those behind it may go on."""
+        self._store.queue.leave(waiter)
+        self._store.has_freed_room = True
 
-    def close_line(self, denial: Denial, out: list[Effect]) -> None:
-        """Send everybody away."""
-        for waiter in self._book.line:
-            self._book.line.leave(waiter)
+    def close_queue(self, denial: Denial, out: list[Effect]) -> None:
+        """Refuse every waiter."""
+        for waiter in self._store.queue:
+            self._store.queue.leave(waiter)
             out.append(Denied(waiter.acquire.request, denial))
 
     def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+        orphan_ms = event.terms.orphan_ms
+        if orphan_ms is None:
+            orphan_ms = self._store.limits.orphan_s * 1000
         lease = Lease(
             lease_id=event.lease_id,
             tenant=event.tenant,
             card_uuid=account.card.uuid,
-            size_bytes=event.size_bytes,
-            charge_bytes=account.charge_bytes(event.size_bytes, event.contexts),
-            exclusivity=event.exclusivity,
-            ttl_ms=event.ttl_ms,
+            terms=event.terms._replace(orphan_ms=orphan_ms),
+            charge_bytes=account.charge_bytes(event.terms),
             request=event.request,
             created_ns=now_ns,
-            spawn_due_ns=now_ns + self._book.limits.spawn_timeout_s * NS_PER_S,
-            max_story_entries=self._book.limits.max_story_entries,
-            max_kernel_ms=event.max_kernel_ms,
-            waiting=event.waiting,
-            submit_bytes=event.submit_bytes,
-            orphan_ms=self._book.limits.orphan_s * 1000 if event.orphan_ms is None else event.orphan_ms,
+            spawn_due_ns=now_ns + self._store.limits.spawn_timeout_s * NS_PER_S,
+            max_history_entries=self._store.limits.max_history_entries,
         )
-        self._book.open(lease)
+        self._store.open(lease)
         self._pool.place(lease, now_ns, out)
 
     def _enqueue(
         self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]
     ) -> None:
-        denial = self._check_line(event)
+        denial = self._check_queue(event)
         if denial is not None:
             out.append(Denied(event.request, denial))
             return
-        line = self._book.line
-        armed_ns = line.next_hold_end_ns()
-        holds_until_ns = line.terms.end_for(event.tenant, now_ns)
+        queue = self._store.queue
+        armed_ns = queue.next_hold_end_ns()
+        holds_until_ns = queue.terms.end_for(event.tenant, now_ns)
         waiter = Waiter(event, candidates, now_ns, now_ns + event.wait_ms * NS_PER_MS, holds_until_ns)
-        line.join(waiter)
-        out.append(ArmWaitTimer(event.request, waiter.due_ns))
-        # There is one timer for all, due when the first of them must stop, or earlier.
-        hold_end_ns = line.next_hold_end_ns()
+        queue.join(waiter)
+        out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
+        # One timer serves all waiters; it is due when the first hold ends, or earlier.
+        hold_end_ns = queue.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
-            out.append(ArmHoldTimer(hold_end_ns))
+            out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
     def _check_drain(self, now_ns: int) -> Denial | None:
-        return None if self._book.drain_ns is None else denials.draining(self._book.drain_ns - now_ns)
+        return None if self._store.drain_ns is None else denials.draining(self._store.drain_ns - now_ns)
 
     def _check_request(self, event: AcquireRequested) -> Denial | None:
-        if self._book.is_shutting_down:
+        if self._store.is_shutting_down:
             return denials.shutting_down()
-        if not 0 < event.lease_id <= MAX_LEASE_ID or self._book.is_used(event.lease_id):
+        if not 0 < event.lease_id <= MAX_LEASE_ID or self._store.is_used(event.lease_id):
             return denials.invalid(
                 f"Lease id {event.lease_id:032x} can't be given out: it is used already, or is no u128 above 0.",
                 "Choose another at random.",
             )
-        if event.size_bytes < self._book.limits.min_size_bytes:
+        if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
-                f"A lease of {event.size_bytes} bytes was asked for; the smallest is"
-                f" {denials.size_text(self._book.limits.min_size_bytes)}.",
+                f"A lease of {event.terms.size_bytes} bytes was asked for; the smallest is"
+                f" {denials.size_text(self._store.limits.min_size_bytes)}.",
                 "Ask for the bytes you need.",
             )
-        if not 0 <= event.submit_bytes < event.size_bytes:
+        if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
             return denials.invalid(
-                f"Of the lease's {event.size_bytes} bytes, {event.submit_bytes} can't be kept for submits.",
+                f"Of the lease's {event.terms.size_bytes} bytes, {event.terms.submit_bytes} can't be kept for submits.",
                 "Leave the session some: ask for more in all, or keep less.",
             )
         if event.wait_ms < 0:
             return denials.invalid(f"Nobody can wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
-        if event.wait_ms > self._book.limits.max_wait_s * 1000:
+        if event.wait_ms > self._store.limits.max_wait_s * 1000:
             return denials.over_limit(
                 "max_wait_s",
                 f"A wait of {denials.duration_text(event.wait_ms)} was asked for, but this node lets nobody wait"
-                f" for more than {self._book.limits.max_wait_s} s",
+                f" for more than {self._store.limits.max_wait_s} s",
                 "Wait for less, and ask again.",
             )
-        return check_ttl(event.ttl_ms, self._book.limits, event.tenant)
+        return check_ttl(event.terms.ttl_ms, self._store.limits, event.tenant)
 
     def _check_counts(self, event: AcquireRequested) -> Denial | None:
-        # Those in line count as if they were placed, so that placing them can't go over a limit later.
-        book, limits = self._book, self._book.limits
-        if len(book.live) + len(book.line) >= limits.max_leases:
+        # Waiters count as placed, so that placing them later can't go over a limit.
+        store, limits = self._store, self._store.limits
+        if len(store.live) + len(store.queue) >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
                 f"This node has or awaits {limits.max_leases} leases, as many as it may have",
                 "Try again when some have ended, or on another node.",
             )
-        mine = book.live_by_tenant.get(event.tenant, 0) + book.line.count_of(event.tenant)
+        mine = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
         if mine >= limits.max_leases_of(event.tenant):
             is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
@@ -243,21 +229,21 @@ class Admission:
         return self._check_bytes(event)
 
     def _check_bytes(self, event: AcquireRequested) -> Denial | None:
-        bound = self._book.limits.tenants.of(event.tenant).max_vram_bytes
-        mine = self._book.bytes_by_tenant.get(event.tenant, 0) + self._book.line.bytes_of(event.tenant)
-        if bound is None or mine + event.size_bytes <= bound:
+        bound = self._store.limits.tenants.of(event.tenant).max_vram_bytes
+        mine = self._store.bytes_by_tenant.get(event.tenant, 0) + self._store.queue.bytes_of(event.tenant)
+        if bound is None or mine + event.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
             event.tenant,
             "max_vram",
-            f"{denials.size_text(event.size_bytes)} were asked for; this tenant has or awaits {denials.size_text(mine)}"
-            f" and may have {denials.size_text(bound)}",
+            f"{denials.size_text(event.terms.size_bytes)} were asked for; this tenant has or awaits"
+            f" {denials.size_text(mine)} and may have {denials.size_text(bound)}",
             "Ask for less, or free a lease you no longer need.",
         )
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
-        """Those of the cards that the tenant may use."""
-        devices = self._book.limits.tenants.of(tenant).devices
+        """Return those of the cards that the tenant may use."""
+        devices = self._store.limits.tenants.of(tenant).devices
         if devices is None:
             return selected
         return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
@@ -274,17 +260,17 @@ class Admission:
             "Leave the choice of the card to the daemon, or ask the operator.",
         )
 
-    def _check_line(self, event: AcquireRequested) -> Denial | None:
-        if len(self._book.line) >= self._book.limits.max_waiting:
+    def _check_queue(self, event: AcquireRequested) -> Denial | None:
+        if len(self._store.queue) >= self._store.limits.max_waiting:
             return denials.over_limit(
                 "max_waiting",
-                f"There is no room now and {self._book.limits.max_waiting} requests wait already, as many as may",
+                f"There is no room now and {self._store.limits.max_waiting} requests wait already, as many as may",
                 "Try again later, or on another node.",
             )
-        if self._book.line.count_of(event.tenant) >= self._book.limits.max_waiting_per_tenant:
+        if self._store.queue.count_of(event.tenant) >= self._store.limits.max_waiting_per_tenant:
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"There is no room now and {self._book.limits.max_waiting_per_tenant} requests of tenant"
+                f"There is no room now and {self._store.limits.max_waiting_per_tenant} requests of tenant"
                 f" {event.tenant!r} wait already, as many as one tenant may have in line",
                 "Wait for one of them to be answered.",
             )
@@ -298,27 +284,27 @@ class Admission:
         candidates: tuple[CardAccount, ...],
     ) -> Denial | None:
         if event.selector is not None and not selected:
-            return denials.unknown_card(event.selector, [account.card for account in self._book.accounts])
+            return denials.unknown_card(event.selector, [account.card for account in self._store.accounts])
         if selected and not suitable:
             return denials.no_partition()
         if not candidates:
-            largest = placement.largest_slice_bytes(suitable, event.contexts)
-            available = placement.available_bytes(suitable, event.contexts)
-            return denials.never_fits(event.size_bytes, largest, available)
+            largest = placement.largest_slice_bytes(suitable, event.terms.contexts)
+            available = placement.available_bytes(suitable, event.terms.contexts)
+            return denials.never_fits(event.terms.size_bytes, largest, available)
         return None
 
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
-        available = placement.available_bytes(candidates, event.contexts)
-        if placement.choose(candidates, event.size_bytes, event.exclusivity, event.contexts) is not None:
+        available = placement.available_bytes(candidates, event.terms.contexts)
+        if placement.choose(candidates, event.terms) is not None:
             why = "others that wait for the same cards are first in line"
-        elif available >= event.size_bytes:
+        elif available >= event.terms.size_bytes:
             why = "no card is without other leases"
         elif all(account.exclusive_leases for account in candidates):
             why = "other leases have the cards to themselves"
         else:
             why = "other leases hold the memory"
-        largest = placement.largest_slice_bytes(candidates, event.contexts)
-        return denials.no_room(event.size_bytes, largest, available, why=why, waited_ms=waited_ms)
+        largest = placement.largest_slice_bytes(candidates, event.terms.contexts)
+        return denials.no_room(event.terms.size_bytes, largest, available, why=why, waited_ms=waited_ms)
 
     def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
@@ -328,52 +314,62 @@ class Admission:
 REASON: Final = "the node is drained"
 
 RENEWAL_SLACK_MS: Final = 1000
-"""How far past the drain's deadline a renewed lease's own may lie: it is the drain that ends it and says so, while a
-worker that is never told of the drain's end still stops by itself."""
+"""Most by which a renewed deadline may lie past the drain's. The drain ends the lease and says so. A worker that never
+hears of the drain's end still stops by itself."""
 
 
-class Draining:
-    """Drains; each method appends to `out` what the shell is to do."""
+class Drain:
+    """Drains a node: admits nobody, warns the tenants, and ends the leases left at a deadline.
 
-    def __init__(self, book: LeaseStore, teardown: Teardown, admission: Admission) -> None:
-        self._book = book
+    1. From the request on, no lease is granted. Acquires are refused, queued ones and those whose worker still starts
+       included. The pool's contexts are dropped.
+    2. Every active lease is told how long it can last. A renewal is allowed up to that deadline and no further.
+    3. At the deadline every lease left ends, DRAINED. The node stays drained until an operator lets tenants in again,
+       also for a table restored from this one.
+    4. A second request moves the deadline, sooner or later. A cancelled drain has cost no lease any time.
+
+    Each method appends the effects to execute to `out`.
+    """
+
+    def __init__(self, store: LeaseStore, teardown: Teardown, admission: Admission) -> None:
+        self._store = store
         self._teardown = teardown
         self._admission = admission
 
     def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
-        """Begin, or move the deadline."""
-        self._book.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
-        self._admission.close_line(denials.draining(self._book.drain_ns - now_ns), out)
-        for lease in self._book.live.values():
+        """Begin a drain, or move its deadline."""
+        self._store.drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
+        self._admission.close_queue(denials.draining(self._store.drain_ns - now_ns), out)
+        for lease in self._store.live.values():
             if lease.state is LeaseState.PENDING:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
         self._set(event.request, now_ns, out)
         self.on_timer(now_ns, out)
 
     def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
-        """Let tenants in again. Without a drain nothing changes."""
-        self._book.drain_ns = None
+        """Let tenants in again; without a drain nothing changes."""
+        self._store.drain_ns = None
         self._set(event.request, now_ns, out)
 
     def on_timer(self, now_ns: int, out: list[Effect]) -> None:
-        """End what is left, if it is time."""
-        if self._book.drain_ns is None:
+        """End the leases left, if the deadline has come."""
+        if self._store.drain_ns is None:
             return
-        if now_ns < self._book.drain_ns:
-            out.append(ArmDrainTimer(self._book.drain_ns))
+        if now_ns < self._store.drain_ns:
+            out.append(ArmTimer(DrainTimerFired(), self._store.drain_ns))
             return
-        for lease in self._book.live.values():
+        for lease in self._store.live.values():
             if lease.state is LeaseState.ACTIVE:
                 self._teardown.begin(lease, Cause.DRAINED, REASON, now_ns, out)
 
     def cap(self, deadline_ns: int) -> int:
-        """How long a renewal may make a lease last."""
-        drain_ns = self._book.drain_ns
+        """Return a renewal's deadline, capped by the drain's."""
+        drain_ns = self._store.drain_ns
         return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns + RENEWAL_SLACK_MS * NS_PER_MS)
 
     def _set(self, request: int, now_ns: int, out: list[Effect]) -> None:
-        active = [lease for lease in self._book.live.values() if lease.state is LeaseState.ACTIVE]
-        out.append(DrainSet(request, self._book.drain_ns, len(active)))
+        active = [lease for lease in self._store.live.values() if lease.state is LeaseState.ACTIVE]
+        out.append(DrainSet(request, self._store.drain_ns, len(active)))
         for lease in active:
-            standing = standing_of(lease, self._book.drain_ns, now_ns)
-            out.append(Warned(lease.lease_id, standing.phase, standing.left_ms(now_ns)))
+            phase = phase_of(lease, self._store.drain_ns, now_ns)
+            out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))

@@ -1,7 +1,4 @@
-"""Why a request was refused: a reason for programs, a sentence for people, and what to do about it.
-
-Why a submit was refused.
-"""
+"""Denials: why a request was refused, as a reason for programs, a sentence for people, and a hint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +6,14 @@ from enum import Enum
 from typing import Final
 
 from gpulease.daemon.leases.devices import Card
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import NS_PER_MS, Cause, LeaseSnapshot, LeaseState
 
-NS_PER_MS: Final = 1_000_000
-
-# Enough of a tenant's own text to recognise it by; a log line is not theirs to fill.
+# Enough of a tenant's own text to recognise it, and too little to fill a log line.
 MAX_QUOTED_CHARS: Final = 64
 
 
 class DenialReason(Enum):
-    """What a program may act on."""
+    """Reasons for a denial that a program may act on."""
 
     CAPACITY_EXCEEDED = "capacity_exceeded"
     LEASE_EXPIRED = "lease_expired"
@@ -39,7 +34,7 @@ class DenialReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """One refusal: `message` says what failed and why, `hint` what to do; both are sentences."""
+    """A refusal: `message` says what failed and why, `hint` what to do. Both are sentences."""
 
     reason: DenialReason
     message: str
@@ -47,7 +42,7 @@ class Denial:
 
 
 def size_text(size_bytes: int) -> str:
-    """A number of bytes for people: the exact figure, and a rounded one where that helps."""
+    """Return a number of bytes for people: the exact figure, and a rounded one where that helps."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size_bytes >= scale:
             return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"
@@ -55,7 +50,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def duration_text(ms: int) -> str:
-    """A time for people."""
+    """Return a duration for people."""
     return f"{ms / 1000:g} s" if ms >= 1000 else f"{ms} ms"
 
 
@@ -127,7 +122,7 @@ _ENDED: Final = {
 
 
 def lease_ended(lease: LeaseSnapshot) -> Denial:
-    """The lease is draining, torn down or fenced."""
+    """Deny work because the lease is draining, torn down or fenced."""
     if lease.state is LeaseState.FENCED:
         return Denial(
             DenialReason.FENCED,
@@ -141,13 +136,13 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
 
 
 def lease_expired(lease: LeaseSnapshot) -> Denial:
-    """The lease's time is over though nothing has ended it yet."""
+    """Deny work because the lease's time is over, though nothing has ended it yet."""
     reason, what, hint = _ENDED[Cause.EXPIRED]
     return Denial(reason, _ended_text(lease, what), hint)
 
 
 def lease_pending(lease: LeaseSnapshot) -> Denial:
-    """The lease's worker is still starting."""
+    """Deny work because the lease's worker is still starting."""
     return Denial(
         DenialReason.INVALID_REQUEST,
         f"Lease {lease.lease_id:032x} has not been granted yet: its worker is still starting.",
@@ -156,7 +151,11 @@ def lease_pending(lease: LeaseSnapshot) -> Denial:
 
 
 def no_worker_now(reason: str) -> Denial:
-    """The daemon lacks what it takes to start one more worker; `reason` says what became of it, without a subject."""
+    """Deny a lease because the daemon lacks the means to start one more worker.
+
+    Args:
+        reason: Clause without a subject that says what happened to the worker.
+    """
     return Denial(
         DenialReason.BUSY,
         f"The daemon has no room for one more worker now: it {reason.rstrip('.')}.",
@@ -166,7 +165,7 @@ def no_worker_now(reason: str) -> Denial:
 
 
 def not_found(lease_id: int) -> Denial:
-    """No such lease, or one the caller has no business with: the two must look the same."""
+    """Deny access to an unknown lease, or to one that is not the caller's: the two must look the same."""
     return Denial(
         DenialReason.NOT_FOUND,
         f"There is no lease {lease_id:032x} of yours here.",
@@ -175,13 +174,13 @@ def not_found(lease_id: int) -> Denial:
 
 
 def revoked_long_ago(lease_id: int) -> Denial:
-    """A lease of which nothing is remembered but that it was revoked."""
+    """Deny work under a revoked lease of which nothing else is remembered."""
     reason, what, hint = _ENDED[Cause.REVOKED]
     return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
 
 
 def shutting_down() -> Denial:
-    """Nobody is let in any more."""
+    """Deny a lease because the daemon is shutting down."""
     return Denial(
         DenialReason.SHUTTING_DOWN,
         "No lease can be granted because the daemon is shutting down.",
@@ -190,7 +189,7 @@ def shutting_down() -> Denial:
 
 
 def draining(left_ns: int) -> Denial:
-    """Nobody is let in until an operator says otherwise; `left_ns`: until those who are there must go."""
+    """Deny a lease because the node is drained; `left_ns` is the time until the remaining leases end."""
     if left_ns <= 0:
         return Denial(
             DenialReason.DRAINED,
@@ -206,7 +205,7 @@ def draining(left_ns: int) -> Denial:
 
 
 def not_recorded(problem: str) -> Denial:
-    """The operator demands that every grant is in the audit log, and it can't be written; `problem` says why."""
+    """Deny a grant because the audit log can't be written and the operator requires it; `problem` says why."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"No lease can be granted because the audit log can't be written: {problem}.",
@@ -215,7 +214,7 @@ def not_recorded(problem: str) -> Denial:
 
 
 def not_kept(problem: str) -> Denial:
-    """A restart would not know of the grant, as the journal can't be written; `problem` says why."""
+    """Deny a grant because the journal can't be written, so a restart would not know it; `problem` says why."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"No lease can be granted or renewed because the journal can't be written: {problem}.",
@@ -224,7 +223,7 @@ def not_kept(problem: str) -> Denial:
 
 
 def done_but_not_kept(what: str, problem: str) -> Denial:
-    """Something was done, as the sentence `what` says, and the journal can't be written now."""
+    """Report an action that was taken (`what`, a sentence) but can't be written to the journal now."""
     return Denial(
         DenialReason.NOT_RECORDED,
         f"{what}, but the journal can't be written: {problem}; if the daemon is restarted before it can, that is"
@@ -234,22 +233,22 @@ def done_but_not_kept(what: str, problem: str) -> Denial:
 
 
 def invalid(message: str, hint: str) -> Denial:
-    """The request makes no sense as it stands."""
+    """Deny a request that makes no sense."""
     return Denial(DenialReason.INVALID_REQUEST, message, hint)
 
 
 def over_limit(name: str, message: str, hint: str) -> Denial:
-    """A bound of the node, called `name` in its configuration, was reached."""
+    """Deny a request over the node's bound that its configuration calls `name`."""
     return Denial(DenialReason.LIMIT, f"{message} (limit {name}).", hint)
 
 
 def over_tenant_limit(tenant: str, name: str, message: str, hint: str) -> Denial:
-    """A bound of one tenant, called `name` in its part of the node's configuration, was reached."""
+    """Deny a request over a tenant's bound that the configuration calls `name`."""
     return over_limit(f"{name} of tenant {tenant!r}", message, hint)
 
 
 def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
-    """The tenant asks for leases more often than it may."""
+    """Deny a lease because the tenant asks more often than it may."""
     return Denial(
         DenialReason.RATE,
         f"Tenant {tenant!r} may ask for {per_minute} leases a minute here (limit acquires_per_minute of tenant"
@@ -259,7 +258,7 @@ def too_fast(tenant: str, per_minute: int, wait_ms: int) -> Denial:
 
 
 def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
-    """The selector names no card."""
+    """Deny a request whose selector names no card."""
     names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
     return invalid(
         f"No card answers to {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
@@ -268,7 +267,7 @@ def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
 
 
 def no_partition() -> Denial:
-    """Partition exclusivity was asked of a device that is not partitioned."""
+    """Deny partition exclusivity on a device that is not partitioned."""
     return Denial(
         DenialReason.UNSUPPORTED,
         "Partition exclusivity can't be granted because the device is not a MIG partition.",
@@ -277,7 +276,7 @@ def no_partition() -> Denial:
 
 
 def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Denial:
-    """No candidate card could hold the request even if it were empty."""
+    """Deny a lease that no candidate card could hold even if it were empty."""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"{size_text(size_bytes)} were asked for, but the largest slice possible is"
@@ -287,7 +286,7 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
 
 
 def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
-    """There is no room now; `why` says in a clause what is in the way."""
+    """Deny a lease because there is no room now; `why` names the obstacle in a clause."""
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
@@ -299,7 +298,7 @@ def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: s
 
 
 def has_session(lease_id: int) -> Denial:
-    """The lease was acquired without memory for submits beside its session."""
+    """Deny a submit because the lease keeps no memory for submits beside its session."""
     return invalid(
         f"Lease {lease_id:032x} keeps no memory for submits: its session was opened, and has all of it.",
         "Submit on a lease whose session is never opened, or keep memory for both: GpuBuilder().submits(bytes).",
@@ -307,7 +306,7 @@ def has_session(lease_id: int) -> Denial:
 
 
 def no_context(lease_id: int) -> Denial:
-    """Neither the card nor the lease has room for a second context."""
+    """Deny a submit because neither the card nor the lease has room for a second context."""
     return Denial(
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} needs a context of its own, and the card has no room for one now.",
@@ -316,12 +315,12 @@ def no_context(lease_id: int) -> Denial:
 
 
 def no_time(timeout_ms: int) -> Denial:
-    """No kernel ends in that time."""
+    """Deny a submit with a timeout below 1 ms."""
     return invalid(f"A submit can't take {timeout_ms} ms.", "Give it at least 1 ms.")
 
 
 def busy(lease_id: int) -> Denial:
-    """As many submits of the lease are under way as may be."""
+    """Deny a submit because the lease has one under way and one that waits."""
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} has a submit under way, and another one waits for it: it does one at a time.",
@@ -330,7 +329,10 @@ def busy(lease_id: int) -> Denial:
 
 
 def stuck(lease_id: int) -> Denial:
-    """The memory of an earlier submit could not be proved free. Not FENCED: that says that a lease is over."""
+    """Deny a submit because an earlier one's memory could not be proved free.
+
+    The reason is not FENCED, which says that the lease is over.
+    """
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
         f"Lease {lease_id:032x} takes no submit any more: the memory of an earlier one could not be proved free.",
@@ -339,7 +341,7 @@ def stuck(lease_id: int) -> Denial:
 
 
 def not_started(lease_id: int, reason: str) -> Denial:
-    """Its worker has no context."""
+    """Deny a submit whose worker got no context."""
     return Denial(
         DenialReason.SESSION_FAILED,
         f"A submit on lease {lease_id:032x} could not start: {reason.rstrip('.')}.",
@@ -348,7 +350,7 @@ def not_started(lease_id: int, reason: str) -> Denial:
 
 
 def waited_in_vain(lease_id: int, waited_s: int) -> Denial:
-    """The one before it went on."""
+    """Deny a submit because the one before it went on for too long."""
     return Denial(
         DenialReason.BUSY,
         f"A submit on lease {lease_id:032x} waited {waited_s} s for the one before it, which goes on.",

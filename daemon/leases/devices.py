@@ -1,160 +1,35 @@
-"""What others than leases hold of a card, beyond what they held when its capacity was measured.
-
-1. There are two kinds. Unowned bytes belong to no process: the driver's own, of which some last until the card's last
-   context ends (150 MiB for managed memory on an H200), and for some 0.1 s those of a process that has just died.
-   Outside bytes belong to processes that are none of the daemon's workers.
-2. Both are booked, and the card's capacity is less by what is booked. What is seen is booked once it has lasted for
-   SETTLE_NS, up or down: until then, the bytes of a dead worker are still charged to its lease. More outside bytes are
-   booked at once, because they can't be a worker's.
-3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
-   what is booked. If they are still more after SETTLE_NS, they are not the worker's to answer for: what there was of
-   them at every look since is booked first, so that nothing of it can be granted, and then the proof stands.
-4. A look is compared with what is booked within the card's slack, which the reserve of its capacity covers.
-
-The cards of the node, and what is held on each.
-
-Who gets which card: pure functions over the accounts of the cards.
-"""
+"""The cards of the node: what leases hold of each, who gets which, and what others hold of each."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpulease.daemon.leases.model import ALONE, FIRST_LEFT_ID, YIELDING, Lease, WarmContext, WarmState, gives_way
+from gpulease.daemon.leases.model import (
+    ALONE,
+    FIRST_LEFT_ID,
+    YIELDING,
+    Lease,
+    LeaseTerms,
+    WarmContext,
+    WarmState,
+    contexts_to_drop,
+)
 from gpulease.protocol.opcodes import Exclusivity
-
-SETTLE_NS: Final = 2_000_000_000
-"""For how long bytes must be seen before they are booked. The bytes of a dead process with 60 GiB were unowned for
-74 ms on an H100: fewer would take capacity away at the end of every large lease."""
-
-
-class Growth:
-    """Bytes of one kind, beyond those at the start.
-
-    Attributes:
-        booked_bytes: Off the card's capacity.
-
-    Args:
-        slack_bytes: How far what is seen may be from what is booked.
-        settles: Whether more must last before it is booked.
-    """
-
-    __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
-
-    def __init__(self, slack_bytes: int, *, settles: bool = True) -> None:
-        self.booked_bytes = 0
-        self._slack_bytes = slack_bytes
-        self._settles = settles
-        # Since when every look showed more than is booked, or less; None if the last one did not.
-        self._since_ns: int | None = None
-        self._is_rising = False
-        # The least of these looks if they show more, else the most.
-        self._extreme_bytes = 0
-
-    def is_within(self, seen_bytes: int) -> bool:
-        """Whether no more is seen than is booked, but for the slack."""
-        return seen_bytes <= self.booked_bytes + self._slack_bytes
-
-    def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
-        """Take in one look; the first one is booked as it is."""
-        is_rising = not self.is_within(seen_bytes)
-        if not is_rising and not self._is_less(seen_bytes):
-            self._since_ns = None
-            return
-        if self._since_ns is None or is_rising is not self._is_rising:
-            self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
-        self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
-        is_at_once = is_first or (is_rising and not self._settles)
-        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
-            self._book(self._extreme_bytes)
-
-    def book_at_least(self, seen_bytes: int) -> None:
-        """Book what has settled already."""
-        if not self.is_within(seen_bytes):
-            self._book(seen_bytes)
-
-    def _is_less(self, seen_bytes: int) -> bool:
-        # Half the slack is none, so that a figure just about the slack is not booked and let go in turns.
-        is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
-        return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
-
-    def _book(self, seen_bytes: int) -> None:
-        self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
-        self._since_ns = None
-
-
-class Others:
-    """What others hold of one card.
-
-    Attributes:
-        unowned: What no process has.
-        outside: What processes have that are no workers.
-
-    Args:
-        spare_bytes: What the operator leaves of the card besides its capacity: others may have so much of it for free.
-        slack_bytes: See `Growth`.
-    """
-
-    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
-
-    def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
-        self.unowned = Growth(slack_bytes)
-        self.outside = Growth(slack_bytes, settles=False)
-        self._spare_bytes = spare_bytes
-        self._is_first = True
-        self._looked_ns = 0
-
-    @property
-    def booked_bytes(self) -> int:
-        """All that is booked."""
-        return self.unowned.booked_bytes + self.outside.booked_bytes
-
-    @property
-    def taken_bytes(self) -> int:
-        """How much less of the card can be leased than at the start."""
-        return max(0, self.booked_bytes - self._spare_bytes)
-
-    def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
-        """Take in one look at the whole card, and return whether the booked bytes changed.
-
-        A look from before the last proof is ignored: it lacks the bytes of a worker that died since.
-        """
-        if looked_ns < self._looked_ns:
-            return False
-        is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
-        before = self.unowned.booked_bytes, self.outside.booked_bytes
-        self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)
-        self.outside.look(outside_bytes, looked_ns, is_first=is_first)
-        return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
-
-    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, looked_ns: int) -> bool:
-        """Whether the bytes of a process are free that the card has not listed since `since_ns`.
-
-        Book first what has outlasted the settling time. `least_bytes`: the least that was unowned at a look since.
-        """
-        self._looked_ns = max(looked_ns, self._looked_ns)
-        if self.unowned.is_within(unowned_bytes):
-            return True
-        if looked_ns - since_ns < SETTLE_NS:
-            return False
-        self.unowned.book_at_least(least_bytes)
-        return True
-
 
 GPU_PREFIX: Final = "gpu-"
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One card, or one MIG partition of one.
+    """A card, or a MIG partition of a card.
 
     Attributes:
-        index: Its number on the node, what `selector` may name it by.
-        capacity_bytes: What may be held on it in all, as it was measured; the node's reserve is already taken off.
-        overhead_bytes: What one context costs besides its tenant's bytes; charged to the node, per lease.
-        spare_bytes: What the operator's bound leaves of it besides; others may take so much before capacity shrinks.
-        slack_bytes: How far what others hold may be from what is booked; the reserve covers it. See `others`.
+        index: Number on the node, which `selector` may name.
+        capacity_bytes: Bytes that may be held in all, as measured, less the node's reserve.
+        overhead_bytes: Bytes one context costs besides its tenant's; charged to the node, per lease.
+        spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before capacity shrinks.
+        slack_bytes: Tolerated difference between what others hold and what is booked; the reserve covers it.
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -176,11 +51,11 @@ class Card:
 
     @property
     def largest_slice_bytes(self) -> int:
-        """The most a tenant could ever get on it: all of it, less one context."""
+        """Largest slice a tenant could ever get: the whole card less one context."""
         return max(0, self.capacity_bytes - self.overhead_bytes)
 
     def answers_to(self, selector: str) -> bool:
-        """Whether `selector` names this card: its uuid, with or without "GPU-", or its index in decimals."""
+        """Return whether `selector` names this card: its uuid, with or without "GPU-", or its index in decimals."""
         wanted = selector.lower()
         if wanted.removeprefix(GPU_PREFIX) == self.uuid.lower().removeprefix(GPU_PREFIX):
             return True
@@ -189,21 +64,21 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CardSnapshot:
-    """What one card held at one moment.
+    """State of one card at one moment.
 
     Attributes:
-        capacity_bytes: What may be held on it in all now.
-        free_bytes: What no lease holds and no fence keeps; warm contexts give way, so theirs are among them.
-        available_bytes: The largest slice a tenant could be granted now: what is free less one context's
-            overhead, and nothing while one lease has the card to itself.
-        warm_contexts: How many contexts wait for a lease of anybody's.
-        recycled_contexts: How many wait for a lease of the tenant they have served.
-        warm_wanted: How many are to.
-        warm_bytes: What all the pool's contexts hold, those that are being made or dropped too.
-        leases: How many live leases it has, the fenced ones too.
+        capacity_bytes: Bytes that may be held in all now.
+        free_bytes: Bytes that no lease holds and no fence keeps. Warm contexts give way, so theirs are included.
+        available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
+            one lease has the card to itself.
+        warm_contexts: Contexts that wait for any lease.
+        recycled_contexts: Contexts that wait for a lease of the tenant they served.
+        warm_wanted: Contexts that are to wait for any lease.
+        warm_bytes: Bytes of all the pool's contexts, those being made or dropped included.
+        leases: Live leases, fenced ones included.
         is_exclusive: One lease has the card to itself.
-        unowned_bytes: What of the card belongs to no process and did not when it was measured.
-        outside_bytes: What programs outside the daemon hold of the card beyond what they held then.
+        unowned_bytes: Booked bytes of no process, beyond those at the measurement.
+        outside_bytes: Booked bytes of programs outside the daemon, beyond those at the measurement.
     """
 
     uuid: str
@@ -225,18 +100,18 @@ class CardSnapshot:
 
 
 class CardAccount:
-    """The running sums of one card. Bytes are taken at placement and come back only when proved reclaimed.
+    """Running sums of one card. Bytes are taken at placement and come back only when proved reclaimed.
 
     Attributes:
-        held_bytes: What leases hold, also those that wait for warm contexts to leave it.
-        awaited_bytes: How much of it has no worker that could use it yet.
-        stuck_bytes: What warm contexts hold that could not be proved gone.
-        fenced_bytes: The same of leases and warm contexts together.
-        pending_leases: How many leases' workers are not ready.
-        others: What others hold of the card.
-        warm: The pool's contexts here, by number.
-        warm_wanted: How many there are to be.
-        awaiting: The pending leases that wait for warm contexts to leave, in the order they came.
+        held_bytes: Bytes of leases, those that wait for warm contexts to leave included.
+        awaited_bytes: Part of the held bytes that no worker can use yet.
+        stuck_bytes: Bytes of warm contexts that could not be proved gone.
+        fenced_bytes: Bytes of leases and warm contexts that could not be proved gone.
+        pending_leases: Leases whose workers are not ready.
+        others: Memory that others hold.
+        warm: The pool's contexts on this card, by id.
+        warm_wanted: Number of contexts the card is to have.
+        awaiting: Pending leases that wait for warm contexts to leave, in the order they came.
     """
 
     __slots__ = (
@@ -273,68 +148,73 @@ class CardAccount:
 
     @property
     def capacity_bytes(self) -> int:
-        """What may be held on the card now: what was measured, less what others have taken since."""
+        """Bytes that may be held now: the measured capacity, less what others have taken since."""
         return max(0, self.card.capacity_bytes - self.others.taken_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What may be granted: warm contexts give way. Below zero if a fence or others took what was granted."""
+        """Bytes that may be granted, those of warm contexts included.
+
+        Negative if a fence or others took granted bytes.
+        """
         return self.capacity_bytes - self.held_bytes - self.stuck_bytes
 
     @property
     def warm_bytes(self) -> int:
-        """What all warm contexts hold."""
+        """Bytes of all warm contexts."""
         return sum(context.charge_bytes for context in self.warm.values())
 
     @property
     def leaving(self) -> int:
-        """How many contexts of the pool that served nobody are fenced, or dropped by this daemon."""
+        """Number of the pool's contexts that served nobody and are fenced, or dropped by this daemon."""
         own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
         dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
         return dropped + sum(one.state is WarmState.FENCED for one in own)
 
     @property
     def recycled(self) -> int:
-        """How many contexts wait for a tenant they have served."""
+        """Number of contexts that wait for a tenant they served."""
         return sum(context.waits_for_tenant for context in self.warm.values())
 
     @property
     def yielding_bytes(self) -> int:
-        """What those hold that can still be told to leave."""
+        """Bytes of the contexts that can still be told to leave."""
         return sum(context.charge_bytes for context in self.yielding())
 
     @property
     def used_bytes(self) -> int:
-        """What processes may hold of the card by now."""
+        """Bytes that processes may hold by now."""
         return self.held_bytes - self.awaited_bytes + self.warm_bytes
 
     @property
     def promised_bytes(self) -> int:
-        """What leases hold, or will once they have room; not what one will never use because it ended before."""
+        """Bytes that leases hold, or will once they have room; without those of leases that ended before."""
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
     @property
     def available_bytes(self) -> int:
-        """The largest slice a tenant could be granted now."""
+        """Largest slice a tenant could get now."""
         if self.exclusive_leases:
             return 0
         return max(0, self.free_bytes - self.card.overhead_bytes)
 
-    def charge_bytes(self, size_bytes: int, contexts: int = 1) -> int:
-        """What a lease of `size_bytes` with so many contexts holds on this card."""
-        return size_bytes + contexts * self.card.overhead_bytes
+    def charge_bytes(self, terms: LeaseTerms) -> int:
+        """Bytes that a lease of these terms holds on this card: its size and its contexts' overhead."""
+        return terms.size_bytes + terms.contexts * self.card.overhead_bytes
 
     def yielding(self) -> list[WarmContext]:
-        """The warm contexts that can still be told to leave, oldest first."""
+        """Return the warm contexts that can still be told to leave, oldest first."""
         return [context for context in self.warm.values() if context.state in YIELDING]
 
-    def gives_way(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
-        """Which of the contexts that wait for a tenant goes for one more of this one's; see `recycling.gives_way`."""
-        return gives_way([context for context in self.warm.values() if context.waits_for_tenant], tenant, max_idle)
+    def contexts_to_drop(self, tenant: str, max_idle: int) -> list[WarmContext] | None:
+        """Apply `model.contexts_to_drop` to the contexts of this card that wait for a tenant."""
+        return contexts_to_drop(
+            [context for context in self.warm.values() if context.waits_for_tenant], tenant, max_idle
+        )
 
     def await_bytes(self, lease: Lease, awaited_bytes: int) -> None:
-        """So many of a pending lease's bytes can't be used yet; 0 once it may start."""
+        """Mark bytes of a pending lease as not usable yet; 0 once it may start."""
         self.awaited_bytes += awaited_bytes - lease.awaited_bytes
         lease.awaited_bytes = awaited_bytes
         if awaited_bytes:
@@ -343,10 +223,10 @@ class CardAccount:
             self.awaiting.pop(lease.lease_id, None)
 
     def has_room_for_context(self, given_bytes: int) -> bool:
-        """Whether there is room for one more context now; `given_bytes`: what a warm one would leave for it."""
+        """Return whether one more context has room now; `given_bytes` are those a warm one would free."""
         needed_bytes = self.card.overhead_bytes - given_bytes
         kept_bytes = self.promised_bytes + self.stuck_bytes + self.yielding_bytes
-        # A lease that ended before it had room keeps its bytes from others until it is torn down.
+        # A lease that ended before it had room keeps its bytes until it is torn down.
         is_free = self.free_bytes >= self.card.overhead_bytes
         return is_free and max(self.used_bytes, kept_bytes) + needed_bytes <= self.capacity_bytes
 
@@ -357,44 +237,41 @@ class CardAccount:
         self.held_bytes += lease.extra_bytes
 
     def take_context_back(self, lease: Lease) -> None:
-        """Let them go; they are proved free, or an operator vouched for them."""
+        """Release a lent context's bytes: proved free, or vouched for by an operator."""
         lease.charge_bytes -= lease.extra_bytes
         self.held_bytes -= lease.extra_bytes
         lease.extra_bytes = 0
 
     def leave_pending(self, lease: Lease) -> None:
-        """Its worker is ready, or it has ended."""
+        """Remove a lease from the pending ones: its worker is ready, or it has ended."""
         self.pending_leases -= 1
         self.awaiting.pop(lease.lease_id, None)
 
     def take(self, lease: Lease) -> None:
-        """Hold a new lease's bytes; it may use none before it is started."""
+        """Hold a new lease's bytes, unused until it starts."""
         self.pending_leases += 1
         self.await_bytes(lease, lease.charge_bytes)
-        self.held_bytes += lease.charge_bytes
-        self.leases += 1
-        self.leases_by_tenant[lease.tenant] += 1
-        self.exclusive_leases += lease.exclusivity in ALONE
+        self.restore(lease)
 
     def restore(self, lease: Lease) -> None:
-        """Hold the bytes of a lease that was there before this table."""
+        """Hold the bytes of an earlier table's lease."""
         self.held_bytes += lease.charge_bytes
         self.leases += 1
         self.leases_by_tenant[lease.tenant] += 1
-        self.exclusive_leases += lease.exclusivity in ALONE
+        self.exclusive_leases += lease.terms.exclusivity in ALONE
 
     def give_back(self, lease: Lease) -> None:
-        """Let go of a lease's bytes; they are proved free, or an operator vouched for them."""
+        """Release a lease's bytes: proved free, or vouched for by an operator."""
         self.held_bytes -= lease.charge_bytes
         self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
         self.leases_by_tenant[lease.tenant] -= 1
         if not self.leases_by_tenant[lease.tenant]:
             del self.leases_by_tenant[lease.tenant]
-        self.exclusive_leases -= lease.exclusivity in ALONE
+        self.exclusive_leases -= lease.terms.exclusivity in ALONE
 
     def snapshot(self) -> CardSnapshot:
-        """The card as it is now."""
+        """Return the state as an immutable value."""
         return CardSnapshot(
             self.card.uuid,
             self.card.index,
@@ -416,47 +293,180 @@ class CardAccount:
 
 
 def select(accounts: Sequence[CardAccount], selector: str | None) -> tuple[CardAccount, ...]:
-    """The cards a selector names: all of them for None, none if it is unknown."""
+    """Return the cards a selector names: all for None, none if it is unknown."""
     if selector is None:
         return tuple(accounts)
     return tuple(account for account in accounts if account.card.answers_to(selector))
 
 
 def suits(account: CardAccount, exclusivity: Exclusivity) -> bool:
-    """Whether the card is of the kind the exclusivity class speaks of."""
+    """Return whether the card is of the kind that the exclusivity class needs."""
     return exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or account.card.is_partition
 
 
-def could_ever_hold(account: CardAccount, size_bytes: int, contexts: int = 1) -> bool:
-    """Whether the request would fit if the card were empty."""
-    return account.charge_bytes(size_bytes, contexts) <= account.card.capacity_bytes
+def could_ever_hold(account: CardAccount, terms: LeaseTerms) -> bool:
+    """Return whether the request would fit if the card were empty."""
+    return account.charge_bytes(terms) <= account.card.capacity_bytes
 
 
-def fits_now(account: CardAccount, size_bytes: int, exclusivity: Exclusivity, contexts: int = 1) -> bool:
-    """Whether the card has the bytes free and nobody on it, or to come, wants it alone."""
-    if account.exclusive_leases or (exclusivity in ALONE and account.leases):
+def fits_now(account: CardAccount, terms: LeaseTerms) -> bool:
+    """Return whether the card has the bytes free and neither side needs it alone."""
+    if account.exclusive_leases or (terms.exclusivity in ALONE and account.leases):
         return False
-    return account.charge_bytes(size_bytes, contexts) <= account.free_bytes
+    return account.charge_bytes(terms) <= account.free_bytes
 
 
-def choose(
-    candidates: Iterable[CardAccount], size_bytes: int, exclusivity: Exclusivity, contexts: int = 1
-) -> CardAccount | None:
-    """The card with the most free bytes among those that fit now (a tie: the lowest index), None if none does."""
-    fitting = [account for account in candidates if fits_now(account, size_bytes, exclusivity, contexts)]
+def choose(candidates: Iterable[CardAccount], terms: LeaseTerms) -> CardAccount | None:
+    """Return the fitting card with the most free bytes (on a tie the lowest index); None if none fits now."""
+    fitting = [account for account in candidates if fits_now(account, terms)]
     return min(fitting, key=lambda account: (-account.free_bytes, account.card.index), default=None)
 
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """The most that any of the cards could ever give one tenant, for so many contexts."""
+    """Return the largest slice any of the cards could ever give one tenant, for so many contexts."""
     return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
 def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """The most that any of the cards could give one tenant now, for so many contexts."""
+    """Return the largest slice any of the cards could give one tenant now, for so many contexts."""
     return max((_less(a.available_bytes, a, contexts) for a in candidates), default=0)
 
 
 def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
-    """What is left of a slice once the contexts beside its first are charged."""
+    """Return the rest of a slice after the contexts beyond its first are charged."""
     return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)
+
+
+SETTLE_NS: Final = 2_000_000_000
+"""Time for which bytes must be seen before they are booked. The bytes of a dead process with 60 GiB were unowned for
+74 ms on an H100; a shorter time would reduce the capacity at the end of every large lease."""
+
+
+class Others:
+    """Memory of one card held by others than leases and the pool, beyond what they held at the measurement.
+
+    1. Others hold two kinds of bytes. Unowned bytes belong to no process: the driver's own, and for some 0.1 s those of
+       a process that just died. Some of the driver's last until the card's last context ends (150 MiB for managed
+       memory on an H200). Outside bytes belong to processes that are none of the daemon's workers.
+    2. Both are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted SETTLE_NS.
+       Until then the bytes of a dead worker are still charged to its lease. A rise of outside bytes is booked at once,
+       because they can't be a worker's.
+    3. A reaped worker's bytes are proved free once the card does not list its process, and the unowned bytes are within
+       what is booked. If they still exceed that after SETTLE_NS, they are not the worker's. Then the least seen at any
+       look since is booked first, so that none of it can be granted, and the proof stands.
+    4. Looks are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
+
+    Attributes:
+        unowned: Bytes of no process.
+        outside: Bytes of processes that are no workers.
+
+    Args:
+        spare_bytes: Bytes that the operator leaves unused; others may hold that much without cost to the capacity.
+        slack_bytes: Tolerated difference between seen and booked bytes.
+    """
+
+    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "unowned")
+
+    def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
+        self.unowned = Growth(slack_bytes)
+        self.outside = Growth(slack_bytes, settles=False)
+        self._spare_bytes = spare_bytes
+        self._is_first = True
+        self._looked_ns = 0
+
+    @property
+    def booked_bytes(self) -> int:
+        """All booked bytes, of both kinds."""
+        return self.unowned.booked_bytes + self.outside.booked_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes by which the capacity is lower than at the start."""
+        return max(0, self.booked_bytes - self._spare_bytes)
+
+    def look(self, unowned_bytes: int, outside_bytes: int, looked_ns: int) -> bool:
+        """Process one look at the whole card, and return whether the booked bytes changed.
+
+        A look from before the last proof is ignored: it lacks the bytes of a worker that died since.
+        """
+        if looked_ns < self._looked_ns:
+            return False
+        is_first, self._is_first, self._looked_ns = self._is_first, False, looked_ns
+        before = self.unowned.booked_bytes, self.outside.booked_bytes
+        self.unowned.look(unowned_bytes, looked_ns, is_first=is_first)
+        self.outside.look(outside_bytes, looked_ns, is_first=is_first)
+        return before != (self.unowned.booked_bytes, self.outside.booked_bytes)
+
+    def is_shown_free(self, unowned_bytes: int, least_bytes: int, since_ns: int, looked_ns: int) -> bool:
+        """Return whether the bytes of a process that the card no longer lists are free.
+
+        Bytes that outlasted the settling time are booked first.
+
+        Args:
+            unowned_bytes: Unowned bytes at this look.
+            least_bytes: Fewest unowned bytes at any look since `since_ns`.
+            since_ns: First look that did not list the process.
+            looked_ns: Time of this look.
+        """
+        self._looked_ns = max(looked_ns, self._looked_ns)
+        if self.unowned.is_within(unowned_bytes):
+            return True
+        if looked_ns - since_ns < SETTLE_NS:
+            return False
+        self.unowned.book_at_least(least_bytes)
+        return True
+
+
+class Growth:
+    """Bytes of one kind, unowned or outside, beyond those at the start.
+
+    Attributes:
+        booked_bytes: Bytes taken off the card's capacity.
+
+    Args:
+        slack_bytes: Tolerated difference between seen and booked bytes.
+        settles: A rise must last SETTLE_NS before it is booked.
+    """
+
+    __slots__ = ("_extreme_bytes", "_is_rising", "_settles", "_since_ns", "_slack_bytes", "booked_bytes")
+
+    def __init__(self, slack_bytes: int, *, settles: bool = True) -> None:
+        self.booked_bytes = 0
+        self._slack_bytes = slack_bytes
+        self._settles = settles
+        # First of the consecutive looks that all showed more than is booked, or all less; None without such.
+        self._since_ns: int | None = None
+        self._is_rising = False
+        # Lowest figure of these looks if they show more, else the highest.
+        self._extreme_bytes = 0
+
+    def is_within(self, seen_bytes: int) -> bool:
+        """Return whether no more is seen than is booked, within the slack."""
+        return seen_bytes <= self.booked_bytes + self._slack_bytes
+
+    def look(self, seen_bytes: int, looked_ns: int, *, is_first: bool = False) -> None:
+        """Process one look; the first look is booked at once."""
+        is_rising = not self.is_within(seen_bytes)
+        if not is_rising and not self._is_less(seen_bytes):
+            self._since_ns = None
+            return
+        if self._since_ns is None or is_rising is not self._is_rising:
+            self._since_ns, self._is_rising, self._extreme_bytes = looked_ns, is_rising, seen_bytes
+        self._extreme_bytes = (min if is_rising else max)(self._extreme_bytes, seen_bytes)
+        is_at_once = is_first or (is_rising and not self._settles)
+        if is_at_once or looked_ns - self._since_ns >= SETTLE_NS:
+            self._store(self._extreme_bytes)
+
+    def book_at_least(self, seen_bytes: int) -> None:
+        """Book bytes that have already settled."""
+        if not self.is_within(seen_bytes):
+            self._store(seen_bytes)
+
+    def _is_less(self, seen_bytes: int) -> bool:
+        # Half the slack counts as nothing, so that a figure near the slack is not booked and released in turns.
+        is_none = self.booked_bytes > 0 and seen_bytes <= self._slack_bytes // 2
+        return is_none or seen_bytes < self.booked_bytes - self._slack_bytes
+
+    def _store(self, seen_bytes: int) -> None:
+        self.booked_bytes = seen_bytes if seen_bytes > self._slack_bytes else 0
+        self._since_ns = None

@@ -1,15 +1,14 @@
-"""What can happen to the lease table. The shell turns the world into these; the table turns them into effects.
+"""Events that the lease table handles, and effects that it returns.
 
-`request` is a number the shell gives to one call of one client; it must not be in use by another open acquire.
-Lease ids are u128. An event for a lease that is unknown or has ended is harmless. What is said of workers, timers and
-proofs is said of warm contexts and submits too, by their numbers.
+The shell turns what happens into events. Lease ids are u128; warm contexts and submits have ids above (`kind_of`).
+`worker_id` is the id of a worker of any kind. `request` numbers one call of one client; no other open acquire may have
+the number. An event about a lease that is unknown or has ended does no harm.
 
-What the lease table wants done. The shell executes effects in the order given; it never decides.
+The shell executes effects in the order given and never decides. All times are monotonic nanoseconds.
 
 Every acquire, renew, free, revoke, fence clear, drain and submit gets exactly one of `Granted`, `Renewed`, `Freed`,
-`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`, except an acquire or submit whose requester left.
-Times are monotonic nanoseconds. What is done to a lease's worker, timers and bytes is done to those of warm contexts
-and submits by the same effects, with their numbers.
+`RevokeDone`, `FenceCleared`, `DrainSet`, `SubmitReady` or `Denied`. An acquire or submit whose requester left gets
+none.
 """
 
 from dataclasses import dataclass
@@ -18,14 +17,14 @@ from typing import NamedTuple
 
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardSnapshot
-from gpulease.daemon.leases.model import Cause, LeaseSnapshot, StoryEntry
+from gpulease.daemon.leases.model import Cause, LeaseSnapshot, LeaseTerms, TransitionRecord
 from gpulease.daemon.leases.persisted import KeptLease
 from gpulease.daemon.leases.rules import TenantRules
-from gpulease.protocol.opcodes import Exclusivity, Phase, RevokeOutcome, Waiting
+from gpulease.protocol.opcodes import Phase, RevokeOutcome
 
 
 class TimerKind(Enum):
-    """Which of a lease's clocks ran out."""
+    """Kinds of timers of one worker."""
 
     __hash__ = object.__hash__
 
@@ -37,50 +36,37 @@ class TimerKind(Enum):
     ORPHAN = "orphan"
 
 
+# --- events ---
+
+
 @dataclass(frozen=True, slots=True)
 class AcquireRequested:
     """A tenant asks for a lease.
 
     Attributes:
-        lease_id: Chosen by the shell, nonzero and never used before.
-        size_bytes: The bytes the tenant may allocate; the context's overhead is charged on top, to the node.
-        ttl_ms: How long the lease lives, counted from the moment its worker is ready.
-        selector: A card's uuid (with or without "GPU-") or its index in decimals; None for any card.
-        wait_ms: How long to wait in line if there is no room; 0 not to wait.
-        max_kernel_ms: How long one kernel may run, 0 for as long as the lease lives; kept by the shell.
-        waiting: How the session's ends wait, None for as the shell sees fit; kept by the shell.
-        submit_bytes: How many of `size_bytes` are for submits, and not the session's.
-        orphan_ms: How long it may be without a connection, 0 for as long as it lasts; None for the node's default.
+        lease_id: Id chosen by the shell, nonzero and never used before.
+        terms: Terms asked for; `orphan_ms` may be None, for the node's default.
+        selector: Uuid of a card (with or without "GPU-") or its index in decimals; None for any card.
+        wait_ms: Longest wait in the queue if there is no room; 0: no wait.
     """
 
     request: int
     tenant: str
     lease_id: int
-    size_bytes: int
-    ttl_ms: int
-    exclusivity: Exclusivity = Exclusivity.SHARED
+    terms: LeaseTerms
     selector: str | None = None
     wait_ms: int = 0
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
-    submit_bytes: int = 0
-    orphan_ms: int | None = None
-
-    @property
-    def contexts(self) -> int:
-        """How many contexts the lease is charged: its session's, and its submits' if it is to have any."""
-        return 2 if self.submit_bytes else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionsChanged:
-    """A granted lease lost its last connection, or has one again; until the first of these it counts as having one.
+    """A granted lease lost its last connection, or has one again.
 
-    What counts: connections of its session, those of guests too; control connections that acquired or renewed it, or
-    asked about it as its tenant; a submit's.
+    Before the first such event a lease counts as connected. Connections of the session count, guests' too. So do
+    control connections that acquired or renewed the lease, or asked about it as its tenant, and a submit's connection.
 
     Attributes:
-        least_wait_ms: How long it is waited for at the least, however soon the lease would end without a connection.
+        least_wait_ms: Shortest wait for a new connection, even if the lease would end sooner without one.
     """
 
     lease_id: int
@@ -90,10 +76,10 @@ class ConnectionsChanged:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequested:
-    """A tenant, or whoever bears a token of its, wants one kernel run beside the session; see `submitting`.
+    """A tenant, or the bearer of its token, asks to run one kernel beside the session; see `submits`.
 
     Attributes:
-        timeout_ms: How long it may take once it is ready.
+        timeout_ms: Longest run of the submit once it is ready.
     """
 
     request: int
@@ -104,31 +90,30 @@ class SubmitRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """Somebody who may is about to be attached to a lease's session, unless a submit runs in its place."""
+    """An authorised client will attach to a lease's session, unless a submit runs in its place."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitAbandoned:
-    """A submit was ready, and there was nobody to be told. `lease_id` is the submit's number."""
+    """A submit was ready, but its requester had left."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitFound:
-    """A submit's worker of an earlier daemon, of a lease that was restored before; told once each.
+    """A submit's worker of an earlier daemon, found after its lease was restored; sent once each.
 
     Attributes:
-        lease_id: The submit's number.
-        is_running: It was told of to who asked for it, and nothing has ended it.
-        timeout_ms: How long it may take, counted from now.
-        size_bytes: What its kernel's buffers and code may take of the card.
+        is_running: The requester was told that the submit is ready, and nothing has ended it.
+        timeout_ms: Longest run of the submit, counted from now.
+        size_bytes: Bytes for its kernel's buffers and code.
     """
 
+    submit_id: int
     lease_id: int
-    of_lease_id: int
     card_uuid: str
     is_running: bool
     timeout_ms: int
@@ -137,36 +122,36 @@ class SubmitFound:
 
 @dataclass(frozen=True, slots=True)
 class RequesterGone:
-    """The client that asked for a lease, or a submit, left before it was answered. An active lease is not touched."""
+    """The client left before its acquire or submit was answered; an active lease is not touched."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The lease's worker has its context: the lease begins."""
+    """The worker has its context: the lease begins."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker could not start. It is killed all the same, so `WorkerExited` must still follow."""
+    """The worker could not start. The shell kills it all the same, so `WorkerExited` follows."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """The worker's process was reaped; also the answer to a `KillWorker` when there is no process at all.
+    """The worker's process was reaped; also the answer to a `KillWorker` without a process.
 
     Attributes:
-        is_by_daemon: A `KillWorker` is what ended it; the table does the same either way, who looks does not.
-        is_busy: It was never started, for want of what the daemon may have again in a moment: a descriptor, say.
+        is_by_daemon: A `KillWorker` ended the process. Logs tell the cases apart; the table does not.
+        is_busy: The worker was never started, for want of a resource that may be free again soon, such as a descriptor.
     """
 
-    lease_id: int
+    worker_id: int
     reason: str
     is_by_daemon: bool = False
     is_busy: bool = False
@@ -174,7 +159,7 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class RenewRequested:
-    """A tenant, or an operator in its stead, asks for more time: `ttl_ms` from now."""
+    """A tenant, or an operator on its behalf, asks for `ttl_ms` more from now."""
 
     request: int
     lease_id: int
@@ -185,7 +170,7 @@ class RenewRequested:
 
 @dataclass(frozen=True, slots=True)
 class FreeRequested:
-    """A tenant, or an operator in its stead, gives a lease back."""
+    """A tenant, or an operator on its behalf, gives a lease back."""
 
     request: int
     lease_id: int
@@ -195,7 +180,7 @@ class FreeRequested:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRequested:
-    """An operator takes a lease away; `reason` is shown to its tenant."""
+    """An operator revokes a lease; the tenant sees `reason`."""
 
     request: int
     lease_id: int
@@ -204,33 +189,34 @@ class RevokeRequested:
 
 @dataclass(frozen=True, slots=True)
 class SessionFaulted:
-    """The context is lost but its worker lives and says so to its client. The lease stays active."""
+    """The session lost its context, but its worker lives and tells the client; the lease goes on."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCondemned:
-    """The shell saw a session break a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE, LOAD_TIMEOUT."""
+    """A session broke a rule that ends it: OVER_SLICE, KERNEL_TIMEOUT, UNRESPONSIVE or LOAD_TIMEOUT."""
 
-    lease_id: int
+    worker_id: int
     cause: Cause
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GuestAttached:
-    """Somebody was let into a lease's session, or may end it, of whom nobody vouches that it is the lease's tenant."""
+    """A client other than the lease's proven tenant entered its session, or may end it."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
-    """The answer to `ScrubWorker`: nothing of the lease is left, and the card shows what was held back.
+    """Answer to `ScrubWorker`: nothing of the lease is left, and the card shows the memory as free.
 
-    `doubt` says why that is not so, or not known; "" if it is proved.
+    Attributes:
+        doubt: Reason why that is false or unknown; "" if it is proved.
     """
 
     lease_id: int
@@ -239,49 +225,51 @@ class WorkerScrubbed:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A timer armed by `ArmTimer` ran out. Late, early, repeated and outdated ones do no harm."""
+    """A worker's timer armed by `ArmTimer` ran out. Late, early, repeated and outdated timers do no harm."""
 
-    lease_id: int
+    worker_id: int
     generation: int
     kind: TimerKind
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTimerFired:
-    """A timer armed by `ArmWaitTimer` ran out."""
+    """The wait of a queued acquire or submit ran out."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """The timer armed by `ArmHoldTimer` ran out. Late, early and repeated ones do no harm."""
+    """A waiter's time to hold others back ran out. Late, early and repeated timers do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTimerFired:
-    """The daemon has begun, or the timer armed by `ArmPoolTimer` ran out. Others do no harm."""
+    """The daemon began, or the pause before the next warm context is over. Extra ones do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimProved:
-    """The device shows the bytes of a reaped worker back. Counts only after `ProveReclaimed` asked for it."""
+    """The device shows the bytes of a reaped worker as free; counts only after `ProveReclaimed`."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnlisted:
-    """The card does not list the process of a reaped worker. Sent at each look, until the table has its proof.
+    """The card does not list the process of a reaped worker.
+
+    Sent at each look until the table has its proof.
 
     Attributes:
-        unowned_bytes: What of the card belonged to no process at this look, beyond what did when it was measured.
-        least_bytes: The least of that at any look that did not list the process.
-        since_ns: The time of the first of these looks.
-        looked_ns: The time at which this look began.
+        unowned_bytes: Bytes that belong to no process at this look, beyond those when the card was measured.
+        least_bytes: Smallest such figure at any look that did not list the process.
+        since_ns: Time of the first of these looks.
+        looked_ns: Time at which this look began.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
     unowned_bytes: int
     least_bytes: int
@@ -291,12 +279,14 @@ class WorkerUnlisted:
 
 @dataclass(frozen=True, slots=True)
 class CardLooked:
-    """What others than leases and the pool hold of a card, beyond what they held when it was measured; see `others`.
+    """A look at the memory of a card that others than leases and the pool hold.
+
+    Bytes count beyond those when the card was measured. `devices.Others` books them.
 
     Attributes:
-        unowned_bytes: What belongs to no process.
-        outside_bytes: What belongs to processes that are none of the daemon's workers.
-        looked_ns: The time at which the look began.
+        unowned_bytes: Bytes that belong to no process.
+        outside_bytes: Bytes of processes that are none of the daemon's workers.
+        looked_ns: Time at which the look began.
     """
 
     card_uuid: str
@@ -307,9 +297,9 @@ class CardLooked:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimFailed:
-    """The worker could not be killed, or its bytes could not be shown back: the slice is fenced."""
+    """The worker could not be killed, or its bytes could not be shown free: the slice is fenced."""
 
-    lease_id: int
+    worker_id: int
     reason: str
 
 
@@ -323,13 +313,13 @@ class FenceClearRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRestored:
-    """A lease that an earlier table left; told before anything else, once each.
+    """A lease that an earlier table left; sent before all other events, once each.
 
     Attributes:
-        kept: What was kept of it, and what its control page says: the later deadline, the higher generation; DRAINING
-            if its revocation word is flipped.
-        has_worker: Its worker lives. If not, it was reaped, or will be by whoever its parent is.
-        has_session: Somebody may have attached to its session, as its control page says.
+        kept: The persisted lease, corrected by its control page: the later deadline and the higher generation count,
+            and a flipped revocation word makes it DRAINING.
+        has_worker: The worker lives. Otherwise its parent has reaped it, or will.
+        has_session: Someone may have attached to the session, as the control page says.
     """
 
     kept: KeptLease
@@ -339,17 +329,18 @@ class LeaseRestored:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFound:
-    """A worker of an earlier daemon that no kept lease has, alive or dead; told before anything else, once each.
+    """A worker of an earlier daemon, alive or dead, that no persisted lease has.
 
-    It is killed, its bytes are proved back, and nothing is remembered of it.
+    Sent before all other events, once each. The table kills it and holds its bytes until they are proved back. Nothing
+    is remembered of it.
 
     Attributes:
-        lease_id: Its number: a lease's id, or a warm context's.
-        beside_lease_id: The lease that it was one more worker of, a submit's or a second one; 0 if it was none. Its
-            own number is drawn then, and no lease's.
+        worker_id: The id of its lease or warm context, or one drawn for it.
+        beside_lease_id: Lease of which this is an additional worker, a submit's or a second session's; 0 if none. Its
+            `worker_id` is then drawn and belongs to no lease.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
     charge_bytes: int
     beside_lease_id: int = 0
@@ -357,7 +348,7 @@ class WorkerFound:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants the node empty within so many milliseconds: see `draining`."""
+    """An operator wants the node empty in `within_ms`; see `admission.Drain`."""
 
     request: int
     within_ms: int
@@ -372,15 +363,15 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The timer armed by `ArmDrainTimer` ran out. Late, early and repeated ones do no harm."""
+    """The deadline of a drain is due. Late, early and repeated timers do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRulesChanged:
-    """The operator has other bounds for tenants.
+    """The operator changed the bounds of tenants.
 
     Attributes:
-        renamed: Tenants who may be other people from now on.
+        renamed: Tenant names that may belong to other people from now on.
     """
 
     rules: TenantRules
@@ -389,8 +380,23 @@ class TenantRulesChanged:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested:
-    """The daemon stops: nobody is let in, everybody is let go."""
+    """The daemon stops: no acquire is granted, and every lease ends."""
 
+
+WorkerEvent = (
+    WorkerReady
+    | WorkerFailed
+    | WorkerExited
+    | SessionCondemned
+    | SubmitAbandoned
+    | TimerFired
+    | ReclaimProved
+    | ReclaimFailed
+)
+"""Events about one worker: of a lease, a warm context or a submit."""
+
+TimerEvent = TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired | DrainTimerFired
+"""Events that the shell sends because the table armed a timer for them."""
 
 Event = (
     AcquireRequested
@@ -429,21 +435,25 @@ Event = (
 )
 
 
+# --- effects: orders to the shell ---
+
+
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
-    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`."""
+    """Start a worker for the lease; answered by `WorkerReady`, `WorkerFailed` or `WorkerExited`.
+
+    Its session gets `terms.session_bytes`.
+    """
 
     lease_id: int
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     generation: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Start a worker that opens a context for no lease; answered as `SpawnWorker` is, by its number."""
+    """Start a worker that opens a context for no lease; answered like `SpawnWorker`."""
 
     warm_id: int
     card_uuid: str
@@ -451,10 +461,10 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class RenameWorker:
-    """The worker known by one number is known by the other from now on, dead or alive, in every event and effect.
+    """Use another id for a worker from now on, dead or alive, in every event and effect.
 
-    A lease takes a warm context so, which the `SpawnWorker` that follows then uses; or gives it back. So does a submit,
-    which gives none back.
+    A lease takes a warm context this way before its `SpawnWorker`, or gives one back. A submit takes one and gives none
+    back.
     """
 
     from_id: int
@@ -463,7 +473,7 @@ class RenameWorker:
 
 @dataclass(frozen=True, slots=True)
 class WarmEnded:
-    """For logs and metrics, once per warm context that no lease took: it is gone, or fenced."""
+    """For logs and metrics, once per warm context that no lease took: gone, or fenced."""
 
     warm_id: int
     card_uuid: str
@@ -473,9 +483,9 @@ class WarmEnded:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSubmit:
-    """Start a second worker for a lease, known by its own number; answered as `SpawnWorker` is.
+    """Start a second worker for a lease under the submit's id; answered like `SpawnWorker`.
 
-    One that is warm is there already: a `RenameWorker` before this one gave it the number.
+    With `is_warm`, a `RenameWorker` before this effect gave a warm context the id.
     """
 
     submit_id: int
@@ -483,14 +493,13 @@ class SpawnSubmit:
     card_uuid: str
     size_bytes: int
     timeout_ms: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
+    terms: LeaseTerms
     is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseSubmit:
-    """Flip the revocation word of a submit's page, once per submit; without a cause its own time is over."""
+    """Flip the revocation word of a submit's page, once; `cause` is None if only the submit ends."""
 
     submit_id: int
     cause: Cause | None
@@ -498,7 +507,7 @@ class RefuseSubmit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFenced:
-    """For logs: a submit could not be proved gone. Its lease goes on, and holds its bytes."""
+    """For logs: a submit could not be proved gone. Its lease goes on and holds its bytes."""
 
     submit_id: int
     lease_id: int
@@ -507,7 +516,7 @@ class SubmitFenced:
 
 @dataclass(frozen=True, slots=True)
 class SubmitEnded:
-    """Nothing need be known of a submit any more, once each: its bytes are proved back, or are its lease's fence."""
+    """Forget a submit, once: its bytes are proved back, or belong to its lease's fence."""
 
     submit_id: int
     lease_id: int
@@ -517,36 +526,36 @@ class SubmitEnded:
 class SetDeadline(NamedTuple):
     """Write the deadline and the generation where the worker reads them."""
 
-    lease_id: int
+    worker_id: int
     generation: int
     deadline_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseWork:
-    """Flip the control page's revocation word; the first effect of every teardown, sent once per lease."""
+    """Flip the control page's revocation word: the first effect of every teardown, once per lease."""
 
-    lease_id: int
+    worker_id: int
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """Kill the worker's process and reap it; answered by `WorkerExited`, also if there is no process."""
+    """Kill the worker's process and reap it; answered by `WorkerExited`, even if there is no process."""
 
-    lease_id: int
+    worker_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubWorker:
-    """Have the worker release and zero all that the lease left, and prove it; answered by `WorkerScrubbed` or never."""
+    """Have the worker free and zero the lease's memory; answered by `WorkerScrubbed`, or never."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RecycleWorker:
-    """The scrubbed worker of a lease is a warm context from now on, known by that number, with a control page anew."""
+    """Turn a lease's scrubbed worker into a warm context with the given id and a new control page."""
 
     lease_id: int
     warm_id: int
@@ -554,66 +563,39 @@ class RecycleWorker:
 
 @dataclass(frozen=True, slots=True)
 class ProveReclaimed:
-    """Watch the device until the lease's bytes are back; answered by `WorkerUnlisted`, as often as it takes.
+    """Watch the device until the worker's bytes are free.
 
-    `ReclaimProved` answers it too, and `ReclaimFailed`.
+    Answered by `WorkerUnlisted`, as often as needed, or by `ReclaimProved` or `ReclaimFailed`.
     """
 
-    lease_id: int
+    worker_id: int
     card_uuid: str
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """For logs: others hold more or less of a card than was booked, so that more or less of it can be leased."""
+    """For logs: others hold more or less of a card than before, so its capacity changed."""
 
     card: CardSnapshot
     is_less: bool
 
 
 class ArmTimer(NamedTuple):
-    """Send `TimerFired` with these numbers at `due_ns`; an earlier timer of the lease need not be cancelled."""
+    """Send `event` at `due_ns`.
 
-    lease_id: int
-    generation: int
-    kind: TimerKind
-    due_ns: int
+    Replaces an earlier timer for the same worker and kind, for the same request, or node-wide. The replaced timer may
+    fire all the same: the table checks every timer against its own times.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ArmWaitTimer:
-    """Send `WaitTimerFired` for the waiting acquire at `due_ns`."""
-
-    request: int
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmHoldTimer:
-    """Send `HoldTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmPoolTimer:
-    """Send `PoolTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
-    due_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ArmDrainTimer:
-    """Send `DrainTimerFired` at `due_ns`. It takes the place of the last one, which may fire all the same."""
-
+    event: TimerEvent
     due_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Tell whoever listens where an active lease stands now.
+    """Tell subscribers the phase of an active lease.
 
-    A drain began, moved or was cancelled; or the lease lost its last connection, or has one again.
+    Sent when a drain begins, moves or is cancelled, and when a lease loses its last connection or has one again.
     """
 
     lease_id: int
@@ -621,9 +603,12 @@ class Warned:
     left_ms: int
 
 
+# --- effects: replies ---
+
+
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Reply to an acquire: the lease is active and its clock runs."""
+    """Reply to an acquire: the lease is active and its time runs."""
 
     request: int
     lease: LeaseSnapshot
@@ -647,7 +632,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class RevokeDone:
-    """Reply to a revoke, sent only once the lease is torn down or fenced, or was never there."""
+    """Reply to a revoke: sent once the lease is torn down or fenced, or at once if there is none."""
 
     request: int
     outcome: RevokeOutcome
@@ -655,7 +640,7 @@ class RevokeDone:
 
 @dataclass(frozen=True, slots=True)
 class FenceCleared:
-    """Reply to a fence clear: how many fenced slices are grantable again; which leases and warm contexts they were."""
+    """Reply to a fence clear: how many slices were released, and their leases and warm contexts."""
 
     request: int
     count: int
@@ -665,7 +650,12 @@ class FenceCleared:
 
 @dataclass(frozen=True, slots=True)
 class DrainSet:
-    """Reply to a drain or its cancellation: when it ends what is left, None if nothing is drained; who is there."""
+    """Reply to a drain or its cancellation.
+
+    Attributes:
+        deadline_ns: Time at which the drain ends the leases left; None if the node is not drained.
+        active_leases: Number of active leases.
+    """
 
     request: int
     deadline_ns: int | None
@@ -674,7 +664,7 @@ class DrainSet:
 
 @dataclass(frozen=True, slots=True)
 class SubmitReady:
-    """Reply to a submit's request: its worker has a context and waits for the connection."""
+    """Reply to a submit request: the worker has a context and waits for the connection."""
 
     request: int
     submit_id: int
@@ -692,15 +682,15 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """For logs and metrics, once per lease: it is torn down or fenced (`lease.state` says which), and its story."""
+    """For logs and metrics, once per lease: torn down or fenced, as `lease.state` says."""
 
     lease: LeaseSnapshot
     cause: Cause
-    story: tuple[StoryEntry, ...]
+    history: tuple[TransitionRecord, ...]
 
 
 Outcome = Granted | Renewed | Freed | RevokeDone | FenceCleared | DrainSet | SubmitReady | Denied
-"""What a request is answered with."""
+"""Replies to requests."""
 
 Effect = (
     SpawnWorker
@@ -720,10 +710,6 @@ Effect = (
     | ProveReclaimed
     | CapacityChanged
     | ArmTimer
-    | ArmWaitTimer
-    | ArmHoldTimer
-    | ArmPoolTimer
-    | ArmDrainTimer
     | Warned
     | Granted
     | Renewed

@@ -1,10 +1,7 @@
-"""What must hold of submits at all times.
-
-What must hold of the book at all times, recomputed from the leases alone.
-"""
+"""Invariants of the lease table, recomputed from the leases, submits and contexts alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.model import (
@@ -24,59 +21,41 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.protocol.opcodes import Exclusivity
 
-Require = Callable[[bool, str], None]
-
-
-def validate_submits(book: LeaseStore, require: Require) -> None:
-    """Check every rule; `require` is told what holds, and what it means if it does not."""
-    for submit in book.submits.values():
-        _validate_submit(book, submit, require)
-    for lease in book.live.values():
-        _validate_lease_submit(book, lease, require)
-
-
-def _validate_submit(book: LeaseStore, submit: Submit, require: Require) -> None:
-    name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
-    lease = book.live.get(submit.lease_id)
-    require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
-    require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
-    if lease is None:
-        return
-    goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
-    require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
-    require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
-    require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
-    is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
-    require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
-    require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
-    is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
-    require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
-    own_bytes = lease.charge_bytes - lease.submit_charge_bytes
-    overhead_bytes = book.account_by_uuid[lease.card_uuid].card.overhead_bytes
-    is_own = submit.size_bytes == lease.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
-    require(is_own, f"{name} has other bytes than its lease keeps for it.")
-    require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
-
-
-def _validate_lease_submit(book: LeaseStore, lease: Lease, require: Require) -> None:
-    name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
-    is_split = 0 <= lease.submit_bytes < max(1, lease.size_bytes)
-    require(is_split, f"{name} keeps {lease.submit_bytes} of {lease.size_bytes} bytes for submits.")
-    require(lease.submit_id in (0, *book.submits), f"{name} has a submit that is not known.")
-    has_place = lease.submit_bytes > 0 or lease.own_submit_bytes > 0
-    require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
-    is_alone = not (lease.submit_bytes or lease.has_session) and lease.submit_id > 0
-    require(not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place.")
-    is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
-    require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
-    require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
-    earlier = book.submits.get(lease.submit_id)
-    is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
-    require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
-
 
 class InvariantBroken(Exception):
-    """A rule of the lease table does not hold: a fault of the core. The text says which."""
+    """A rule of the lease table does not hold: a bug in the core. The text says which."""
+
+
+def validate(store: LeaseStore) -> None:
+    """Check every rule.
+
+    Raises:
+        InvariantBroken: A rule does not hold.
+    """
+    by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in store.accounts}
+    for lease in store.live.values():
+        _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
+        by_card[lease.card_uuid].append(lease)
+        _validate_lease(store, lease)
+    for account in store.accounts:
+        _validate_account(account, by_card[account.card.uuid])
+        _validate_pool(store, account, by_card[account.card.uuid])
+    _validate_submits(store)
+    _validate_counts(store)
+    _validate_queue(store)
+
+
+def validate_charges(store: LeaseStore, before: Mapping[int, int]) -> None:
+    """Check that one event gave no lease more of a card that holds more than its present capacity.
+
+    Others may shrink the capacity below what was granted. Leases then keep their bytes, and nobody gets more.
+    """
+    for lease in store.live.values():
+        account = store.account_by_uuid[lease.card_uuid]
+        is_more = lease.charge_bytes > before.get(lease.lease_id, 0)
+        held = account.held_bytes + account.stuck_bytes
+        sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
+        _require(not is_more or held <= account.capacity_bytes, sentence)
 
 
 def _require(holds: bool, sentence: str) -> None:
@@ -84,57 +63,18 @@ def _require(holds: bool, sentence: str) -> None:
         raise InvariantBroken(sentence)
 
 
-def validate(book: LeaseStore) -> None:
-    """Check every rule.
-
-    Raises:
-        InvariantBroken: One does not hold.
-    """
-    by_card: dict[str, list[Lease]] = {account.card.uuid: [] for account in book.accounts}
-    for lease in book.live.values():
-        _require(lease.card_uuid in by_card, f"{_name(lease)} is on card {lease.card_uuid}, which is not here.")
-        by_card[lease.card_uuid].append(lease)
-        _validate_lease(book, lease)
-    for account in book.accounts:
-        _validate_account(account, by_card[account.card.uuid])
-        _validate_pool(book, account, by_card[account.card.uuid])
-    validate_submits(book, _require)
-    _validate_counts(book)
-    _validate_line(book)
-
-
-def validate_charges(book: LeaseStore, before: Mapping[int, int]) -> None:
-    """Check what one event charged: no lease got more of a card that holds more than its capacity of now.
-
-    Others may shrink a capacity below what was granted. Then leases keep their bytes, and nobody gets more.
-
-    Args:
-        book: The book after the event.
-        before: Each live lease's charge before the event, by lease id.
-
-    Raises:
-        InvariantBroken: A lease got more.
-    """
-    for lease in book.live.values():
-        account = book.account_by_uuid[lease.card_uuid]
-        is_more = lease.charge_bytes > before.get(lease.lease_id, 0)
-        held = account.held_bytes + account.stuck_bytes
-        sentence = f"{_name(lease)} got more of a card that holds {held} of {account.capacity_bytes} bytes."
-        _require(not is_more or held <= account.capacity_bytes, sentence)
-
-
 def _name(lease: Lease) -> str:
     return f"Lease {lease.lease_id:032x} ({lease.state.value})"
 
 
-def _validate_lease(book: LeaseStore, lease: Lease) -> None:
+def _validate_lease(store: LeaseStore, lease: Lease) -> None:
     name, state = _name(lease), lease.state
     has_ended = state in (LeaseState.DRAINING, LeaseState.FENCED)
     _require(state is not LeaseState.TORNDOWN, f"{name} is torn down but still counted as live.")
     _require(has_ended == (lease.cause is not None), f"{name} has cause {lease.cause}.")
-    _require((state is LeaseState.FENCED) == (lease.lease_id in book.fenced), f"{name} is misfiled as to fences.")
+    _require((state is LeaseState.FENCED) == (lease.lease_id in store.fenced), f"{name} is misfiled as to fences.")
     _require((state is LeaseState.FENCED) == (lease.ended_ns is not None), f"{name} ended at {lease.ended_ns}.")
-    is_awaited = book.pending.get(lease.request) == lease.lease_id
+    is_awaited = store.pending.get(lease.request) == lease.lease_id
     _require((state is LeaseState.PENDING) == is_awaited, f"{name} and its acquire disagree on who waits.")
     _require(state is not LeaseState.PENDING or lease.deadline_ns is None, f"{name} has a deadline already.")
     _require(state is not LeaseState.ACTIVE or lease.deadline_ns is not None, f"{name} has no deadline.")
@@ -143,11 +83,11 @@ def _validate_lease(book: LeaseStore, lease: Lease) -> None:
     is_awaiting = lease.awaited_bytes > 0
     own_bytes = lease.charge_bytes
     if lease.warm_id:
-        own_bytes -= book.account_by_uuid[lease.card_uuid].card.overhead_bytes
+        own_bytes -= store.account_by_uuid[lease.card_uuid].card.overhead_bytes
     _require(lease.awaited_bytes in (0, own_bytes), f"{name} waits for {lease.awaited_bytes} bytes.")
     _require(not (is_awaiting and state is LeaseState.ACTIVE), f"{name} is active and has no room.")
     _require(lease.unconnected_ns is None or lease.orphan_ms > 0, f"{name} waits for a connection it may be without.")
-    _require(lease.warm_id not in book.warm, f"{name} and the pool have the same context.")
+    _require(lease.warm_id not in store.warm, f"{name} and the pool have the same context.")
     _require(has_ended or lease.free_request is None, f"{name} is being freed but has not ended.")
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
@@ -156,20 +96,20 @@ def _validate_lease(book: LeaseStore, lease: Lease) -> None:
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_in_doubt or lease.fault or lease.revoke_requests)
     is_scrubbed_rightly = is_scrubbed_rightly and not (lease.is_kill_sent or lease.is_worker_gone)
     _require(is_scrubbed_rightly or not lease.is_scrubbing, f"{name} is to be recycled and must not be.")
-    _validate_story(book, lease)
+    _validate_history(store, lease)
 
 
-def _validate_story(book: LeaseStore, lease: Lease) -> None:
-    name, story = _name(lease), lease.story
-    _require(len(story) <= book.limits.max_story_entries, f"{name} has a story of {len(story)} entries.")
-    _require(not story or story[-1].finish is lease.state, f"{name} is not where its story ends.")
-    generations = [entry.generation for entry in story] + [lease.generation]
+def _validate_history(store: LeaseStore, lease: Lease) -> None:
+    name, history = _name(lease), lease.history
+    _require(len(history) <= store.limits.max_history_entries, f"{name} has a story of {len(history)} entries.")
+    _require(not history or history[-1].finish is lease.state, f"{name} is not where its story ends.")
+    generations = [entry.generation for entry in history] + [lease.generation]
     _require(generations == sorted(generations) and generations[0] >= 1, f"{name} went back a generation.")
-    renewed = [entry.generation for entry in story if entry.trigger is Trigger.RENEWED]
+    renewed = [entry.generation for entry in history if entry.trigger is Trigger.RENEWED]
     _require(len(set(renewed)) == len(renewed), f"{name} used a generation twice.")
-    ends = sum(entry.finish is LeaseState.DRAINING for entry in story)
+    ends = sum(entry.finish is LeaseState.DRAINING for entry in history)
     _require(ends <= 1, f"{name} was torn down {ends} times.")
-    is_charged = lease.charge_bytes >= lease.size_bytes and (lease.size_bytes > 0 or lease.is_restored)
+    is_charged = lease.charge_bytes >= lease.terms.size_bytes and (lease.terms.size_bytes > 0 or lease.is_restored)
     _require(is_charged, f"{name} is charged {lease.charge_bytes} bytes.")
 
 
@@ -177,10 +117,10 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     name, card = f"Card {account.card.uuid}", account.card
     held = sum(lease.charge_bytes for lease in leases)
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED) + account.stuck_bytes
-    alone = sum(lease.exclusivity in ALONE for lease in leases)
+    alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     _require(account.held_bytes == held, f"{name} counts {account.held_bytes} bytes held, its leases {held}.")
     _require(account.fenced_bytes == fenced, f"{name} counts {account.fenced_bytes} bytes fenced, not {fenced}.")
-    # What was restored may be more than there is, or what belongs alone; then nothing was let in beside it.
+    # Restored leases may exceed the card, or share it with one that is to be alone. Nothing was granted beside them.
     is_all_restored = all(lease.is_restored for lease in leases)
     _require(held <= card.capacity_bytes or is_all_restored, f"{name} holds {held} of {card.capacity_bytes} bytes.")
     _require(account.leases == len(leases), f"{name} counts {account.leases} leases and has {len(leases)}.")
@@ -192,19 +132,19 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
         f"{name} has a lease that must be alone, and {len(leases)} in all.",
     )
     for lease in leases:
-        charge_bytes = account.charge_bytes(lease.size_bytes, 2 if lease.submit_bytes else 1) + lease.extra_bytes
+        charge_bytes = account.charge_bytes(lease.terms) + lease.extra_bytes
         is_rightly_charged = lease.charge_bytes == charge_bytes or lease.is_restored
         _require(is_rightly_charged, f"{_name(lease)} is mischarged.")
-        is_partitioned = lease.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
+        is_partitioned = lease.terms.exclusivity is not Exclusivity.PARTITION_EXCLUSIVE or card.is_partition
         _require(is_partitioned, f"{_name(lease)} owns a partition on {name}, which is none.")
 
 
-def _validate_pool(book: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
-    # What was granted stays granted when others take of the card: then nothing more is.
+def _validate_pool(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
+    # Grants stand when others take memory of the card; then nothing more is granted.
     name, capacity, now = f"Card {account.card.uuid}", account.card.capacity_bytes, account.capacity_bytes
     contexts = list(account.warm.values())
     for context in contexts:
-        _validate_warm(book, account, context)
+        _validate_warm(store, account, context)
     warm = sum(context.charge_bytes for context in contexts)
     yielding = sum(context.charge_bytes for context in contexts if context.state in YIELDING)
     stuck = sum(context.charge_bytes for context in contexts if context.state is WarmState.FENCED)
@@ -229,6 +169,11 @@ def _validate_pool(book: LeaseStore, account: CardAccount, leases: list[Lease]) 
     _require(is_fitting, f"{name} promises {promised} of {now} bytes, and somebody waits for room or could leave.")
     first = next(iter(account.awaiting.values()), None)
     _require(first is None or used + first.awaited_bytes > now, f"{name} has room for a lease that waits for it.")
+    _validate_pool_size(store, account, leases)
+
+
+def _validate_pool_size(store: LeaseStore, account: CardAccount, leases: list[Lease]) -> None:
+    name, contexts = f"Card {account.card.uuid}", list(account.warm.values())
     pending = sum(lease.state is LeaseState.PENDING for lease in leases)
     _require(
         account.pending_leases == pending, f"{name} counts {account.pending_leases} pending leases, not {pending}."
@@ -239,70 +184,119 @@ def _validate_pool(book: LeaseStore, account: CardAccount, leases: list[Lease]) 
     _require(kept <= account.warm_wanted, f"{name} has {kept} warm contexts; {account.warm_wanted} are wanted.")
     is_bounded = kept + account.leaving <= account.warm_wanted or any(context.is_restored for context in contexts)
     _require(is_bounded, f"{name} has {account.leaving} warm contexts that leave or are fenced, and {kept} more.")
-    most = 0 if book.recycling is None else book.recycling.max_idle
+    most = 0 if store.recycling is None else store.recycling.max_idle
     _require(account.recycled <= most, f"{name} has {account.recycled} contexts that wait for their tenant.")
-    is_closed = book.is_shutting_down or book.drain_ns is not None
+    is_closed = store.is_shutting_down or store.drain_ns is not None
     must_be_empty = is_closed or account.exclusive_leases
-    _require(not (yielding and must_be_empty), f"{name} keeps warm contexts that it must not have.")
+    _require(not (account.yielding_bytes and must_be_empty), f"{name} keeps warm contexts that it must not have.")
 
 
-def _validate_warm(book: LeaseStore, account: CardAccount, context: WarmContext) -> None:
+def _validate_warm(store: LeaseStore, account: CardAccount, context: WarmContext) -> None:
     name = f"Warm context {context.warm_id - FIRST_WARM_ID}"
     _require(context.warm_id >= FIRST_WARM_ID, f"{name} has a lease's number.")
-    _require(book.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
+    _require(store.warm.get(context.warm_id) is context, f"{name} is not in the pool.")
     _require(context.card_uuid == account.card.uuid, f"{name} is on another card.")
     is_rightly_charged = context.charge_bytes == account.card.overhead_bytes or context.is_restored
     _require(is_rightly_charged, f"{name} is mischarged.")
     _require(not (context.is_worker_gone and context.state in YIELDING), f"{name} has no worker.")
     _require((context.tenant is None) == (context.leases == 0), f"{name} is {context.tenant!r}'s without a lease.")
-    most = 1 if book.recycling is None else book.recycling.max_leases
+    most = 1 if store.recycling is None else store.recycling.max_leases
     is_waiting = context.tenant is None or context.state is not WarmState.WARMING
     _require(context.leases < most and is_waiting, f"{name} has served {context.leases} leases.")
 
 
-def _validate_counts(book: LeaseStore) -> None:
-    limits = book.limits
-    by_tenant = Counter(lease.tenant for lease in book.live.values())
-    # Bounds may have been lowered while leases outlived a daemon, or since; whoever has some of those gets no more.
-    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
-    on_cards = sum(len(account.warm) for account in book.accounts)
-    _require(len(book.warm) == on_cards, f"{len(book.warm)} warm contexts, {on_cards} on cards.")
-    _require(by_tenant == book.live_by_tenant, "The live leases per tenant are miscounted.")
-    _require(len(book.live) <= limits.max_leases or bool(has_restored), f"There are {len(book.live)} leases.")
+def _validate_submits(store: LeaseStore) -> None:
+    for submit in store.submits.values():
+        _validate_submit(store, submit)
+    for lease in store.live.values():
+        _validate_lease_submit(store, lease)
+
+
+def _validate_submit(store: LeaseStore, submit: Submit) -> None:
+    name, state = f"Submit {submit.submit_id - FIRST_SUBMIT_ID} ({submit.state.value})", submit.state
+    lease = store.live.get(submit.lease_id)
+    _require(submit.submit_id >= FIRST_SUBMIT_ID, f"{name} has another's number.")
+    _require(lease is not None and lease.submit_id == submit.submit_id, f"{name} is not its lease's.")
+    if lease is None:
+        return
+    goes_on = state in (SubmitState.STARTING, SubmitState.RUNNING)
+    _require(not goes_on or lease.state is LeaseState.ACTIVE, f"{name} goes on, and its lease is {lease.state.value}.")
+    _require(lease.state is not LeaseState.FENCED, f"{name} is not part of its lease's fence.")
+    _require(not (submit.is_worker_gone and goes_on), f"{name} has no worker.")
+    is_awaited = state is SubmitState.ENDING and lease.state is LeaseState.ACTIVE and submit.is_warm
+    _require(not submit.is_replaced or is_awaited, f"{name} is to be replaced and has not ended, or its lease has.")
+    _require((state is SubmitState.RUNNING) <= (submit.due_ns is not None), f"{name} would never end.")
+    is_moving = submit.grace_due_ns is not None or submit.reclaim_due_ns is not None
+    _require(state is not SubmitState.ENDING or is_moving, f"{name} has no timer, so nothing would ever end it.")
+    own_bytes = lease.charge_bytes - lease.submit_charge_bytes
+    overhead_bytes = store.account_by_uuid[lease.card_uuid].card.overhead_bytes
+    is_own = submit.size_bytes == lease.terms.submit_bytes or own_bytes == overhead_bytes or lease.is_restored
+    _require(is_own, f"{name} has other bytes than its lease keeps for it.")
+    _require(own_bytes + submit.charge_bytes == lease.charge_bytes, f"{name} and its session hold another sum.")
+
+
+def _validate_lease_submit(store: LeaseStore, lease: Lease) -> None:
+    name = f"Lease {lease.lease_id:032x} ({lease.state.value})"
+    is_split = 0 <= lease.terms.submit_bytes < max(1, lease.terms.size_bytes)
+    _require(is_split, f"{name} keeps {lease.terms.submit_bytes} of {lease.terms.size_bytes} bytes for submits.")
+    _require(lease.submit_id in (0, *store.submits), f"{name} has a submit that is not known.")
+    has_place = lease.terms.submit_bytes > 0 or lease.own_submit_bytes > 0
+    _require(not lease.submit_id or has_place, f"{name} has a submit and no room for it.")
+    is_alone = not (lease.terms.submit_bytes or lease.has_session) and lease.submit_id > 0
+    _require(
+        not lease.own_submit_bytes or is_alone or lease.is_restored, f"{name} has a submit in its session's place."
+    )
+    is_lent = lease.own_submit_bytes > 0 or lease.state is LeaseState.FENCED
+    _require(not lease.extra_bytes or is_lent, f"{name} holds a context that nobody has.")
+    _require(not (lease.is_scrubbing and lease.submit_id), f"{name} is to be recycled and has a submit.")
+    earlier = store.submits.get(lease.submit_id)
+    is_served = earlier is not None and earlier.state is not SubmitState.FENCED and lease.state is LeaseState.ACTIVE
+    _require(lease.next_submit is None or is_served, f"{name} has somebody wait for a submit that will never be gone.")
+
+
+def _validate_counts(store: LeaseStore) -> None:
+    limits = store.limits
+    by_tenant = Counter(lease.tenant for lease in store.live.values())
+    # Bounds may have been lowered since a lease was granted. Its tenant keeps the lease and gets no more.
+    has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
+    on_cards = sum(len(account.warm) for account in store.accounts)
+    _require(len(store.warm) == on_cards, f"{len(store.warm)} warm contexts, {on_cards} on cards.")
+    _require(by_tenant == store.live_by_tenant, "The live leases per tenant are miscounted.")
+    _require(len(store.live) <= limits.max_leases or bool(has_restored), f"There are {len(store.live)} leases.")
     for tenant, count in by_tenant.items():
         is_allowed = count <= limits.max_leases_of(tenant) or tenant in has_restored
         _require(is_allowed, f"Tenant {tenant!r} has {count} leases.")
-    _validate_bytes(book)
-    pending = sum(lease.state is LeaseState.PENDING for lease in book.live.values())
-    _require(len(book.pending) == pending, f"{len(book.pending)} acquires wait for {pending} pending leases.")
-    _require(len(book.ended) <= limits.max_tombstones, f"{len(book.ended)} ended leases are remembered.")
-    for lease_id, snapshot in book.ended.items():
-        _require(lease_id not in book.live, f"Lease {lease_id:032x} is both live and ended.")
+    _validate_bytes(store)
+    pending = sum(lease.state is LeaseState.PENDING for lease in store.live.values())
+    _require(len(store.pending) == pending, f"{len(store.pending)} acquires wait for {pending} pending leases.")
+    _require(len(store.ended) <= limits.max_tombstones, f"{len(store.ended)} ended leases are remembered.")
+    for lease_id, snapshot in store.ended.items():
+        _require(lease_id not in store.live, f"Lease {lease_id:032x} is both live and ended.")
         is_whole = snapshot.state is LeaseState.TORNDOWN and snapshot.cause is not None
         _require(is_whole and snapshot.ended_ns is not None, f"Lease {lease_id:032x} has not quite ended.")
 
 
-def _validate_bytes(book: LeaseStore) -> None:
+def _validate_bytes(store: LeaseStore) -> None:
     by_tenant: Counter[str] = Counter()
-    has_restored = {lease.tenant for lease in book.live.values() if lease.is_restored} | book.under_earlier_rules
-    for lease in book.live.values():
-        by_tenant[lease.tenant] += lease.size_bytes
-        devices = book.limits.tenants.of(lease.tenant).devices
-        card = book.account_by_uuid[lease.card_uuid].card
-        is_older = lease.is_restored or lease.tenant in book.under_earlier_rules
+    has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
+    for lease in store.live.values():
+        by_tenant[lease.tenant] += lease.terms.size_bytes
+        devices = store.limits.tenants.of(lease.tenant).devices
+        card = store.account_by_uuid[lease.card_uuid].card
+        is_older = lease.is_restored or lease.tenant in store.under_earlier_rules
         may_use = is_older or devices is None or any(card.answers_to(device) for device in devices)
         _require(may_use, f"{_name(lease)} is on a card that its tenant may not use.")
-    _require(by_tenant == book.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
-    for waiter in book.line:
-        by_tenant[waiter.acquire.tenant] += waiter.acquire.size_bytes
+    _require(by_tenant == store.bytes_by_tenant, "The live leases' bytes per tenant are miscounted.")
+    for waiter in store.queue:
+        by_tenant[waiter.acquire.tenant] += waiter.acquire.terms.size_bytes
     for tenant, size_bytes in by_tenant.items():
-        bound = book.limits.tenants.of(tenant).max_vram_bytes
+        bound = store.limits.tenants.of(tenant).max_vram_bytes
         is_allowed = bound is None or size_bytes <= bound or tenant in has_restored
         _require(is_allowed, f"Tenant {tenant!r} has or awaits {size_bytes} bytes.")
 
 
-def _validate_line(book: LeaseStore) -> None:
-    limits, waiters = book.limits, tuple(book.line)
+def _validate_queue(store: LeaseStore) -> None:
+    limits, waiters = store.limits, tuple(store.queue)
     _require(len(waiters) <= limits.max_waiting, f"{len(waiters)} acquires wait.")
     by_tenant = Counter(waiter.acquire.tenant for waiter in waiters)
     most = max(by_tenant.values(), default=0)
@@ -310,23 +304,23 @@ def _validate_line(book: LeaseStore) -> None:
     for waiter in waiters:
         lease_id = waiter.acquire.lease_id
         _require(bool(waiter.candidates), f"Request {waiter.acquire.request} waits for a card that can't exist.")
-        is_new = lease_id not in book.live and lease_id not in book.ended
+        is_new = lease_id not in store.live and lease_id not in store.ended
         _require(is_new, f"Lease {lease_id:032x} waits and is there already.")
-    is_closed = book.is_shutting_down or book.drain_ns is not None
+    is_closed = store.is_shutting_down or store.drain_ns is not None
     _require(not (is_closed and waiters), "Somebody waits for a daemon that lets nobody in.")
-    _require(book.drain_ns is None or not book.pending, "A lease is being started on a node that is drained.")
-    _require(book.line.next_placeable() is None, "Somebody waits who could be placed.")
-    _validate_holds(book)
+    _require(store.drain_ns is None or not store.pending, "A lease is being started on a node that is drained.")
+    _require(store.queue.next_placeable() is None, "Somebody waits who could be placed.")
+    _validate_holds(store)
 
 
-def _validate_holds(book: LeaseStore) -> None:
-    line, terms = book.line, book.line.terms
+def _validate_holds(store: LeaseStore) -> None:
+    queue, terms = store.queue, store.queue.terms
     begun = list(terms.begun_ns.values())
-    _require(len(begun) <= book.limits.max_waiting, f"{len(begun)} terms are remembered.")
+    _require(len(begun) <= store.limits.max_waiting, f"{len(begun)} terms are remembered.")
     _require(begun == sorted(begun), "The terms are not in the order they began.")
-    for request, waiter in line.holders.items():
+    for request, waiter in queue.holders.items():
         name, tenant = f"Request {request}", waiter.acquire.tenant
-        _require(line.get(request) is waiter, f"{name} holds others back and is not in line.")
+        _require(queue.get(request) is waiter, f"{name} holds others back and is not in line.")
         lasts_ns = waiter.holds_until_ns - waiter.since_ns
         _require(0 < lasts_ns <= terms.length_ns, f"{name} may hold others back for {lasts_ns} ns.")
         end_ns = terms.begun_ns.get(tenant, 0) + terms.length_ns

@@ -1,27 +1,12 @@
-"""One submit: a second worker of a lease, with a context of its own, for one kernel.
+"""Leases, submits and warm contexts: their ids, states and terms, and the transitions of a lease.
 
-One lease: its states, why it ended, the table of what may follow what, and its story.
+1. A lease is PENDING while its worker starts and ACTIVE once the worker is ready. Any end makes it DRAINING. It is
+   TORNDOWN once its bytes are proved back, or FENCED if they could not be proved back.
+2. The first cause to end a lease is the cause it keeps.
+3. No transition leads back: no state before DRAINING is entered again, and only an operator releases a FENCED lease.
+4. A step that `TRANSITIONS` lacks raises `InvalidTransition` with the lease's recorded history.
 
-Rules:
-
-1. A lease is PENDING while its worker starts, ACTIVE from the moment the worker is ready, DRAINING from the moment
-   anything ends it, and TORNDOWN once its bytes are proved back; FENCED if they could not be proved back.
-2. The first cause to end a lease is the one it keeps.
-3. Nothing leads back: no state before DRAINING can be reached again, and a FENCED lease is let go only by an operator.
-4. Whatever is not in `TRANSITIONS` raises `InvalidTransition` with all that happened to the lease.
-
-States, causes and triggers are hashed as the objects that they are: Enum's own way is a call of Python's for each step.
-
-One context of the pool: a worker with an open context and no lease.
-
-Contexts that serve their tenant's next lease too, where the operator wants that.
-
-A lease that its tenant gave back, in good order and with nothing in doubt, has its context scrubbed instead of killed.
-Once that is proved its slice is free and the context waits in the pool, for that tenant alone, for a bounded time and a
-bounded number of leases. Whatever else happens, and whatever takes too long, the worker is killed as any is.
-
-So many wait on a card at a time. Where there are as many, a tenant who has fewer takes a place of who has the most: to
-leave as many as one can is no use.
+States, causes and triggers are hashed by identity: Enum's own hash is a Python call for each step.
 """
 
 from collections import Counter
@@ -36,86 +21,46 @@ from gpulease.protocol.opcodes import Exclusivity, Waiting
 if TYPE_CHECKING:
     from gpulease.daemon.leases.events import SubmitRequested
 
-FIRST_SUBMIT_ID: Final = 1 << 129
-"""Submits have numbers from here on, above those of leases and warm contexts: workers, timers and proofs are told apart
-by them."""
-
-
-class SubmitState(Enum):
-    """Where a submit is in its life."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    ENDING = "ending"
-    FENCED = "fenced"
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitSnapshot:
-    """What one submit was at one moment; the times are those of `Submit`."""
-
-    submit_id: int
-    lease_id: int
-    state: SubmitState
-    reason: str
-    due_ns: int | None
-    is_timed_out: bool
-
-    @property
-    def number(self) -> int:
-        """What its tenant knows it by."""
-        return self.submit_id - FIRST_SUBMIT_ID
-
-
-@dataclass(slots=True)
-class Submit:
-    """A submit as the table keeps it; only `Submits` changes it. Times are monotonic nanoseconds.
-
-    Attributes:
-        size_bytes: What its kernel's buffers and code may take of the card.
-        charge_bytes: The same and its context: a part of what its lease holds.
-        request: Who waits for it to be ready; meaningless once that was answered.
-        timeout_ms: How long it may take once it is ready.
-        spawn_due_ns: When one that is STARTING is given up.
-        due_ns: When one that is RUNNING is ended; None until it is.
-        grace_due_ns: When its worker is killed, None if no grace was given.
-        reclaim_due_ns: When it is fenced unless proved gone, None until that has begun.
-        is_kill_sent: The worker was ordered dead; it is never ordered twice.
-        is_worker_gone: Its process was reaped, so a proof of its bytes means something.
-        is_timed_out: It was ended because it, its kernel or its image took too long.
-        is_warm: Its context was made ahead.
-        is_replaced: That was lost before it was ready: another one starts once its bytes are proved back.
-    """
-
-    submit_id: int
-    lease_id: int
-    card_uuid: str
-    size_bytes: int
-    charge_bytes: int
-    request: int
-    timeout_ms: int
-    spawn_due_ns: int
-    state: SubmitState = SubmitState.STARTING
-    reason: str = ""
-    due_ns: int | None = None
-    grace_due_ns: int | None = None
-    reclaim_due_ns: int | None = None
-    is_kill_sent: bool = False
-    is_worker_gone: bool = False
-    is_timed_out: bool = False
-    is_warm: bool = False
-    is_replaced: bool = False
-
-    def snapshot(self) -> SubmitSnapshot:
-        """The submit as it is now."""
-        return SubmitSnapshot(self.submit_id, self.lease_id, self.state, self.reason, self.due_ns, self.is_timed_out)
-
-
 NS_PER_MS: Final = 1_000_000
+
+NS_PER_S: Final = 1_000_000_000
+
+
+# --- ids ---
+
+FIRST_WARM_ID: Final = 1 << 128
+"""Ids of warm contexts begin here, above every lease id, which is a u128."""
+
+FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
+"""Here begin the ids of what leases of an earlier daemon left behind, held as warm contexts: above the ids that an
+earlier daemon's own warm contexts may be found to have."""
+
+FIRST_SUBMIT_ID: Final = 1 << 129
+"""Ids of submits begin here, above those of warm contexts."""
+
+
+class WorkerKind(Enum):
+    """Kinds of workers: a lease's session, a warm context of the pool, a lease's submit."""
+
+    __hash__ = object.__hash__
+
+    LEASE = "lease"
+    WARM = "warm"
+    SUBMIT = "submit"
+
+
+def kind_of(worker_id: int) -> WorkerKind:
+    """Return the kind of the worker with that id; workers, timers and proofs of all kinds share one range of ids."""
+    if worker_id < FIRST_WARM_ID:
+        return WorkerKind.LEASE
+    return WorkerKind.WARM if worker_id < FIRST_SUBMIT_ID else WorkerKind.SUBMIT
+
+
+# --- leases ---
 
 
 class LeaseState(Enum):
-    """Where a lease is in its life."""
+    """States of a lease."""
 
     __hash__ = object.__hash__
 
@@ -127,7 +72,7 @@ class LeaseState(Enum):
 
 
 class Cause(Enum):
-    """Why a lease ended."""
+    """Reasons for the end of a lease."""
 
     __hash__ = object.__hash__
 
@@ -148,7 +93,7 @@ class Cause(Enum):
 
 
 class Trigger(Enum):
-    """What moves a lease, besides a cause that ends it; RENEWED appears in stories and moves nothing."""
+    """Steps of a lease that are no cause of its end. RENEWED is recorded in the history and changes no state."""
 
     __hash__ = object.__hash__
 
@@ -158,9 +103,6 @@ class Trigger(Enum):
     FENCE_CLEARED = "fence_cleared"
     RENEWED = "renewed"
 
-
-# The two classes that keep every other lease off the card, or off the partition.
-ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
 
 TRANSITIONS: Final = MappingProxyType(
     {
@@ -191,8 +133,8 @@ TRANSITIONS: Final = MappingProxyType(
 )
 
 
-class StoryEntry(NamedTuple):
-    """One recorded transition of a lease, at the monotonic time `at_ns`."""
+class TransitionRecord(NamedTuple):
+    """A recorded transition of a lease, at the monotonic time `at_ns`."""
 
     at_ns: int
     start: LeaseState
@@ -208,42 +150,82 @@ class StoryEntry(NamedTuple):
 
 
 class InvalidTransition(Exception):
-    """A lease was asked to go where the table does not lead: a fault of the core or of its shell.
+    """Raised for a step that `TRANSITIONS` lacks: a bug in the core or in its shell.
 
     Attributes:
         lease_id: The lease.
-        state: Where it was.
-        trigger: What was to move it.
-        story: All that was recorded of it, oldest first.
+        state: State the lease was in.
+        trigger: Trigger or cause of the refused step.
+        history: Recorded transitions of the lease, oldest first.
     """
 
     def __init__(
-        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, story: tuple[StoryEntry, ...]
+        self, lease_id: int, state: LeaseState, trigger: Trigger | Cause, history: tuple[TransitionRecord, ...]
     ) -> None:
-        super().__init__(lease_id, state, trigger, story)
+        super().__init__(lease_id, state, trigger, history)
         self.lease_id = lease_id
         self.state = state
         self.trigger = trigger
-        self.story = story
+        self.history = history
 
     def __str__(self) -> str:
-        told = "; ".join(str(entry) for entry in self.story) or "nothing yet"
+        steps = "; ".join(str(entry) for entry in self.history) or "nothing yet"
         return (
             f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
-            f" Its story: {told}."
+            f" Its story: {steps}."
         )
 
 
-class LeaseSnapshot(NamedTuple):
-    """What one lease was at one moment; all times are monotonic nanoseconds. A tuple: each event makes several.
+# The two classes that keep every other lease off the card or the partition.
+ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE})
+
+
+class LeaseTerms(NamedTuple):
+    """The terms of one lease: the request, the lease, the journal's row and the order for a worker all carry them.
 
     Attributes:
-        cause: Why it ended, None while nothing has ended it.
-        reason: The cause in words, "" while there is none.
-        fault: What the worker said when the context was lost, "" if it was not.
-        deadline_ns: When it expires; None until the worker was ready.
-        ended_ns: When it was torn down or fenced.
-        ttl_ms: The time to live last asked for.
+        size_bytes: Bytes the tenant may allocate. Each context's overhead is charged on top.
+        ttl_ms: Time to live last asked for, counted from the moment the worker is ready, or from the renewal.
+        exclusivity: Other leases that the card may have beside this one.
+        max_kernel_ms: Longest run of one kernel; 0: as long as the lease lives.
+        waiting: How both ends of the session wait for each other; None: as the host allows.
+        submit_bytes: Part of `size_bytes` kept for submits. With 0, a submit runs in place of a session that was never
+            opened.
+        orphan_ms: Longest time without a connection before the lease ends; 0: no bound; None: the node's default,
+            which placement fills in.
+    """
+
+    size_bytes: int
+    ttl_ms: int
+    exclusivity: Exclusivity = Exclusivity.SHARED
+    max_kernel_ms: int = 0
+    waiting: Waiting | None = None
+    submit_bytes: int = 0
+    orphan_ms: int | None = None
+
+    @property
+    def contexts(self) -> int:
+        """Number of contexts the lease is charged: the session's, and the submits' if memory is kept for them."""
+        return 2 if self.submit_bytes else 1
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of the session, without those kept for submits."""
+        return self.size_bytes - self.submit_bytes
+
+
+class LeaseSnapshot(NamedTuple):
+    """State of one lease at one moment; all times are monotonic nanoseconds.
+
+    A tuple rather than a dataclass, because each event makes several.
+
+    Attributes:
+        cause: Reason for its end; None while the lease goes on.
+        reason: The cause in words; "" while there is none.
+        fault: Message of the worker that lost its context; "" if none did.
+        deadline_ns: Expiry; None until the worker was ready.
+        ended_ns: Time at which the lease was torn down or fenced.
+        ttl_ms: Time to live last asked for.
     """
 
     lease_id: int
@@ -264,52 +246,44 @@ class LeaseSnapshot(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """A live lease as the table keeps it; only the table's own parts change it.
+    """A live lease as the table keeps it; only the core's own modules change it.
 
     Attributes:
-        request: The acquire that waits for the worker; meaningless once it was answered.
-        charge_bytes: The size and the context's overhead, as held on the card.
-        max_kernel_ms: How long one kernel may run, 0 for no bound.
-        waiting: How its session's ends wait, None for as the shell sees fit.
-        warm_id: The warm context it took, 0 if none.
-        served: How many leases, all its tenant's, that context had served before.
-        is_in_doubt: Another than its tenant had to do with it, or something of it was not proved gone.
-        is_scrubbing: It was given back, and its worker may yet come back to the pool.
-        awaited_bytes: How much of its charge warm contexts must leave first; 0 once its worker was asked for.
-        grace_due_ns: When the worker is killed, None if no grace was given.
-        reclaim_due_ns: When the slice is fenced unless proved back, None until the reclaim has begun.
-        is_kill_sent: The worker was ordered dead; it is never ordered twice.
-        is_worker_gone: The worker's process was reaped, so a proof of its bytes means something.
-        free_request: The free that is answered when the teardown is over.
-        revoke_requests: The revokes that are answered when the teardown is over.
-        is_restored: An earlier table's, or what is held for a worker of an earlier daemon.
-        orphan_ms: How long it may be without a connection before it ends, 0 for as long as it lasts.
-        unconnected_ns: Since when it has no connection, or since its renewal after that; later, where a daemon that
-            took it over gives it more time; None while it has one.
-        submit_bytes: How much of its size is for submits, and not its session's; without any, one runs in place of a
-            session that was never opened.
-        has_session: Somebody may have attached to its session: what is in it stays until the lease ends.
-        own_submit_bytes: What of its charge the submit holds that runs in place of its session; 0 if there is none.
-        extra_bytes: What of its charge is that submit's context, taken from the card for as long as it is there.
-        submit_id: The submit that is not proved gone, 0 if there is none.
-        next_submit: The one that waits for that one's bytes.
-        last_submit: The last one that is gone, so that its caller can learn why.
-        is_proved: Its own worker's bytes are proved back, and its submit's are waited for.
+        terms: Terms of the acquire; a renewal changes the time to live.
+        charge_bytes: Bytes held on the card: the size and the overhead of each context.
+        request: Number of the acquire that waits for the worker; meaningless once answered.
+        warm_id: Id of the warm context the lease took; 0 if none.
+        served: Number of earlier leases of the same tenant that this context served.
+        is_in_doubt: Someone besides the tenant used the session, or some of its memory was not proved gone.
+        is_scrubbing: The tenant gave the lease back, and the worker may yet return to the pool.
+        awaited_bytes: Part of the charge that warm contexts must free first; 0 once the worker was ordered.
+        grace_due_ns: Time at which the worker is killed; None without a grace.
+        reclaim_due_ns: Time at which the slice is fenced unless proved back; None before the reclaim.
+        is_kill_sent: The worker was ordered dead; no second order is sent.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        free_request: Free request to answer when the teardown is over.
+        revoke_requests: Revoke requests to answer when the teardown is over.
+        is_restored: The lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
+        unconnected_ns: Start of the wait for a connection: the loss of the last one, or a renewal since. A daemon that
+            took the lease over may set a later time. None while connected.
+        has_session: Someone may have attached to the session, so its memory stays until the lease ends.
+        own_submit_bytes: Part of the charge held by a submit that runs in place of the session; 0 without one.
+        extra_bytes: Part of the charge that is this submit's context, borrowed from the card while the submit exists.
+        submit_id: Submit that is not yet proved gone; 0 if none.
+        next_submit: Request that waits for that submit's bytes.
+        last_submit: Last submit that is proved gone, so that its caller can learn how it ended.
+        is_proved: The lease's own worker is proved gone; its submit is not yet.
     """
 
     lease_id: int
     tenant: str
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     charge_bytes: int
-    exclusivity: Exclusivity
-    ttl_ms: int
     request: int
     created_ns: int
     spawn_due_ns: int
-    max_story_entries: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
+    max_history_entries: int
     warm_id: int = 0
     served: int = 0
     is_in_doubt: bool = False
@@ -327,9 +301,7 @@ class Lease:
     is_kill_sent: bool = False
     is_worker_gone: bool = False
     is_restored: bool = False
-    orphan_ms: int = 0
     unconnected_ns: int | None = None
-    submit_bytes: int = 0
     has_session: bool = False
     own_submit_bytes: int = 0
     extra_bytes: int = 0
@@ -339,49 +311,54 @@ class Lease:
     is_proved: bool = False
     free_request: int | None = None
     revoke_requests: list[int] = field(default_factory=list)
-    story: list[StoryEntry] = field(default_factory=list)
+    history: list[TransitionRecord] = field(default_factory=list)
 
     def move(self, trigger: Trigger | Cause, now_ns: int) -> None:
-        """Follow the table and record the step.
+        """Make the transition for `trigger` and record it.
 
         Raises:
             InvalidTransition: The table has no such step.
         """
         finish = TRANSITIONS.get((self.state, trigger))
         if finish is None:
-            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.story))
-        if len(self.story) >= self.max_story_entries:
-            del self.story[0]
-        self.story.append(StoryEntry(now_ns, self.state, trigger, finish, self.generation))
+            raise InvalidTransition(self.lease_id, self.state, trigger, tuple(self.history))
+        if len(self.history) >= self.max_history_entries:
+            del self.history[0]
+        self.history.append(TransitionRecord(now_ns, self.state, trigger, finish, self.generation))
         self.state = finish
 
     @property
     def submit_charge_bytes(self) -> int:
-        """What a submit of it may hold of the card, its context included; 0 if it is to have none."""
+        """Bytes of the card a submit of this lease may hold, its context included; 0 if the lease keeps none."""
         if self.own_submit_bytes:
             return self.own_submit_bytes
-        contexts_bytes = self.charge_bytes - self.size_bytes
-        return self.submit_bytes + contexts_bytes // 2 if self.submit_bytes else 0
+        contexts_bytes = self.charge_bytes - self.terms.size_bytes
+        return self.terms.submit_bytes + contexts_bytes // 2 if self.terms.submit_bytes else 0
+
+    @property
+    def orphan_ms(self) -> int:
+        """Longest time without a connection before the lease ends; 0: no bound."""
+        return self.terms.orphan_ms or 0
 
     @property
     def orphan_due_ns(self) -> int | None:
-        """When it ends for want of a connection; None while it has one, or may be without."""
+        """Time at which the lease ends for want of a connection; None while connected, or without a bound."""
         if self.unconnected_ns is None or not self.orphan_ms:
             return None
         return self.unconnected_ns + self.orphan_ms * NS_PER_MS
 
     def is_expired(self, now_ns: int) -> bool:
-        """Whether it is still ACTIVE though its time is over: the timer has yet to say so."""
+        """Return whether the lease is ACTIVE past its deadline, because its timer is late."""
         return self.state is LeaseState.ACTIVE and self.deadline_ns is not None and now_ns >= self.deadline_ns
 
     def snapshot(self) -> LeaseSnapshot:
-        """The lease as it is now."""
+        """Return the state as an immutable value."""
         return LeaseSnapshot(
             self.lease_id,
             self.tenant,
             self.card_uuid,
-            self.size_bytes,
-            self.exclusivity,
+            self.terms.size_bytes,
+            self.terms.exclusivity,
             self.generation,
             self.state,
             self.cause,
@@ -390,20 +367,91 @@ class Lease:
             self.created_ns,
             self.deadline_ns,
             self.ended_ns,
-            self.ttl_ms,
+            self.terms.ttl_ms,
         )
 
 
-FIRST_WARM_ID: Final = 1 << 128
-"""Warm contexts have numbers from here on, above every lease id: workers, timers and proofs are told apart by them."""
+# --- submits ---
 
-FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
-"""What leases left behind that ended under an earlier daemon has numbers from here on, as if it were a warm context:
-above those that an earlier daemon's own contexts may be found to have."""
+
+class SubmitState(Enum):
+    """States of a submit."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDING = "ending"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitSnapshot:
+    """State of one submit at one moment; the times are those of `Submit`."""
+
+    submit_id: int
+    lease_id: int
+    state: SubmitState
+    reason: str
+    due_ns: int | None
+    is_timed_out: bool
+
+    @property
+    def number(self) -> int:
+        """Number by which the tenant knows the submit."""
+        return self.submit_id - FIRST_SUBMIT_ID
+
+
+@dataclass(slots=True)
+class Submit:
+    """A second worker of a lease, with a context of its own, for one kernel. Times are monotonic nanoseconds.
+
+    Only `Submits` changes it.
+
+    Attributes:
+        size_bytes: Bytes for the kernel's buffers and code.
+        charge_bytes: The size and the submit's context, a part of the lease's charge.
+        request: Request that waits for the submit to be ready; meaningless once answered.
+        timeout_ms: Longest run once the submit is ready.
+        spawn_due_ns: Time at which a STARTING submit is given up.
+        due_ns: Time at which a RUNNING submit is ended; None before.
+        grace_due_ns: Time at which the worker is killed; None without a grace.
+        reclaim_due_ns: Time at which the submit is fenced unless proved gone; None before the reclaim.
+        is_kill_sent: The worker was ordered dead; no second order is sent.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        is_timed_out: The submit, its kernel or its image took too long.
+        is_warm: The submit took a warm context.
+        is_replaced: The warm context was lost before the submit was ready. A new worker starts once its bytes are
+            proved back.
+    """
+
+    submit_id: int
+    lease_id: int
+    card_uuid: str
+    size_bytes: int
+    charge_bytes: int
+    request: int
+    timeout_ms: int
+    spawn_due_ns: int
+    state: SubmitState = SubmitState.STARTING
+    reason: str = ""
+    due_ns: int | None = None
+    grace_due_ns: int | None = None
+    reclaim_due_ns: int | None = None
+    is_kill_sent: bool = False
+    is_worker_gone: bool = False
+    is_timed_out: bool = False
+    is_warm: bool = False
+    is_replaced: bool = False
+
+    def snapshot(self) -> SubmitSnapshot:
+        """Return the state as an immutable value."""
+        return SubmitSnapshot(self.submit_id, self.lease_id, self.state, self.reason, self.due_ns, self.is_timed_out)
+
+
+# --- warm contexts ---
 
 
 class WarmState(Enum):
-    """Where a warm context is in its life; one that a lease takes is the lease's from then on."""
+    """States of a warm context; a context that a lease takes belongs to the lease."""
 
     WARMING = "warming"
     READY = "ready"
@@ -411,13 +459,13 @@ class WarmState(Enum):
     FENCED = "fenced"
 
 
-# Those that go when a lease needs their room.
+# Contexts that the pool drops when a lease needs their room.
 YIELDING: Final = frozenset({WarmState.WARMING, WarmState.READY})
 
 
 @dataclass(frozen=True, slots=True)
 class WarmSnapshot:
-    """What one warm context was at one moment; `is_recycled`: it has served a tenant, whom it waits for."""
+    """State of one warm context at one moment; `is_recycled`: it served a tenant and waits for that tenant."""
 
     warm_id: int
     card_uuid: str
@@ -427,17 +475,17 @@ class WarmSnapshot:
 
 @dataclass(slots=True)
 class WarmContext:
-    """A worker in the pool as the table keeps it; only the pool changes it.
+    """A worker with an open context and no lease, as the table keeps it; only the pool changes it.
 
     Attributes:
-        charge_bytes: What it holds of its card: one context's overhead.
-        due_ns: When one that is WARMING is given up, the slice of one that is DROPPING is fenced, or one that is READY
-            and a tenant's is dropped.
-        is_worker_gone: Its process was reaped, so a proof of its bytes means something.
-        reason: Why it goes, "" while it does not.
-        is_restored: An earlier daemon's.
-        tenant: Whose leases alone it may serve, since it served one of them; None of one that served nobody.
-        leases: How many it served.
+        charge_bytes: Bytes held on the card: one context's overhead.
+        due_ns: Time at which a WARMING context is given up, the slice of a DROPPING context is fenced, or a READY
+            context that waits for a tenant is dropped.
+        is_worker_gone: The worker's process was reaped, so that a proof of its bytes means something.
+        reason: Reason for dropping it; "" before.
+        is_restored: Made by an earlier daemon.
+        tenant: The only tenant it may serve, because it served one before; None if it served nobody.
+        leases: Number of leases it served.
     """
 
     warm_id: int
@@ -453,29 +501,33 @@ class WarmContext:
 
     @property
     def waits_for_tenant(self) -> bool:
-        """Whether it is ready, for the tenant alone whom it has served."""
+        """True while the context is ready and reserved for the tenant it served."""
         return self.state is WarmState.READY and self.tenant is not None
 
     def snapshot(self) -> WarmSnapshot:
-        """The context as it is now."""
+        """Return the state as an immutable value."""
         return WarmSnapshot(self.warm_id, self.card_uuid, self.state, self.tenant is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Recycling:
-    """The bounds of it.
+    """Bounds of recycling: warm contexts that serve their tenant's next lease too.
+
+    A lease that its tenant gave back in good order has its context scrubbed instead of killed. Once the scrub is
+    proved, the slice is free. The context waits in the pool for that tenant alone, within these bounds. After anything
+    else, or once a step takes too long, the worker is killed.
 
     Raises:
-        ValueError: One is below 1.
+        ValueError: A bound is below 1.
     """
 
-    # One that nobody comes back for holds what a context costs, and a process.
+    # Stops an idle context from holding memory and a process for long.
     idle_s: int = 10
-    # What no scrub foresaw, leaks of the driver's for one, ends with the process.
+    # Whatever a scrub misses, such as leaks in the driver, ends with the process.
     max_leases: int = 1000
-    # A tenant that gives back many leases at a time must not leave a process for each.
+    # Stops a tenant that gives back many leases at once from leaving a process for each.
     max_idle: int = 16
-    # A kernel that goes on, or a worker that hangs, must not keep the slice.
+    # Stops a kernel that runs on, or a worker that hangs, from keeping the slice.
     scrub_timeout_ms: int = 500
 
     def __post_init__(self) -> None:
@@ -483,11 +535,17 @@ class Recycling:
             raise ValueError(f"Every bound of recycling must be at least 1: {self!r}.")
 
 
-def gives_way(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
-    """Which of a card's contexts that wait for a tenant goes, so that one more of `tenant`'s may; None if it may not.
+def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
+    """Choose which waiting contexts of a card to drop for one more of `tenant`'s; None if it may not wait there.
 
-    While there is room, none. Then the oldest of whoever has the most, if it would have no fewer than `tenant` even so:
-    two tenants who have as many take nothing from each other. `waiting`: oldest first.
+    While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest, provided it
+    keeps at least as many as `tenant` then has. So leaving as many contexts as possible gains a tenant nothing, and two
+    tenants with equal numbers take nothing from each other.
+
+    Args:
+        waiting: Contexts of one card that wait for a tenant, oldest first.
+        tenant: Tenant whose lease was just scrubbed.
+        max_idle: Most contexts that may wait on one card.
     """
     if len(waiting) < max_idle:
         return []

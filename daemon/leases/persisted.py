@@ -1,4 +1,4 @@
-"""What of the lease table outlives its process: the shapes that a journal keeps and a new table is made from.
+"""The parts of the lease table that outlive its process: records that a journal keeps and a new table starts from.
 
 Times are monotonic nanoseconds (CLOCK_MONOTONIC), which all processes of one boot of the host share.
 """
@@ -7,29 +7,29 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState
-from gpulease.protocol.opcodes import Exclusivity, Waiting
+from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState, LeaseTerms
 
 
 class KeptLease(NamedTuple):
-    """A lease whose grant may have been told, or whose bytes are fenced. A tuple: each change to a lease makes one.
+    """A lease whose grant may have been told, or whose bytes are fenced.
+
+    A tuple rather than a dataclass, because each change to a lease makes one.
 
     Attributes:
-        charge_bytes: What it holds of its card: its size and the context's overhead when it was placed.
+        charge_bytes: Bytes it holds on its card: its size and its contexts' overhead when it was placed.
         state: ACTIVE, DRAINING or FENCED.
-        cause: Why it ended, None while it is ACTIVE.
-        fault: What its worker said when the context was lost, "" if it was not.
-        deadline_ns: When it expires; None of one that is fenced and was never granted.
-        ended_ns: When it was fenced.
-        worker_pid: Its worker's process, 0 if none is known.
+        cause: Reason for its end; None while ACTIVE.
+        fault: Message of the worker that lost its context; "" if none did.
+        deadline_ns: Expiry; None if it is fenced and was never granted.
+        ended_ns: Time at which it was fenced.
+        worker_pid: Process id of its worker; 0 if none is known.
     """
 
     lease_id: int
     tenant: str
     card_uuid: str
-    size_bytes: int
+    terms: LeaseTerms
     charge_bytes: int
-    exclusivity: Exclusivity
     generation: int
     state: LeaseState
     cause: Cause | None
@@ -38,17 +38,12 @@ class KeptLease(NamedTuple):
     created_ns: int
     deadline_ns: int | None
     ended_ns: int | None
-    ttl_ms: int
-    max_kernel_ms: int = 0
-    waiting: Waiting | None = None
     worker_pid: int = 0
-    submit_bytes: int = 0
-    orphan_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KeptWarm:
-    """A context made ahead that could not be proved gone: its bytes are fenced."""
+    """A warm context that could not be proved gone: its bytes are fenced."""
 
     warm_id: int
     card_uuid: str
@@ -58,12 +53,12 @@ class KeptWarm:
 
 @dataclass(frozen=True, slots=True)
 class KeptCard:
-    """What was measured of a card while it had no leases: it can't be measured beside them.
+    """Measurements of a card from a time when it had no leases, because it can't be measured beside them.
 
     Attributes:
-        capacity_bytes: What there was to lease, before the operator's own bound.
-        overhead_bytes: What a context costs.
-        unattributed_bytes: What belonged to no process.
+        capacity_bytes: Bytes to lease, before the operator's own bound.
+        overhead_bytes: Bytes that one context costs.
+        unattributed_bytes: Bytes that belonged to no process.
     """
 
     uuid: str
@@ -74,15 +69,14 @@ class KeptCard:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What an earlier table left that needs no doing.
+    """Records of an earlier table that need no action.
 
     Attributes:
         tombstones: Leases that were torn down, oldest first.
-        revoked: Marks of the ids of leases that ended by revocation (`revoked.mark_of`), ascending, all there
-            ever were.
-        cleared: The same of leases whose fences were cleared.
-        fenced_warm: Contexts made ahead whose bytes are fenced; those of cards that are not here are passed over.
-        drain_ns: When a drain of the node ends what is left; None if it is not drained.
+        revoked: Marks (`store.mark_of`) of all leases that ever ended by revocation, ascending.
+        cleared: Marks of all leases whose fences were cleared, ascending.
+        fenced_warm: Warm contexts whose bytes are fenced. Those of missing cards are passed over.
+        drain_ns: Time at which a drain ends the leases left; None if the node is not drained.
     """
 
     tombstones: tuple[LeaseSnapshot, ...] = ()
@@ -93,18 +87,17 @@ class Past:
 
 
 def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
-    """What is to be kept of a live lease; None while it is PENDING: nobody was told of it."""
+    """Return the record of a live lease; None while PENDING, because nobody was told of it."""
     if lease.state is LeaseState.PENDING:
         return None
-    # What a submit borrows of the card goes back with it, unless it is part of a fence.
+    # A context borrowed for a submit goes back with the submit, unless it is part of a fence.
     extra_bytes = 0 if lease.state is LeaseState.FENCED else lease.extra_bytes
     return KeptLease(
         lease.lease_id,
         lease.tenant,
         lease.card_uuid,
-        lease.size_bytes,
+        lease.terms,
         lease.charge_bytes - extra_bytes,
-        lease.exclusivity,
         lease.generation,
         lease.state,
         lease.cause,
@@ -113,33 +106,22 @@ def keep(lease: Lease, worker_pid: int) -> KeptLease | None:
         lease.created_ns,
         lease.deadline_ns,
         lease.ended_ns,
-        lease.ttl_ms,
-        lease.max_kernel_ms,
-        lease.waiting,
         worker_pid,
-        lease.submit_bytes,
-        lease.orphan_ms,
     )
 
 
-def revive(kept: KeptLease, max_story_entries: int, *, has_session: bool) -> Lease:
-    """The lease as it was, with a story that begins anew. `has_session`: see `Lease`."""
+def revive(kept: KeptLease, max_history_entries: int, *, has_session: bool) -> Lease:
+    """Return the lease of a record, with an empty history."""
     return Lease(
         lease_id=kept.lease_id,
         tenant=kept.tenant,
         card_uuid=kept.card_uuid,
-        size_bytes=kept.size_bytes,
+        terms=kept.terms,
         charge_bytes=kept.charge_bytes,
-        exclusivity=kept.exclusivity,
-        ttl_ms=kept.ttl_ms,
         request=0,
         created_ns=kept.created_ns,
         spawn_due_ns=0,
-        max_story_entries=max_story_entries,
-        max_kernel_ms=kept.max_kernel_ms,
-        waiting=kept.waiting,
-        submit_bytes=kept.submit_bytes,
-        orphan_ms=kept.orphan_ms,
+        max_history_entries=max_history_entries,
         generation=kept.generation,
         state=kept.state,
         cause=kept.cause,

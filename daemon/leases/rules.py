@@ -1,13 +1,8 @@
-"""What one tenant may have: bounds an operator sets for all tenants, and for some by name.
+"""Bounds of the node and of each tenant, and the phases of a lease.
 
-Every bound the lease core enforces, each with the mistake or attack it stops.
-
-For how long a tenant's waiters may hold others back.
-
-What a lease's tenant is told of its way to the end: active, warning, grace, teardown, ended.
-
-A phase is seen from the tenant's side: what there is still time for. WARNING: finish and give it back, or renew it
-where that helps. GRACE: what is in flight may end, nothing new begins. TEARDOWN: all is gone but the proof of it.
+Each bound is listed with the mistake or attack that it stops. A phase tells a tenant what there is still time for:
+WARNING: finish and give the lease back, or renew it where that helps. GRACE: work in flight may end, nothing new
+begins. TEARDOWN: everything is gone but the proof of it.
 """
 
 from collections.abc import Mapping
@@ -16,26 +11,26 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpulease.daemon.leases.denials import Denial, too_fast
-from gpulease.daemon.leases.model import Cause, Lease, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseSnapshot, LeaseState
 from gpulease.protocol.opcodes import Phase
 
 NS_PER_MINUTE: Final = 60_000_000_000
 
 MAX_RATES: Final = 65_536
-"""Tenants whose rate is remembered at a time: as many as a host has ordinary users."""
+"""Most tenants whose rate is remembered at a time: as many as a host has ordinary users."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """The bounds of one tenant; None: none but the node's own.
+    """Bounds of one tenant; None: only the node's own.
 
     Attributes:
-        max_vram_bytes: Of all its leases and all it waits for together, without the contexts' overhead.
-        max_leases: Had or awaited; takes the place of the node's `max_leases_per_tenant`.
-        max_ttl_s: At a time, at an acquire and at a renewal; never more than the node's.
-        acquires_per_minute: Acquires and submits asked for, refused ones too, in the long run.
-        acquire_burst: How many of them may come at once.
-        devices: The cards it may use, by uuid or index.
+        max_vram_bytes: Sum over its leases and queued acquires, without the contexts' overhead.
+        max_leases: Leases it may have or await; replaces the node's `max_leases_per_tenant`.
+        max_ttl_s: Longest time to live per acquire or renewal; never more than the node's.
+        acquires_per_minute: Acquires and submits in the long run, refused ones included.
+        acquire_burst: Acquires and submits that may come at once.
+        devices: Cards it may use, by uuid or index.
 
     Raises:
         ValueError: A bound is below 1, or the list of cards is empty.
@@ -57,39 +52,39 @@ class TenantLimits:
             raise ValueError("devices is empty: name a card, or leave it out")
 
     def but(self, settings: Mapping[str, Any]) -> "TenantLimits":
-        """The same with some bounds of its own."""
+        """Return a copy with some bounds replaced."""
         return replace(self, **settings)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """The bounds of every tenant.
+    """Bounds of every tenant.
 
     Attributes:
-        default: Of those that have none of their own.
-        by_name: Of those that have.
+        default: Bounds of tenants without their own.
+        by_name: Bounds of the other tenants.
     """
 
     default: TenantLimits = field(default_factory=TenantLimits)
     by_name: Mapping[str, TenantLimits] = field(default_factory=lambda: MappingProxyType({}))
 
     def of(self, tenant: str) -> TenantLimits:
-        """The bounds of one tenant."""
+        """Return the bounds of one tenant."""
         return self.by_name.get(tenant, self.default)
 
 
 class AcquireRates:
-    """How fast each tenant asks: a token bucket each, kept as the one time at which it will be full again.
+    """Each tenant's rate of requests: a token bucket, kept as the time at which it will be full again.
 
-    An acquire moves that time on by an interval, and may come while it is less than a burst of intervals ahead (the
-    generic cell rate algorithm, ITU-T I.371, as a virtual schedule).
+    An acquire moves that time on by one interval. It may come while the time is less than a burst of intervals ahead.
+    This is the generic cell rate algorithm (ITU-T I.371) as a virtual schedule.
     """
 
     def __init__(self) -> None:
         self.full_at_ns: dict[str, int] = {}
 
     def wait_ns(self, tenant: str, limits: TenantLimits, now_ns: int) -> int:
-        """How long until the tenant may ask; 0 if it may now, which is then counted."""
+        """Return how long the tenant must wait before asking; 0 if it may ask now, which is then counted."""
         if limits.acquires_per_minute is None:
             return 0
         interval_ns = NS_PER_MINUTE // limits.acquires_per_minute
@@ -105,26 +100,23 @@ class AcquireRates:
         return 0
 
     def denial(self, tenant: str, limits: TenantLimits, now_ns: int) -> Denial | None:
-        """Why the tenant may not ask now; None if it may, which is then counted."""
+        """Return the denial for a tenant that asks too often; None if it may ask, which is then counted."""
         wait_ns = self.wait_ns(tenant, limits, now_ns)
         if not wait_ns or limits.acquires_per_minute is None:
             return None
         return too_fast(tenant, limits.acquires_per_minute, -(-wait_ns // NS_PER_MS))
 
 
-NS_PER_MS: Final = 1_000_000
-NS_PER_S: Final = 1_000_000_000
-
-# Kernels in flight may finish for this long after new work is refused; where a cause is absent, none may: the
-# tenant has said it is done, or there is nothing left that could finish.
+# Kernels in flight may run for this long after new work is refused. Absent causes have no grace: the tenant is done, or
+# nothing is left that could finish.
 DEFAULT_GRACE_MS: Final = MappingProxyType(
     {Cause.EXPIRED: 20, Cause.REVOKED: 20, Cause.SHUTDOWN: 20, Cause.DRAINED: 20}
 )
 
 
 MAX_GRACE_MS: Final = 10_000
-"""Of an ended lease, whose kernels run and whose memory nobody else gets meanwhile: more is a number in another unit. A
-daemon that ends waits for no longer, either."""
+"""Longest grace of an ended lease, during which its kernels run and nobody else gets its memory. A larger number is in
+another unit. A stopping daemon waits no longer, either."""
 
 
 _MAY_BE_ZERO: Final = frozenset({"max_tombstones", "orphan_s"})
@@ -132,45 +124,45 @@ _MAY_BE_ZERO: Final = frozenset({"max_tombstones", "orphan_s"})
 
 @dataclass(frozen=True, slots=True)
 class CoreLimits:
-    """The bounds of one node; going over one is a denial that names it.
+    """Bounds of one node; a request over a bound gets a denial that names it.
 
     Raises:
         ValueError: A bound is negative, or zero where nothing could ever be granted, or a grace is too long.
     """
 
-    # A tenant that asks for a year, or mixes up seconds and milliseconds, would hold the card until a restart.
+    # Stops a tenant that asks for a year, or mixes up seconds and milliseconds, from holding the card until a restart.
     max_ttl_s: int = 86_400
     # A lease of nothing still costs a process and a context.
     min_size_bytes: int = 1
-    # Every live lease is a worker process: this bounds pids, file descriptors and the broker's memory.
+    # Every live lease is a worker process. Bounds pids, file descriptors and the broker's memory.
     max_leases: int = 4096
-    # One tenant in a loop must not use up max_leases for all the others.
+    # Stops one tenant in a loop from using up max_leases for all others.
     max_leases_per_tenant: int = 256
-    # Each return of bytes walks the queue once: this bounds that walk, and the memory of those who wait.
+    # Each return of bytes walks the queue once. Bounds that walk, and the queue's memory.
     max_waiting: int = 256
-    # One tenant must not fill the queue for all the others.
+    # Stops one tenant from filling the queue for all others.
     max_waiting_per_tenant: int = 64
-    # A tenant that waits for a whole card, and queues again whenever it is sent away, would keep others off bytes
-    # that are free. Its waiters together hold others back for no longer than this, in any window ten times as long.
+    # A tenant that waits for a whole card, and queues again after each refusal, would keep others off free bytes. Its
+    # waiters together hold others back for at most this long, in any window ten times as long.
     max_hold_back_s: int = 10
-    # A wait without an end keeps a connection and a place in the queue for a client that may have forgotten it.
+    # A wait without end keeps a connection and a place in the queue for a client that may have forgotten both.
     max_wait_s: int = 3600
-    # Tenants differ: what the node's operator lets each of them have.
+    # Bounds that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
-    # A client that was killed would hold its slice to the end of its time: so long may a lease be without a connection
-    # if its tenant does not say how long. 0: for as long as it lasts.
+    # A killed client would hold its slice to the end of its time. Longest time without a connection, unless the tenant
+    # chooses its own; 0: no bound.
     orphan_s: int = 0
-    # Ended leases are remembered so that a late call learns why; a tenant that cycles leases must not fill memory.
+    # Ended leases are remembered so that a late call learns why. Stops a tenant that cycles leases from filling memory.
     max_tombstones: int = 65_536
-    # A lease renewed every second for a day would otherwise carry 86,400 story entries.
-    max_story_entries: int = 64
-    # A driver that hangs in cuInit would keep its bytes and its requester for ever.
+    # A lease renewed every second for a day would otherwise carry 86,400 history entries.
+    max_history_entries: int = 64
+    # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
     spawn_timeout_s: int = 60
-    # A context made ahead that hangs must not hold up the lease that takes it for longer; it gets a new one then.
+    # Longest time a hung warm context holds up the lease that takes it; the lease then gets a new one.
     adopt_timeout_s: int = 2
-    # A process that can't be reaped, or bytes that do not come back, must become visible as a fence.
+    # A process that can't be reaped, or bytes that do not come back, then become visible as a fence.
     reclaim_timeout_s: int = 30
-    # A kernel that never ends must not outlive its lease by more than this.
+    # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Mapping[Cause, int] = field(default_factory=lambda: DEFAULT_GRACE_MS)
 
     def __post_init__(self) -> None:
@@ -187,62 +179,20 @@ class CoreLimits:
                 )
 
     def max_leases_of(self, tenant: str) -> int:
-        """How many leases a tenant may have or await."""
+        """Return the number of leases a tenant may have or await."""
         own = self.tenants.of(tenant).max_leases
         return self.max_leases_per_tenant if own is None else own
 
     def grace_ns(self, cause: Cause) -> int:
-        """How long work in flight may go on after a lease ended for `cause`, in nanoseconds."""
+        """Return how long work in flight may go on after a lease ended for `cause`, in nanoseconds."""
         return self.grace_ms.get(cause, 0) * NS_PER_MS
 
 
-TERM_SPACING: Final = 10
-"""From the beginning of a tenant's term to that of its next, in lengths of a term."""
-
-
-class HoldTerms:
-    """The last term of each tenant.
-
-    A tenant's term begins when an acquire of it joins the line, and lasts for `max_hold_back_s` by the clock,
-    whatever becomes of that acquire. Those that join during the term may hold others back until its end; those that
-    join later may not at all. An acquire that joins `TERM_SPACING` lengths after the beginning, or later, begins the
-    next term. So the time is counted per tenant, and to leave the line and queue again gains nothing.
-
-    In any window of `TERM_SPACING` lengths H, the tenant holds others back for at most one: a window that begins x
-    into a term (x < H) has H - x left of it and at most x of the next, and any other meets at most one term.
-
-    Kept is one time per tenant, until its next term may begin, and never more than `max_waiting` of them: a tenant
-    that finds no room holds nobody back. The terms lie in the order they began, so the outdated ones are in front.
-    """
-
-    def __init__(self, limits: CoreLimits) -> None:
-        self.length_ns = limits.max_hold_back_s * NS_PER_S
-        self.max_terms = limits.max_waiting
-        self.begun_ns: dict[str, int] = {}
-
-    def end_for(self, tenant: str, now_ns: int) -> int:
-        """Until when an acquire that joins the line now may hold others back; not after `now_ns` if it may not."""
-        self._forget(now_ns)
-        begun_ns = self.begun_ns.get(tenant)
-        if begun_ns is None:
-            if len(self.begun_ns) >= self.max_terms:
-                return now_ns
-            begun_ns = self.begun_ns[tenant] = now_ns
-        return begun_ns + self.length_ns
-
-    def _forget(self, now_ns: int) -> None:
-        while self.begun_ns:
-            tenant, begun_ns = next(iter(self.begun_ns.items()))
-            if now_ns < begun_ns + TERM_SPACING * self.length_ns:
-                return
-            del self.begun_ns[tenant]
-
-
 WARNING_PART: Final = 10
-"""The last tenth of a lease's time is its warning; a tenant that keeps it alive has renewed it before."""
+"""The last tenth of a lease's time is its warning; a tenant that keeps the lease alive renews it before."""
 
 MAX_WARNING_S: Final = 30
-"""The longest warning of a lease's own end."""
+"""Longest warning of a lease's own end."""
 
 ENDS_SOON: Final = "the lease ends unless it is renewed"
 UNCONNECTED: Final = "nobody is connected to the lease: it is orphaned unless somebody connects"
@@ -250,13 +200,13 @@ DRAINS: Final = "the node is being drained: the lease can't be renewed for longe
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a lease stands; times are monotonic nanoseconds.
+class LeasePhase:
+    """Phase of a lease; times are monotonic nanoseconds.
 
     Attributes:
-        until_ns: When the next phase comes at the latest, None if there is no telling or no next one.
-        look_again_ns: When it stands elsewhere although nothing happens, None if never.
-        reason: Why, a clause; "" while there is nothing to say.
+        until_ns: Latest beginning of the next phase; None if unknown, or if there is none.
+        look_again_ns: Time at which the phase changes without an event; None if it never does.
+        reason: Reason in a clause; "" while there is nothing to say.
     """
 
     phase: Phase
@@ -267,43 +217,43 @@ class Standing:
     generation: int
 
     def left_ms(self, now_ns: int) -> int:
-        """Time to the next phase, rounded up; 0 if there is no telling."""
+        """Return the time to the next phase in milliseconds, rounded up; 0 if unknown."""
         return 0 if self.until_ns is None else -(-max(0, self.until_ns - now_ns) // NS_PER_MS)
 
     @property
     def key(self) -> tuple[Phase, str, int | None]:
-        """What is worth telling when it changes; how long an active lease has left is not."""
+        """The part whose change is worth telling; the time an active lease has left is not."""
         return self.phase, self.reason, self.until_ns if self.reason in (DRAINS, UNCONNECTED) else None
 
 
 def ends_ns(deadline_ns: int, drain_ns: int | None) -> int:
-    """When a lease with that deadline ends, if nothing else ends it."""
+    """Return when a lease with that deadline ends, if nothing else ends it."""
     return deadline_ns if drain_ns is None else min(deadline_ns, drain_ns)
 
 
-def standing_of(lease: Lease, drain_ns: int | None, now_ns: int) -> Standing:
-    """Where a live lease stands. `drain_ns`: the deadline of the drain, None if there is none."""
+def phase_of(lease: Lease, drain_ns: int | None, now_ns: int) -> LeasePhase:
+    """Return the phase of a live lease; `drain_ns` is the drain's deadline, None without a drain."""
     generation = lease.generation
     if lease.state is LeaseState.DRAINING:
         is_over = lease.is_kill_sent or lease.is_worker_gone
         phase, until_ns = (Phase.TEARDOWN, lease.reclaim_due_ns) if is_over else (Phase.GRACE, lease.grace_due_ns)
         cause = "" if lease.cause is None else lease.cause.value
-        return Standing(phase, until_ns, None, cause, lease.reason, generation)
+        return LeasePhase(phase, until_ns, None, cause, lease.reason, generation)
     if lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
-        return ended_standing(lease.snapshot())
+        return ended_phase(lease.snapshot())
     orphan_ns = lease.orphan_due_ns
     if orphan_ns is not None and orphan_ns < ends_ns(lease.deadline_ns, drain_ns):
-        return Standing(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
+        return LeasePhase(Phase.WARNING, orphan_ns, None, "", UNCONNECTED, generation)
     if drain_ns is not None:
-        return Standing(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
-    warning_ns = min(lease.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
+        return LeasePhase(Phase.WARNING, drain_ns, None, "", DRAINS, generation)
+    warning_ns = min(lease.terms.ttl_ms * NS_PER_MS // WARNING_PART, MAX_WARNING_S * NS_PER_S)
     due_ns = lease.deadline_ns - warning_ns
     if now_ns >= due_ns:
-        return Standing(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)
-    return Standing(Phase.ACTIVE, due_ns, due_ns, "", "", generation)
+        return LeasePhase(Phase.WARNING, lease.deadline_ns, None, "", ENDS_SOON, generation)
+    return LeasePhase(Phase.ACTIVE, due_ns, due_ns, "", "", generation)
 
 
-def ended_standing(lease: LeaseSnapshot) -> Standing:
-    """Where a lease stands that has ended or is fenced."""
+def ended_phase(lease: LeaseSnapshot) -> LeasePhase:
+    """Return the phase of a lease that has ended or is fenced."""
     cause = "" if lease.cause is None else lease.cause.value
-    return Standing(Phase.ENDED, None, None, cause, lease.reason, lease.generation)
+    return LeasePhase(Phase.ENDED, None, None, cause, lease.reason, lease.generation)

@@ -1,26 +1,19 @@
-"""What the timers of leases and submits are armed for, by their state; one that rings early is armed again for that.
+"""Submits: a lease's second worker, from the request until its bytes are proved back.
 
-Whether a lease may have a submit now: a pure function over the book.
-
-What can be asked of submits without changing anything.
-
-Submits: a lease's second worker, from the request until its bytes are proved back.
-
-1. A lease has memory for submits beside its session if it was acquired so: `submit_bytes` of its size are not its
-   session's, and it is charged a second context. So a submit takes nothing that the lease does not hold, and there is
-   always room for it. Without such memory a submit runs in place of the session, if that was never opened: all of the
-   slice is the submit's. Its context is charged to the card if there is room, else to the slice. Until it is proved
-   gone nobody is let into the session, whose worker holds its context and nothing else.
-2. A lease has one submit at a time. One more may wait for that one's bytes, for `MAX_WAIT_S`; others are refused.
-3. A submit ends with its connection, with its own time, with its lease, and with any rule that it breaks; its lease
-   goes on whatever ends it.
-4. Its bytes are its lease's: no lease is torn down before its submit is proved gone. One that can't be proved gone
-   takes the lease's next submits away, and fences the lease when that ends.
-5. A submit takes a context of the pool if there is one, else it gets a new one. If one of the pool is lost before it is
-   ready, a new one takes its place once its bytes are proved back: they are the lease's by then, and there are no more.
+1. A lease acquired with `submit_bytes` keeps that part of its size for submits and is charged a second context. A
+   submit then takes only memory that the lease holds, and always has room. Without `submit_bytes`, a submit runs in
+   place of a session that was never opened and gets the whole slice. Its context is charged to the card if there is
+   room, else to the slice. Until that submit is proved gone, nobody may attach to the session, whose worker holds only
+   its context.
+2. A lease has one submit at a time. One more may wait for its bytes, for `MAX_WAIT_S`; further ones are refused.
+3. A submit ends with its connection, its own time, its lease, or any rule it breaks. Its lease goes on.
+4. A submit's bytes are its lease's. No lease is torn down before its submit is proved gone. A submit that can't be
+   proved gone bars the lease from further submits, and fences the lease when it ends.
+5. A submit takes a warm context if there is one, else a new context. A new one replaces a warm context lost before the
+   submit is ready. It waits until the lost one's bytes are proved back, because the lease has bytes for one only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from gpulease.daemon.leases import denials, events
@@ -28,10 +21,8 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
     ArmTimer,
-    ArmWaitTimer,
     Denied,
     Effect,
-    Event,
     KillWorker,
     ProveReclaimed,
     RefuseSubmit,
@@ -41,154 +32,120 @@ from gpulease.daemon.leases.events import (
     SubmitFenced,
     SubmitReady,
     SubmitRequested,
+    TimerFired,
     TimerKind,
+    WaitTimerFired,
 )
-from gpulease.daemon.leases.model import FIRST_SUBMIT_ID, Cause, Lease, LeaseState, Submit, SubmitSnapshot, SubmitState
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
+from gpulease.daemon.leases.model import (
+    FIRST_SUBMIT_ID,
+    NS_PER_MS,
+    NS_PER_S,
+    Cause,
+    Lease,
+    LeaseState,
+    Submit,
+    SubmitSnapshot,
+    SubmitState,
+)
 from gpulease.daemon.leases.store import LeaseStore
 
-
-def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """When a timer has something to do; None if it has nothing to do any more."""
-    match kind:
-        case TimerKind.SPAWN:
-            return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
-        case TimerKind.EXPIRY:
-            return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
-        case TimerKind.ORPHAN:
-            return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
-        case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
-            return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
-        case TimerKind.RECLAIM:
-            return lease.reclaim_due_ns if lease.state is LeaseState.DRAINING else None
-    return None
-
-
-def submit_due_ns(submit: Submit, kind: TimerKind) -> int | None:
-    """The same of a submit's."""
-    match (submit.state, kind):
-        case (SubmitState.STARTING, TimerKind.SPAWN):
-            return submit.spawn_due_ns
-        case (SubmitState.RUNNING, TimerKind.EXPIRY):
-            return submit.due_ns
-        case (SubmitState.ENDING, TimerKind.GRACE):
-            return submit.grace_due_ns
-        case (SubmitState.ENDING, TimerKind.RECLAIM):
-            return submit.reclaim_due_ns
-    return None
-
-
-def check(book: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
-    """Why it may not; None if it may. One that may is counted as an acquire of its tenant's."""
-    if lease is None or lease.tenant != event.tenant:
-        return denials.not_found(event.lease_id)
-    if lease.state is LeaseState.PENDING:
-        return denials.lease_pending(lease.snapshot())
-    if lease.state is not LeaseState.ACTIVE:
-        return denials.lease_ended(lease.snapshot())
-    if lease.is_expired(now_ns):
-        return denials.lease_expired(lease.snapshot())
-    if not lease.submit_bytes and lease.has_session:
-        return denials.has_session(lease.lease_id)
-    if event.timeout_ms < 1:
-        return denials.no_time(event.timeout_ms)
-    earlier = book.submits.get(lease.submit_id)
-    if earlier is not None and earlier.state is SubmitState.FENCED:
-        return denials.stuck(lease.lease_id)
-    if earlier is not None and lease.next_submit is not None:
-        return denials.busy(lease.lease_id)
-    return book.rates.denial(event.tenant, book.limits.tenants.of(event.tenant), now_ns)
-
-
-class SubmitViews:
-    """Reads the book."""
-
-    def __init__(self, book: LeaseStore) -> None:
-        self._book = book
-
-    def snapshots(self) -> tuple[SubmitSnapshot, ...]:
-        """Every submit that is not proved gone, oldest first."""
-        return tuple(submit.snapshot() for submit in self._book.submits.values())
-
-    def of(self, lease_id: int) -> SubmitSnapshot | None:
-        """A live lease's submit, None if it has none."""
-        lease = self._book.live.get(lease_id)
-        submit = None if lease is None else self._book.submits.get(lease.submit_id)
-        return None if submit is None else submit.snapshot()
-
-    def in_place_of_session(self, lease_id: int) -> SubmitSnapshot | None:
-        """The submit that runs in place of a live lease's session, and is not proved gone; None if there is none."""
-        lease = self._book.live.get(lease_id)
-        return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
-
-    def last_of(self, lease_id: int) -> SubmitSnapshot | None:
-        """The last submit of a live lease that is proved gone; None if it had none yet."""
-        lease = self._book.live.get(lease_id)
-        return None if lease is None else lease.last_submit
-
-    def lease_of(self, submit_id: int) -> int:
-        """The lease of a submit that is not proved gone; 0 if there is no such submit."""
-        submit = self._book.submits.get(submit_id)
-        return 0 if submit is None else submit.lease_id
-
-    def may_hold(self, number: int) -> tuple[str, int] | None:
-        """The card that a lease's session or another process (`LeaseStore.card_of`) may use, and its bytes; or None.
-
-        One that starts is not shown with a context yet, and one that ends may be gone already.
-        """
-        card_uuid = self._book.card_of(number)
-        return None if card_uuid is None else (card_uuid, self._book.charge_bytes(number))
-
-    def is_stuck(self, lease: Lease) -> bool:
-        """Whether a lease has a submit that can't be proved gone."""
-        submit = self._book.submits.get(lease.submit_id)
-        return submit is not None and submit.state is SubmitState.FENCED
-
-
 GRACE_MS: Final = 20
-"""For a submit that is ended to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
+"""Time for an ended submit to tell its tenant why. Stops a kernel that never ends from outliving its call by more."""
+
 
 MAX_WAIT_S: Final = 30
-"""For the one before it. Stops a tenant's calls from waiting, unseen, behind one that runs for as long as the lease."""
+"""Longest wait for the submit before. Stops a tenant's calls from waiting unseen behind one that runs as long as its
+lease."""
+
 
 _GENERATION: Final = 0
-"""Of a submit's timers: it has no generations."""
+"""Generation of a submit's timers: submits have no generations."""
+
+
+Handler = Callable[[Submit, Any, int, list[Effect]], None]
+
 
 OnFreed = Callable[[Lease, int, list[Effect]], None]
+
+
 OnStuck = Callable[[Lease, str, int, list[Effect]], None]
 
 
 class WarmContexts(Protocol):
-    """The pool as submits know it."""
+    """The pool's interface for submits."""
 
     def has_ready(self, card_uuid: str) -> bool:
-        """Whether one is ready that served nobody."""
+        """Return whether a context that served nobody is ready."""
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Have a submit that starts take a context; False if none is ready."""
+        """Give a starting submit a context; return False if none is ready."""
 
-    def miss(self, card_uuid: str, now_ns: int) -> None:
-        """One that a submit took was lost before it was ready."""
+    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
+        """Count the loss of a context that a submit took, before the submit was ready."""
+
+
+class SubmitViews:
+    """Queries about submits, which change nothing."""
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+
+    def snapshots(self) -> tuple[SubmitSnapshot, ...]:
+        """Return every submit that is not proved gone, oldest first."""
+        return tuple(submit.snapshot() for submit in self._store.submits.values())
+
+    def of(self, lease_id: int) -> SubmitSnapshot | None:
+        """Return a live lease's submit; None if it has none."""
+        lease = self._store.live.get(lease_id)
+        submit = None if lease is None else self._store.submits.get(lease.submit_id)
+        return None if submit is None else submit.snapshot()
+
+    def in_place_of_session(self, lease_id: int) -> SubmitSnapshot | None:
+        """Return the submit that runs in place of a live lease's session; None if there is none."""
+        lease = self._store.live.get(lease_id)
+        return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
+
+    def last_of(self, lease_id: int) -> SubmitSnapshot | None:
+        """Return the last submit of a live lease that is proved gone; None if it had none yet."""
+        lease = self._store.live.get(lease_id)
+        return None if lease is None else lease.last_submit
+
+    def lease_of(self, submit_id: int) -> int:
+        """Return the lease of a submit that is not proved gone; 0 if there is no such submit."""
+        submit = self._store.submits.get(submit_id)
+        return 0 if submit is None else submit.lease_id
+
+    def may_hold(self, number: int) -> tuple[str, int] | None:
+        """Return the card a worker may use and the bytes it may hold there; None if it may hold none.
+
+        Workers that start or end are excluded: one may not have its context yet, and the other may be gone already.
+        """
+        card_uuid = self._store.card_of(number)
+        return None if card_uuid is None else (card_uuid, self._store.charge_bytes(number))
+
+    def is_stuck(self, lease: Lease) -> bool:
+        """Return whether a lease has a submit that can't be proved gone."""
+        submit = self._store.submits.get(lease.submit_id)
+        return submit is not None and submit.state is SubmitState.FENCED
 
 
 class Submits(SubmitViews):
-    """Keeps them; each method appends to `out` what the shell is to do.
+    """Keeps the submits. Each method appends the effects to execute to `out`.
 
     Args:
-        on_freed: Told of a draining lease whose submit was proved gone.
-        on_stuck: Told of a draining lease whose submit can't be.
+        on_freed: Called with a draining lease whose submit was proved gone.
+        on_stuck: Called with a draining lease whose submit can't be proved gone.
     """
 
-    def __init__(self, book: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
-        super().__init__(book)
+    def __init__(self, store: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
+        super().__init__(store)
         self._on_freed = on_freed
         self._on_stuck = on_stuck
         self._pool: WarmContexts | None = None
         self._last_id = FIRST_SUBMIT_ID - 1
-        # By request: its lease, and until when it waits for the submit before it.
+        # By open request: the lease, and the end of the wait for the submit before.
         self._asked: dict[int, tuple[int, int]] = {}
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[Submit, Any, int, list[Effect]], None]] = {
+        self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_failed,
             events.WorkerExited: self._on_exited,
@@ -199,36 +156,19 @@ class Submits(SubmitViews):
             events.ReclaimFailed: self._on_not_proved,
         }
 
-    def take_from(self, pool: WarmContexts) -> None:
-        """Submits take contexts of this pool from now on."""
+    def use_pool(self, pool: WarmContexts) -> None:
+        """Have submits take contexts from this pool."""
         self._pool = pool
 
-    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
-        """Whether the event was about a submit; it is handled then."""
-        if isinstance(event, SubmitRequested):
-            self._on_requested(event, now_ns, out)
-            return True
-        if isinstance(event, events.RequesterGone):
-            return self._on_requester_gone(event.request, now_ns, out)
-        if isinstance(event, events.WaitTimerFired):
-            return self._on_wait_timer(event.request, now_ns, out)
-        number = getattr(event, "lease_id", 0)
-        if number < FIRST_SUBMIT_ID or isinstance(event, events.SubmitFound):
-            return False
-        submit, handler = self._book.submits.get(number), self._handlers.get(type(event))
-        if submit is not None and handler is not None:
-            handler(submit, event, now_ns, out)
-        return True
-
     def asked(self) -> set[int]:
-        """The requests that are not answered."""
+        """Return the requests that are not answered yet."""
         return set(self._asked)
 
-    # --- Leases. --------------------------------------------------------------
+    # --- leases ---
 
-    def end_of(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
-        """A lease was ended, and its submit with it."""
-        submit = self._book.submits.get(lease.submit_id)
+    def end_with_lease(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
+        """End the submit of a lease that was ended."""
+        submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
         denial = denials.lease_ended(lease.snapshot())
@@ -237,14 +177,14 @@ class Submits(SubmitViews):
             self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
 
     def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
-        """A lease lasts longer: so may its submit."""
-        submit = self._book.submits.get(lease.submit_id)
+        """Extend a running submit's deadline to its lease's."""
+        submit = self._store.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
             out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
     def fence_with(self, lease: Lease, out: list[Effect]) -> None:
-        """A lease was fenced: what its submit holds is fenced with it."""
-        submit = self._book.submits.get(lease.submit_id)
+        """Fence a submit's bytes with its lease's."""
+        submit = self._store.submits.get(lease.submit_id)
         if submit is None:
             return
         if not submit.is_kill_sent and not submit.is_worker_gone:
@@ -252,38 +192,39 @@ class Submits(SubmitViews):
         self._forget(submit, lease, out)
 
     def clear_fences(self, card_uuids: set[str], out: list[Effect]) -> int:
-        """Let go of submits that could not be proved gone; an operator vouches for them. How many there were."""
-        fenced = [submit for submit in self._book.submits.values() if submit.state is SubmitState.FENCED]
+        """Release submits that could not be proved gone, because an operator vouches for them; return their number."""
+        fenced = [submit for submit in self._store.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
-            self._forget(submit, self._book.live[submit.lease_id], out, is_proved=True)
+            self._forget(submit, self._store.live[submit.lease_id], out, is_proved=True)
         return len(cleared)
 
     def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
-        """One of an earlier daemon, of a lease that was restored; whether it can be that."""
-        self._last_id = max(self._last_id, event.lease_id)
-        lease = self._book.live.get(event.of_lease_id)
+        """Enter a submit of an earlier daemon whose lease was restored; return False if its lease can't have it."""
+        self._last_id = max(self._last_id, event.submit_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
-        if not lease.submit_bytes and event.size_bytes < 1:
+        if not lease.terms.submit_bytes and event.size_bytes < 1:
             return False
-        if not lease.submit_bytes:
-            account = self._book.account_by_uuid[lease.card_uuid]
+        if not lease.terms.submit_bytes:
+            account = self._store.account_by_uuid[lease.card_uuid]
             self._take_session_place(
-                lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.size_bytes
+                lease, account, is_lent=event.size_bytes + account.card.overhead_bytes > lease.terms.size_bytes
             )
-        submit = self._enter(lease, event.lease_id, 0, event.timeout_ms, now_ns)
+        submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
             self._run(submit, lease, now_ns, out)
         else:
             self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
         return True
 
-    # --- Requests. ------------------------------------------------------------
+    # --- requests ---
 
-    def _on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        denial = check(self._book, lease, event, now_ns)
+    def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+        """Start a submit, let it wait for the one before it, or refuse it."""
+        lease = self._store.live.get(event.lease_id)
+        denial = _check_request(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
@@ -291,63 +232,68 @@ class Submits(SubmitViews):
         self._asked[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
             lease.next_submit = event
-            out.append(ArmWaitTimer(event.request, due_ns))
+            out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
         else:
             self._start(lease, event.request, event.timeout_ms, now_ns, out)
 
-    def _on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
-        lease = self._book.live.get(self._asked.pop(request, (0, 0))[0])
+    def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Give up the submit of a requester that left; False if the request was none for a submit."""
+        lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
         if lease is None:
             return False
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
-            self._end(self._book.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
+            self._end(self._store.submits[lease.submit_id], None, "who asked for it left", None, now_ns, out)
         return True
 
-    def _on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+        """Refuse a submit that waited too long for the one before it; False if the request was none for a submit."""
         lease_id, due_ns = self._asked.get(request, (0, 0))
-        lease = self._book.live.get(lease_id)
+        lease = self._store.live.get(lease_id)
         if lease is None:
             return False
         if lease.next_submit is None or lease.next_submit.request != request:
             return True
         if now_ns < due_ns:
-            out.append(ArmWaitTimer(request, due_ns))
+            out.append(ArmTimer(WaitTimerFired(request), due_ns))
         else:
             self._refuse_next(lease, denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), out)
         return True
 
-    # --- Life. ----------------------------------------------------------------
+    # --- life ---
 
     def _take_session_place(self, lease: Lease, account: CardAccount, *, is_lent: bool) -> None:
-        """Have a lease's submit hold all but the session's context; `is_lent`: the card has room for its own."""
+        """Let a lease's submit hold everything but the session's context.
+
+        With `is_lent`, the card has room for the submit's context.
+        """
         if is_lent:
             account.lend_context(lease)
         lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
 
     def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
-        """Make room for a submit that takes a warm context, or a new one; False if there is none."""
-        if lease.submit_bytes:
+        """Make room for a submit that takes a warm context or a new one; return False if there is none."""
+        if lease.terms.submit_bytes:
             return True
-        account = self._book.account_by_uuid[lease.card_uuid]
+        account = self._store.account_by_uuid[lease.card_uuid]
         overhead_bytes = account.card.overhead_bytes
-        is_held_back = account.card.uuid in self._book.line.held_cards()
+        is_held_back = account.card.uuid in self._store.queue.held_cards()
         is_lent = not is_held_back and account.has_room_for_context(overhead_bytes if is_warm else 0)
-        if not is_lent and lease.size_bytes <= overhead_bytes:
+        if not is_lent and lease.terms.size_bytes <= overhead_bytes:
             return False
         self._take_session_place(lease, account, is_lent=is_lent)
         return True
 
     def _enter(self, lease: Lease, submit_id: int, request: int, timeout_ms: int, now_ns: int) -> Submit:
-        due_ns = now_ns + self._book.limits.spawn_timeout_s * NS_PER_S
+        due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
         charge_bytes = lease.submit_charge_bytes
-        overhead_bytes = self._book.account_by_uuid[lease.card_uuid].card.overhead_bytes
-        size_bytes = lease.submit_bytes or charge_bytes - overhead_bytes
+        overhead_bytes = self._store.account_by_uuid[lease.card_uuid].card.overhead_bytes
+        size_bytes = lease.terms.submit_bytes or charge_bytes - overhead_bytes
         submit = Submit(
             submit_id, lease.lease_id, lease.card_uuid, size_bytes, charge_bytes, request, timeout_ms, due_ns
         )
-        self._book.submits[submit_id] = submit
+        self._store.submits[submit_id] = submit
         lease.submit_id = submit_id
         return submit
 
@@ -370,7 +316,7 @@ class Submits(SubmitViews):
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
         if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
             submit.is_warm = True
-            submit.spawn_due_ns = now_ns + self._book.limits.adopt_timeout_s * NS_PER_S
+            submit.spawn_due_ns = now_ns + self._store.limits.adopt_timeout_s * NS_PER_S
         out.append(
             SpawnSubmit(
                 submit.submit_id,
@@ -378,22 +324,21 @@ class Submits(SubmitViews):
                 lease.card_uuid,
                 submit.size_bytes,
                 submit.timeout_ms,
-                lease.max_kernel_ms,
-                lease.waiting,
+                lease.terms,
                 submit.is_warm,
             )
         )
-        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.SPAWN, submit.spawn_due_ns))
+        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
 
     def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         self.on_deadline(lease, out)
-        out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.EXPIRY, submit.due_ns))
+        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
 
     def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
-            self._run(submit, self._book.live[submit.lease_id], now_ns, out)
+            self._run(submit, self._store.live[submit.lease_id], now_ns, out)
             del self._asked[submit.request]
             out.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
 
@@ -409,7 +354,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.STARTING and submit.is_warm:
             self._replace(submit, event.reason, now_ns, out)
         elif submit.state is SubmitState.RUNNING and submit.due_ns is not None and now_ns >= submit.due_ns:
-            # Its zygote has ended it while the daemon hung.
+            # The zygote ended the submit while the daemon hung.
             self._on_too_long(submit, now_ns, out)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = denials.not_started(submit.lease_id, event.reason)
@@ -430,26 +375,26 @@ class Submits(SubmitViews):
         self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
 
     def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        due_ns = submit_due_ns(submit, event.kind)
+        due_ns = _due_ns(submit, event.kind)
         if due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(submit.submit_id, _GENERATION, event.kind, due_ns))
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN and submit.is_warm:
-            reason = f"its context did not take it within {self._book.limits.adopt_timeout_s} s"
+            reason = f"its context did not take it within {self._store.limits.adopt_timeout_s} s"
             self._replace(submit, reason, now_ns, out)
         elif event.kind is TimerKind.SPAWN:
-            reason = f"it was not ready within {self._book.limits.spawn_timeout_s} s"
+            reason = f"it was not ready within {self._store.limits.spawn_timeout_s} s"
             self._end(submit, None, reason, denials.not_started(submit.lease_id, reason), now_ns, out)
         elif event.kind is TimerKind.EXPIRY:
             self._on_too_long(submit, now_ns, out)
         elif event.kind is TimerKind.RECLAIM:
             missing = "its memory was not shown free" if submit.is_worker_gone else "it could not be reaped"
-            self._fence(submit, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(submit, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
         elif not submit.is_kill_sent and not submit.is_worker_gone:
             self._kill(submit, now_ns, out)
 
-    # --- Ends. ----------------------------------------------------------------
+    # --- ends ---
 
     def _on_too_long(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
         submit.is_timed_out = True
@@ -458,15 +403,15 @@ class Submits(SubmitViews):
     def _end(
         self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
     ) -> None:
-        """End one that has not. `denial`: what who waits for it is told; None if nobody is there to be told."""
+        """End a submit that has not ended; `denial` is the reply to the requester that still waits for it."""
         self._refuse(submit, denial, out)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             self._stop(submit, cause, reason, now_ns, out)
 
     def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """End one whose context, made ahead, is dead or hangs; who waits for it goes on waiting."""
+        """End a submit's dead or hung warm context; its requester goes on waiting."""
         if self._pool is not None:
-            self._pool.miss(submit.card_uuid, now_ns)
+            self._pool.on_submit_lost(submit.card_uuid, now_ns)
         submit.is_replaced = True
         self._stop(submit, None, reason, now_ns, out)
 
@@ -477,7 +422,7 @@ class Submits(SubmitViews):
             self._prove(submit, now_ns, out)
         elif was is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
-            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.GRACE, submit.grace_due_ns))
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
         else:
             self._kill(submit, now_ns, out)
 
@@ -492,13 +437,13 @@ class Submits(SubmitViews):
 
     def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
         if submit.reclaim_due_ns is None:
-            submit.reclaim_due_ns = now_ns + self._book.limits.reclaim_timeout_s * NS_PER_S
-            out.append(ArmTimer(submit.submit_id, _GENERATION, TimerKind.RECLAIM, submit.reclaim_due_ns))
+            submit.reclaim_due_ns = now_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
+            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns))
 
     def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
             return
-        lease = self._book.live[submit.lease_id]
+        lease = self._store.live[submit.lease_id]
         self._forget(submit, lease, out, is_proved=True)
         following = lease.next_submit
         if lease.state is LeaseState.DRAINING:
@@ -514,7 +459,7 @@ class Submits(SubmitViews):
             self._fence(submit, event.reason, now_ns, out)
 
     def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live[submit.lease_id]
+        lease = self._store.live[submit.lease_id]
         submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
         out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
@@ -524,7 +469,7 @@ class Submits(SubmitViews):
             self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
 
     def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
-        """Who waits for it, or for the one in its place, waits no more."""
+        """Refuse the requester that waits for the submit or its replacement."""
         submit.is_replaced = False
         if self._asked.pop(submit.request, None) is not None and denial is not None:
             out.append(Denied(submit.request, denial))
@@ -536,11 +481,50 @@ class Submits(SubmitViews):
             out.append(Denied(following.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
-        """`is_proved`: its bytes are free, or an operator vouches for them; else they are part of its lease's fence."""
-        del self._book.submits[submit.submit_id]
+        """Forget a submit whose bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
+        del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
         if is_proved and lease.extra_bytes:
-            self._book.account_by_uuid[lease.card_uuid].take_context_back(lease)
-            self._book.has_freed_room = True
+            self._store.account_by_uuid[lease.card_uuid].take_context_back(lease)
+            self._store.has_freed_room = True
         lease.last_submit = submit.snapshot()
         out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))
+
+
+def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:
+    """Return the denial for a submit that the lease may not have now; None if it may.
+
+    A permitted submit counts as an acquire towards its tenant's rate.
+    """
+    if lease is None or lease.tenant != event.tenant:
+        return denials.not_found(event.lease_id)
+    if lease.state is LeaseState.PENDING:
+        return denials.lease_pending(lease.snapshot())
+    if lease.state is not LeaseState.ACTIVE:
+        return denials.lease_ended(lease.snapshot())
+    if lease.is_expired(now_ns):
+        return denials.lease_expired(lease.snapshot())
+    if not lease.terms.submit_bytes and lease.has_session:
+        return denials.has_session(lease.lease_id)
+    if event.timeout_ms < 1:
+        return denials.no_time(event.timeout_ms)
+    earlier = store.submits.get(lease.submit_id)
+    if earlier is not None and earlier.state is SubmitState.FENCED:
+        return denials.stuck(lease.lease_id)
+    if earlier is not None and lease.next_submit is not None:
+        return denials.busy(lease.lease_id)
+    return store.rates.denial(event.tenant, store.limits.tenants.of(event.tenant), now_ns)
+
+
+def _due_ns(submit: Submit, kind: TimerKind) -> int | None:
+    """Return when a submit's timer of that kind has something to do; None if it no longer has."""
+    match (submit.state, kind):
+        case (SubmitState.STARTING, TimerKind.SPAWN):
+            return submit.spawn_due_ns
+        case (SubmitState.RUNNING, TimerKind.EXPIRY):
+            return submit.due_ns
+        case (SubmitState.ENDING, TimerKind.GRACE):
+            return submit.grace_due_ns
+        case (SubmitState.ENDING, TimerKind.RECLAIM):
+            return submit.reclaim_due_ns
+    return None

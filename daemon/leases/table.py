@@ -1,15 +1,15 @@
-"""The lease table: one event and the time in, effects out, in the order they are to be executed.
+"""The lease table: takes one event and the time, and returns effects in the order to execute.
 
-All state changes go through `LeaseTable.handle`. It does no I/O, reads no clock and draws no random numbers, so the
-same events always give the same effects. Work per event does not grow with the number of leases; at an acquire, and
-when room comes back, it grows with the length of the line, which is bounded.
+All state changes go through `LeaseTable.handle`. The same events always give the same effects. Work per event does not
+grow with the number of leases. An acquire, and bytes that come back, cost time in the length of the queue, which is
+bounded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final, get_args
 
 from gpulease.daemon.leases import denials, devices, events, invariants
-from gpulease.daemon.leases.admission import Admission, Draining, check_ttl
+from gpulease.daemon.leases.admission import Admission, Drain, check_ttl
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardSnapshot
 from gpulease.daemon.leases.events import (
@@ -22,38 +22,46 @@ from gpulease.daemon.leases.events import (
     Renewed,
     RevokeDone,
     SetDeadline,
+    TimerFired,
     TimerKind,
     Warned,
 )
 from gpulease.daemon.leases.model import (
+    NS_PER_MS,
     Cause,
     Lease,
     LeaseSnapshot,
     LeaseState,
     Recycling,
-    StoryEntry,
+    TransitionRecord,
     Trigger,
     WarmSnapshot,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.leases.persisted import KeptLease, KeptWarm, Past, keep
-from gpulease.daemon.leases.restoring import Restoring
-from gpulease.daemon.leases.rules import NS_PER_MS, CoreLimits, Standing, ended_standing, standing_of
+from gpulease.daemon.leases.restoration import Restoration
+from gpulease.daemon.leases.rules import CoreLimits, LeasePhase, ended_phase, phase_of
 from gpulease.daemon.leases.store import LeaseStore, WaiterSnapshot
-from gpulease.daemon.leases.submits import lease_due_ns
-from gpulease.daemon.leases.teardown import Teardown
-from gpulease.daemon.leases.warm_pool import Pool
+from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
+from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol.opcodes import RevokeOutcome
+
+WORKER_EVENTS: Final = get_args(events.WorkerEvent)
+"""Events about one worker, which `LeaseTable` hands on by the worker's kind."""
+
+WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
 
 class LeaseTable:
-    """Every lease of the node, and who waits for one.
+    """Every lease of the node, and the queue of acquires.
 
     Args:
-        cards: What there is to lease.
-        limits: What nobody may go over.
-        warm_contexts: How many contexts each card is to have ready for leases to come.
-        past: What an earlier table left. Its leases come as events, before all others.
-        recycling: Within what bounds contexts serve their tenant again; None if they never do.
+        cards: Cards to lease.
+        limits: Bounds of the node.
+        warm_contexts: Number of contexts each card keeps ready for leases to come.
+        past: Records of an earlier table. Its leases come as events, before all others.
+        recycling: Bounds within which contexts serve their tenant again; None if they never do.
 
     Raises:
         ValueError: Two cards have the same uuid or index.
@@ -68,119 +76,128 @@ class LeaseTable:
         recycling: Recycling | None = None,
     ) -> None:
         self._limits = limits or CoreLimits()
-        self._book = LeaseStore(cards, self._limits, warm_contexts, recycling)
-        self._teardown = Teardown(self._book)
+        self._store = LeaseStore(cards, self._limits, warm_contexts, recycling)
+        self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
-        self._pool = Pool(self._book, self._teardown)
-        self._admission = Admission(self._book, self._pool)
-        self._restoring = Restoring(self._book, self._teardown, self._pool)
-        self._restoring.recall(past or Past())
-        self._draining = Draining(self._book, self._teardown, self._admission)
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[Any, int, list[Effect]], None]] = {
+        self._pool = WarmPool(self._store, self._teardown)
+        self._admission = Admission(self._store, self._pool)
+        self._restoration = Restoration(self._store, self._teardown, self._pool)
+        self._restoration.recall(past or Past())
+        self._drain = Drain(self._store, self._teardown, self._admission)
+        self._handlers = self._event_handlers()
+        # By kind of worker: the live workers by id, and the handler of each event about one of them.
+        self._workers: dict[WorkerKind, tuple[Mapping[int, Any], Mapping[type, WorkerHandler]]] = {
+            WorkerKind.LEASE: (self._store.live, self._lease_handlers()),
+            WorkerKind.WARM: (self._store.warm, self._pool.handlers),
+            WorkerKind.SUBMIT: (self._store.submits, self.submits.handlers),
+        }
+
+    def _event_handlers(self) -> dict[type, Callable[[Any, int, list[Effect]], None]]:
+        # Each handler takes exactly its kind of event, which a dict can't say in types.
+        return {
             events.AcquireRequested: self._on_acquire_requested,
-            events.CardLooked: self._pool.on_card_looked,
-            events.ConnectionsChanged: self._on_connections_changed,
-            events.DrainCancelled: self._draining.on_cancelled,
-            events.DrainRequested: self._draining.on_requested,
-            events.DrainTimerFired: lambda _, now_ns, out: self._draining.on_timer(now_ns, out),
-            events.FenceClearRequested: self._on_fence_clear_requested,
+            events.RenewRequested: self._on_renew_requested,
             events.FreeRequested: self._on_free_requested,
+            events.RevokeRequested: self._on_revoke_requested,
+            events.SubmitRequested: self.submits.on_requested,
+            events.RequesterGone: self._on_requester_gone,
+            events.FenceClearRequested: self._on_fence_clear_requested,
+            events.DrainRequested: self._drain.on_requested,
+            events.DrainCancelled: self._drain.on_cancelled,
+            events.TenantRulesChanged: self._admission.on_rules_changed,
+            events.ShutdownRequested: self._on_shutdown_requested,
+            events.ConnectionsChanged: self._on_connections_changed,
+            events.SessionOpened: self._on_session_opened,
+            events.SessionFaulted: self._on_session_faulted,
             events.GuestAttached: self._pool.on_guest_attached,
-            events.LeaseRestored: self._restoring.on_lease_restored,
+            events.WorkerScrubbed: self._pool.on_worker_scrubbed,
+            events.WorkerUnlisted: self._on_worker_unlisted,
+            events.CardLooked: self._pool.on_card_looked,
+            events.WaitTimerFired: self._on_wait_timer,
             events.HoldTimerFired: lambda _, now_ns, out: self._admission.on_hold_timer(now_ns, out),
             events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),
-            events.ReclaimFailed: self._on_reclaim_failed,
-            events.ReclaimProved: self._on_reclaim_proved,
-            events.RenewRequested: self._on_renew_requested,
-            events.RequesterGone: self._on_requester_gone,
-            events.RevokeRequested: self._on_revoke_requested,
-            events.SessionCondemned: self._on_session_condemned,
-            events.SessionFaulted: self._on_session_faulted,
-            events.SessionOpened: self._on_session_opened,
-            events.SubmitFound: self._restoring.on_submit_found,
-            events.ShutdownRequested: self._on_shutdown_requested,
-            events.TenantRulesChanged: self._admission.on_rules_changed,
-            events.TimerFired: self._on_timer_fired,
-            events.WaitTimerFired: lambda event, now_ns, out: self._admission.on_wait_timer(event.request, now_ns, out),
-            events.WorkerExited: self._on_worker_exited,
-            events.WorkerFailed: self._on_worker_failed,
-            events.WorkerFound: self._restoring.on_worker_found,
+            events.DrainTimerFired: lambda _, now_ns, out: self._drain.on_timer(now_ns, out),
+            events.LeaseRestored: self._restoration.on_lease_restored,
+            events.WorkerFound: self._restoration.on_worker_found,
+            events.SubmitFound: self._restoration.on_submit_found,
+            **dict.fromkeys(WORKER_EVENTS, self._on_worker_event),
+        }
+
+    def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
+        return {
             events.WorkerReady: self._on_worker_ready,
-            events.WorkerScrubbed: self._pool.on_worker_scrubbed,
+            events.WorkerFailed: self._on_worker_failed,
+            events.WorkerExited: self._on_worker_exited,
+            events.SessionCondemned: self._on_session_condemned,
+            events.TimerFired: self._on_timer_fired,
+            events.ReclaimProved: self._on_reclaim_proved,
+            events.ReclaimFailed: self._on_reclaim_failed,
         }
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
-        """Take in what happened at monotonic time `now_ns`, and return what is to be done about it, in order.
+        """Handle an event at monotonic time `now_ns`, and return the effects to execute, in order.
 
         Raises:
             ValueError: An acquire reuses the number of one that is still open.
-            InvalidTransition: A fault in the core itself; the event is half handled and the table must be given up.
+            InvalidTransition: A bug in the core; the event is half handled and the table must be given up.
         """
         out: list[Effect] = []
-        if not isinstance(event, events.WorkerUnlisted):
-            self._take(event, now_ns, out)
-        elif self._pool.is_shown_free(event, now_ns, out):
-            self._take(events.ReclaimProved(event.lease_id), now_ns, out)
-        if self._book.has_freed_room:
-            self._admission.serve_line(now_ns, out)
-        self._pool.tend(now_ns, out)
+        self._handlers[type(event)](event, now_ns, out)
+        if self._store.has_freed_room:
+            self._admission.serve_queue(now_ns, out)
+        self._pool.update(now_ns, out)
         return out
 
-    def _take(self, event: Event, now_ns: int, out: list[Effect]) -> None:
-        if not self.submits.take_event(event, now_ns, out) and not self._pool.take_event(event, now_ns, out):
-            self._handlers[type(event)](event, now_ns, out)
-
     def get(self, lease_id: int) -> LeaseSnapshot | None:
-        """A live lease, or one that ended and is still remembered."""
-        return self._book.get(lease_id)
+        """Return a live lease, or one that ended and is still remembered."""
+        return self._store.get(lease_id)
 
     def charge_bytes(self, lease_id: int) -> int:
-        """What a live lease holds of its card, its contexts' overhead included; 0 if there is none."""
-        lease = self._book.live.get(lease_id)
+        """Return the bytes a live lease holds on its card, its contexts' overhead included; 0 if there is none."""
+        lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.charge_bytes
 
     def stray_bytes(self, card_uuid: str, unowned_bytes: int) -> int:
-        """What of a card's unowned bytes the table has not booked; 0 within the card's slack."""
-        unowned = self._book.account_by_uuid[card_uuid].others.unowned
+        """Return a card's unowned bytes that the table has not booked; 0 within the card's slack."""
+        unowned = self._store.account_by_uuid[card_uuid].others.unowned
         return 0 if unowned.is_within(unowned_bytes) else unowned_bytes - unowned.booked_bytes
 
     def keep(self, lease_id: int, worker_pid: int = 0) -> KeptLease | None:
-        """What is to outlive this table of a live lease; None of one that is pending, or not there."""
-        lease = self._book.live.get(lease_id)
+        """Return the part of a live lease that outlives this table; None if it is pending or unknown."""
+        lease = self._store.live.get(lease_id)
         return None if lease is None else keep(lease, worker_pid)
 
     def keep_warm(self, warm_id: int) -> KeptWarm | None:
-        """The same of a warm context."""
-        found = self._book.warm.get(warm_id)
+        """Return the part of a warm context that outlives this table; None if it is unknown."""
+        found = self._store.warm.get(warm_id)
         return None if found is None else KeptWarm(warm_id, found.card_uuid, found.charge_bytes, found.reason)
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
-        """Every live lease, the fenced ones too, oldest first."""
-        return tuple(lease.snapshot() for lease in self._book.live.values())
+        """Return every live lease, fenced ones included, oldest first."""
+        return tuple(lease.snapshot() for lease in self._store.live.values())
 
     def cards(self) -> tuple[CardSnapshot, ...]:
-        """Every card by its index, and what is held on it."""
-        return tuple(account.snapshot() for account in self._book.accounts)
+        """Return every card by index, with the bytes held on it."""
+        return tuple(account.snapshot() for account in self._store.accounts)
 
     def warming(self) -> tuple[WarmSnapshot, ...]:
-        """Every context of the pool, oldest first, those that are being dropped too."""
-        return tuple(context.snapshot() for context in self._book.warm.values())
+        """Return every context of the pool, those being dropped included, oldest first."""
+        return tuple(context.snapshot() for context in self._store.warm.values())
 
     def waiting(self) -> tuple[WaiterSnapshot, ...]:
-        """Those in line, first come first."""
-        return tuple(waiter.snapshot() for waiter in self._book.line)
+        """Return the queued acquires, first come first."""
+        return tuple(waiter.snapshot() for waiter in self._store.queue)
 
-    def story(self, lease_id: int) -> tuple[StoryEntry, ...]:
-        """What happened to a live lease, oldest first; `LeaseEnded` carries the story of one that ended."""
-        lease = self._book.live.get(lease_id)
-        return tuple(lease.story) if lease is not None else ()
+    def history(self, lease_id: int) -> tuple[TransitionRecord, ...]:
+        """Return the recorded transitions of a live lease, oldest first; `LeaseEnded` carries those of an ended one."""
+        lease = self._store.live.get(lease_id)
+        return tuple(lease.history) if lease is not None else ()
 
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
-        """Why work under this lease must be refused now; None if it is active and its time is not over."""
-        lease = self._book.live.get(lease_id)
+        """Return the denial for work under this lease now; None if the lease is active and in time."""
+        lease = self._store.live.get(lease_id)
         if lease is None:
-            ended = self._book.ended.get(lease_id)
+            ended = self._store.ended.get(lease_id)
             return self._unknown(lease_id) if ended is None else denials.lease_ended(ended)
         if lease.state is LeaseState.PENDING:
             return denials.lease_pending(lease.snapshot())
@@ -188,69 +205,74 @@ class LeaseTable:
             return denials.lease_ended(lease.snapshot())
         return denials.lease_expired(lease.snapshot()) if lease.is_expired(now_ns) else None
 
-    def standing(self, lease_id: int, now_ns: int) -> Standing | None:
-        """Where a lease stands on its way to its end; None if it is unknown or was never granted."""
-        lease = self._book.live.get(lease_id)
+    def phase(self, lease_id: int, now_ns: int) -> LeasePhase | None:
+        """Return the phase of a lease on its way to its end; None if it is unknown or was never granted."""
+        lease = self._store.live.get(lease_id)
         if lease is None:
-            ended = self._book.ended.get(lease_id)
-            return None if ended is None or ended.deadline_ns is None else ended_standing(ended)
-        return None if lease.deadline_ns is None else standing_of(lease, self._book.drain_ns, now_ns)
+            ended = self._store.ended.get(lease_id)
+            return None if ended is None or ended.deadline_ns is None else ended_phase(ended)
+        return None if lease.deadline_ns is None else phase_of(lease, self._store.drain_ns, now_ns)
 
     def orphan_ms(self, lease_id: int) -> int:
-        """How long a live lease may be without a connection; 0 for as long as it lasts, or if there is none."""
-        lease = self._book.live.get(lease_id)
+        """Return the longest time a live lease may be without a connection; 0: no bound, or no such lease."""
+        lease = self._store.live.get(lease_id)
         return 0 if lease is None else lease.orphan_ms
 
     def orphan_due_ns(self, lease_id: int) -> int | None:
-        """When an active lease ends for want of a connection; None if it has one, or may be without."""
-        lease = self._book.live.get(lease_id)
+        """Return the time at which an active lease ends for want of a connection; None if none is due."""
+        lease = self._store.live.get(lease_id)
         return None if lease is None or lease.state is not LeaseState.ACTIVE else lease.orphan_due_ns
 
     @property
     def drain_ns(self) -> int | None:
-        """When a drain ends the leases that are left; None while the node is not drained."""
-        return self._book.drain_ns
+        """Time at which a drain ends the leases left; None while the node is not drained."""
+        return self._store.drain_ns
 
     @property
     def is_shutting_down(self) -> bool:
-        """Whether a shutdown was asked for; it is done once `snapshots` has nothing left but fenced leases."""
-        return self._book.is_shutting_down
+        """True once a shutdown was requested; it is complete when only fenced leases are left."""
+        return self._store.is_shutting_down
 
     def validate(self) -> None:
-        """Recompute everything that is kept as a running sum and check every rule.
+        """Recompute every running sum and check every rule.
 
         Raises:
-            InvariantBroken: Something does not hold, in a sentence.
+            InvariantBroken: A rule does not hold; the text says which.
         """
-        invariants.validate(self._book)
+        invariants.validate(self._store)
 
     def charges(self) -> dict[int, int]:
-        """What each live lease holds of its card, by lease id."""
-        return {lease.lease_id: lease.charge_bytes for lease in self._book.live.values()}
+        """Return the bytes each live lease holds on its card, by lease id."""
+        return {lease.lease_id: lease.charge_bytes for lease in self._store.live.values()}
 
     def validate_charges(self, before: Mapping[int, int]) -> None:
-        """Check that the last event charged nothing beyond a card's capacity. `before`: `charges` before that event.
+        """Check that the last event charged nothing beyond a card's capacity.
 
-        Not for events that restore what an earlier table granted: the capacity may be less by now.
+        Events that restore an earlier table's leases are exempt, because the capacity may be lower by now.
+
+        Args:
+            before: Result of `charges` before that event.
 
         Raises:
-            InvariantBroken: A lease got more than there was, in a sentence.
+            InvariantBroken: A lease got more than the card had; the text says which.
         """
-        invariants.validate_charges(self._book, before)
+        invariants.validate_charges(self._store, before)
 
-    # --- Requests. ------------------------------------------------------------
+    # --- requests ---
 
     def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
-        if event.request in self._book.pending or self._book.line.get(event.request) is not None:
+        if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
             raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
         self._admission.acquire(event, now_ns, out)
 
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
-        waiter = self._book.line.get(event.request)
+        if self.submits.on_requester_gone(event.request, now_ns, out):
+            return
+        waiter = self._store.queue.get(event.request)
         if waiter is not None:
             self._admission.drop(waiter)
             return
-        lease = self._book.live.get(self._book.pending.get(event.request, 0))
+        lease = self._store.live.get(self._store.pending.get(event.request, 0))
         if lease is not None:
             self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
 
@@ -258,27 +280,27 @@ class LeaseTable:
         if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
         denial = self.denial_for(event.lease_id, now_ns) or check_ttl(
-            event.ttl_ms, self._book.limits, event.tenant if lease is None else lease.tenant
+            event.ttl_ms, self._store.limits, event.tenant if lease is None else lease.tenant
         )
         if denial is not None or lease is None or lease.deadline_ns is None:
             out.append(Denied(event.request, denial or denials.not_found(event.lease_id)))
             return
         lease.generation += 1
         lease.move(Trigger.RENEWED, now_ns)
-        lease.ttl_ms = event.ttl_ms
-        # A renewal never takes away time that was promised; what was promised was under the same maximum.
-        deadline_ns = self._draining.cap(now_ns + event.ttl_ms * NS_PER_MS)
+        lease.terms = lease.terms._replace(ttl_ms=event.ttl_ms)
+        # A renewal never shortens the time granted before, which was under the same maximum.
+        deadline_ns = self._drain.cap(now_ns + event.ttl_ms * NS_PER_MS)
         self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
         if lease.unconnected_ns is not None:
-            # Whoever renews it is alive: the wait begins anew.
+            # A renewal shows that the tenant is alive, so the wait for a connection starts anew.
             self._await_connection(lease, now_ns, out)
         out.append(Renewed(event.request, lease.snapshot()))
 
     def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE or not lease.orphan_ms:
             return
         if event.is_connected == (lease.unconnected_ns is None):
@@ -287,22 +309,22 @@ class LeaseTable:
             lease.unconnected_ns = None
         else:
             self._await_connection(lease, now_ns, out, event.least_wait_ms)
-        standing = standing_of(lease, self._book.drain_ns, now_ns)
-        out.append(Warned(lease.lease_id, standing.phase, standing.left_ms(now_ns)))
+        phase = phase_of(lease, self._store.drain_ns, now_ns)
+        out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
     def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
-        """The lease has no connection: it ends unless it gets one in time."""
+        """End the lease unless it gets a connection in time."""
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
-        # What it was promised by a longer wait stays.
+        # An earlier, longer wait stays granted.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
         due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.ORPHAN, due_ns))
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
 
     def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
         if (denial := self._hide(event.lease_id, event.tenant, event.is_operator)) is not None:
             out.append(Denied(event.request, denial))
             return
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             lease.free_request = event.request
@@ -314,7 +336,7 @@ class LeaseTable:
         out.append(Denied(event.request, denial))
 
     def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is None:
             out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
             return
@@ -328,49 +350,58 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
 
     def _on_fence_clear_requested(self, event: events.FenceClearRequested, now_ns: int, out: list[Effect]) -> None:
-        selected = devices.select(self._book.accounts, event.card_uuid)
+        selected = devices.select(self._store.accounts, event.card_uuid)
         if event.card_uuid is not None and not selected:
-            cards = [account.card for account in self._book.accounts]
+            cards = [account.card for account in self._store.accounts]
             out.append(Denied(event.request, denials.unknown_card(event.card_uuid, cards)))
             return
         uuids = {account.card.uuid for account in selected}
-        cleared = [lease for lease in self._book.fenced.values() if lease.card_uuid in uuids]
+        cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
         for lease in cleared:
-            self._book.close(lease, Trigger.FENCE_CLEARED, now_ns)
-            self._book.cleared.add(lease.lease_id)
+            self._store.close(lease, Trigger.FENCE_CLEARED, now_ns)
+            self._store.cleared.add(lease.lease_id)
         lease_ids = tuple(lease.lease_id for lease in cleared)
         warm_ids = self._pool.clear_fences(uuids)
         count = len(lease_ids) + len(warm_ids) + self.submits.clear_fences(uuids, out)
         out.append(FenceCleared(event.request, count, lease_ids, warm_ids))
 
     def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
-        self._book.is_shutting_down = True
-        self._admission.close_line(denials.shutting_down(), out)
-        for lease in self._book.live.values():
+        self._store.is_shutting_down = True
+        self._admission.close_queue(denials.shutting_down(), out)
+        for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, out)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was asked for", now_ns, out)
 
-    # --- Workers. -------------------------------------------------------------
+    # --- workers ---
 
-    def _on_worker_ready(self, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is None or lease.state is not LeaseState.PENDING or lease.awaited_bytes:
+    def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
+        """Hand an event to the handler for its kind of worker.
+
+        An event for an unknown worker, or one that means nothing for its kind, is ignored.
+        """
+        workers, handlers = self._workers[kind_of(event.worker_id)]
+        worker, handler = workers.get(event.worker_id), handlers.get(type(event))
+        if worker is not None and handler is not None:
+            handler(worker, event, now_ns, out)
+
+    def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> None:
+        if self._pool.is_shown_free(event, now_ns, out):
+            self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
+
+    def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         lease.move(Trigger.WORKER_READY, now_ns)
-        self._book.leave_pending(lease)
-        self._set_deadline(lease, now_ns + lease.ttl_ms * NS_PER_MS, out)
+        self._store.leave_pending(lease)
+        self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
         out.append(Granted(lease.request, lease.snapshot()))
 
-    def _on_worker_failed(self, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is not None and lease.state is LeaseState.PENDING:
+    def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is LeaseState.PENDING:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
 
-    def _on_worker_exited(self, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is None:
-            return
+    def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
         if lease.state is LeaseState.PENDING and lease.warm_id:
             self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
         elif lease.state is LeaseState.PENDING:
@@ -384,46 +415,44 @@ class LeaseTable:
             self._teardown.on_worker_exited(lease, now_ns, out)
 
     def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        # The first fault is the one to know: a lost context fails everything after it.
+        lease = self._store.live.get(event.worker_id)
+        # Keep the first fault: after a lost context everything fails.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it did not say why"
         self._teardown.give_up_scrub(lease, now_ns, out)
 
     def _on_session_opened(self, event: events.SessionOpened, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+        lease = self._store.live.get(event.lease_id)
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.own_submit_bytes:
             lease.has_session = True
 
-    def _on_session_condemned(self, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
+    def _on_session_condemned(
+        self, lease: Lease, event: events.SessionCondemned, now_ns: int, out: list[Effect]
+    ) -> None:
         self._teardown.expire_if_due(lease, now_ns, out)
-        if lease is not None and lease.state is LeaseState.ACTIVE:
+        if lease.state is LeaseState.ACTIVE:
             self._teardown.begin(lease, event.cause, event.reason, now_ns, out)
         else:
             self._teardown.give_up_scrub(lease, now_ns, out)
 
-    def _on_reclaim_proved(self, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is not None:
-            self._teardown.on_reclaim_proved(lease, now_ns, out)
+    def _on_reclaim_proved(self, lease: Lease, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.on_reclaim_proved(lease, now_ns, out)
 
-    def _on_reclaim_failed(self, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is not None:
-            self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
+    def _on_reclaim_failed(self, lease: Lease, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
 
-    # --- Timers. --------------------------------------------------------------
+    # --- timers ---
 
-    def _on_timer_fired(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
-        lease = self._book.live.get(event.lease_id)
-        if lease is None or lease.generation != event.generation:
-            return
+    def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
+        if not self.submits.on_wait_timer(event.request, now_ns, out):
+            self._admission.on_wait_timer(event.request, now_ns, out)
+
+    def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
         due_ns = lease_due_ns(lease, event.kind)
-        if due_ns is None:
+        if lease.generation != event.generation or due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(lease.lease_id, lease.generation, event.kind, due_ns))
+            out.append(ArmTimer(event, due_ns))
         elif event.kind is TimerKind.SPAWN:
             self._on_spawn_timer(lease, now_ns, out)
         else:
@@ -437,24 +466,27 @@ class LeaseTable:
         reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
         self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
 
-    # --- Shared steps. --------------------------------------------------------
+    # --- shared steps ---
 
     def _unknown(self, lease_id: int) -> Denial:
-        """Of a lease that is neither live nor remembered; whose it was is not known any more."""
-        if lease_id in self._book.revoked:
+        """Return the denial for a lease that is neither live nor remembered; its tenant is not known any more."""
+        if lease_id in self._store.revoked:
             return denials.revoked_long_ago(lease_id)
         return denials.not_found(lease_id)
 
     def _past_outcome(self, lease_id: int) -> RevokeOutcome:
-        """Revoking twice is no mistake: the second answer is that of the first, also once a fence was cleared."""
-        if lease_id in self._book.cleared:
+        """Return the outcome of an earlier revoke: a second revoke, even after a fence clear, gets the same answer."""
+        if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
-        was_here = lease_id in self._book.ended or lease_id in self._book.revoked
+        was_here = lease_id in self._store.ended or lease_id in self._store.revoked
         return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
 
     def _hide(self, lease_id: int, tenant: str, is_operator: bool) -> Denial | None:
-        """What the caller is told if it has no business with the lease, or if there is none: the two look the same."""
-        lease = self._book.live.get(lease_id) or self._book.ended.get(lease_id)
+        """Return the denial for a caller that is neither the tenant nor an operator.
+
+        A foreign lease and an unknown lease look the same to the caller.
+        """
+        lease = self._store.live.get(lease_id) or self._store.ended.get(lease_id)
         if lease is None:
             return self._unknown(lease_id)
         return denials.not_found(lease_id) if lease.tenant != tenant and not is_operator else None
@@ -463,4 +495,4 @@ class LeaseTable:
         lease.deadline_ns = deadline_ns
         out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
         self.submits.on_deadline(lease, out)
-        out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.EXPIRY, deadline_ns))
+        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))

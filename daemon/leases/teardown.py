@@ -1,8 +1,8 @@
-"""From the moment something ends a lease until its bytes are proved back, or its slice is fenced.
+"""The teardown of a lease, from its end until its bytes are proved back or its slice is fenced.
 
-Order: refuse new work, give what is in flight its grace, kill, wait for the reap, wait for the proof. Each step is
-taken once, whatever comes twice, late or out of turn. No step waits for the tenant. A context that may be recycled (see
-`recycling`) is scrubbed in the time of the grace, and killed at its end.
+Order: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step is taken
+once, even if events come twice, late or out of order. No step waits for the tenant. A context that may be recycled is
+scrubbed during the grace instead, and killed at its end.
 """
 
 from gpulease.daemon.leases import denials
@@ -18,26 +18,45 @@ from gpulease.daemon.leases.events import (
     RefuseWork,
     RevokeDone,
     ScrubWorker,
+    TimerFired,
     TimerKind,
 )
-from gpulease.daemon.leases.model import Cause, Lease, LeaseState, Trigger
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
+from gpulease.daemon.leases.model import NS_PER_MS, NS_PER_S, Cause, Lease, LeaseState, Trigger
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.submits import Submits
 from gpulease.protocol.opcodes import RevokeOutcome
 
 
+def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
+    """Return when a lease's timer of that kind has something to do; None if it no longer has.
+
+    A timer that fires early is armed again for that time.
+    """
+    match kind:
+        case TimerKind.SPAWN:
+            return lease.spawn_due_ns if lease.state is LeaseState.PENDING else None
+        case TimerKind.EXPIRY:
+            return lease.deadline_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.ORPHAN:
+            return lease.orphan_due_ns if lease.state is LeaseState.ACTIVE else None
+        case TimerKind.GRACE if not (lease.is_kill_sent or lease.is_worker_gone):
+            return lease.grace_due_ns if lease.state is LeaseState.DRAINING else None
+        case TimerKind.RECLAIM:
+            return lease.reclaim_due_ns if lease.state is LeaseState.DRAINING else None
+    return None
+
+
 class Teardown:
-    """Ends leases; each method appends to `out` what the shell is to do.
+    """Ends leases. Each method appends the effects to execute to `out`.
 
     Attributes:
-        submits: Their submits, which end with them.
+        submits: The leases' submits, which end with them.
     """
 
-    def __init__(self, book: LeaseStore) -> None:
-        self._book = book
-        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
-        self.submits = Submits(book, self._on_submit_freed, self.on_reclaim_failed)
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
+        self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
 
     def begin(
         self,
@@ -48,50 +67,63 @@ class Teardown:
         out: list[Effect],
         denial: Denial | None = None,
     ) -> None:
-        """End a pending or active lease. An acquire that still waits for it is refused, unless its client left.
+        """End a pending or active lease, and refuse the acquire that still waits for it.
 
-        `denial`: what that is told; None for how the lease ended.
+        Args:
+            lease: The lease to end.
+            cause: Reason for the end.
+            reason: The cause in words.
+            now_ns: Monotonic time.
+            out: Receives the effects.
+            denial: Reply to the acquire; None for one that says how the lease ended.
         """
         was_pending = lease.state is LeaseState.PENDING
         lease.move(cause, now_ns)
         lease.cause = cause
         lease.reason = reason
         if cause is Cause.REVOKED:
-            self._book.revoked.add(lease.lease_id)
+            self._store.revoked.add(lease.lease_id)
         out.append(RefuseWork(lease.lease_id, cause))
-        self.submits.end_of(lease, cause, now_ns, out)
+        self.submits.end_with_lease(lease, cause, now_ns, out)
         if was_pending:
-            self._book.leave_pending(lease)
+            self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
                 out.append(Denied(lease.request, denial or denials.lease_ended(lease.snapshot())))
         if lease.is_worker_gone:
             self._prove(lease, now_ns, out)
             return
         # A worker that was never ready has nothing in flight to finish.
-        grace_ns = 0 if was_pending else self._book.limits.grace_ns(cause)
-        recycling = self._book.recycling
-        if recycling is not None and cause is Cause.FREED and not was_pending and self._book.may_recycle(lease):
-            lease.is_scrubbing = True
-            out.append(ScrubWorker(lease.lease_id))
-            grace_ns = recycling.scrub_timeout_ms * NS_PER_MS
+        grace_ns = 0 if was_pending else self._grace_ns(lease, cause, out)
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.GRACE, lease.grace_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.GRACE), lease.grace_due_ns))
         else:
             self._kill(lease, now_ns, out)
 
+    def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
+        """Return the time until the kill; order a scrub first if the context may be recycled."""
+        recycling = self._store.recycling
+        if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
+            return self._store.limits.grace_ns(cause)
+        lease.is_scrubbing = True
+        out.append(ScrubWorker(lease.lease_id))
+        return recycling.scrub_timeout_ms * NS_PER_MS
+
     def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """Something is in doubt: kill the worker of a lease whose context was to be scrubbed."""
+        """Kill the worker of a lease that was to be scrubbed, because something is in doubt."""
         if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
             self._kill(lease, now_ns, out)
 
-    def recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Let the bytes go of a lease whose context is scrubbed and another's to account for."""
+    def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        """Release the bytes of a lease whose scrubbed context the pool now accounts for."""
         lease.is_scrubbing = False
         self._let_go(lease, now_ns, out)
 
     def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Go on with a teardown that an earlier table began: the grace is over, and the word may not be flipped yet."""
+        """Continue a teardown that an earlier table began.
+
+        Its grace is over, but its revocation word may not be flipped yet.
+        """
         if lease.cause is not None:
             out.append(RefuseWork(lease.lease_id, lease.cause))
         if lease.is_worker_gone:
@@ -100,12 +132,12 @@ class Teardown:
             self._kill(lease, now_ns, out)
 
     def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
-        """A lease whose time is over is expired for whoever comes first, its timer or anybody's request."""
+        """End a lease whose time is over, whether its timer or a request notices first."""
         if lease is not None and lease.is_expired(now_ns):
             self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
-        """A timer rang that has something to do: see `due`."""
+        """Act on a timer that is due, as `lease_due_ns` says."""
         if kind is TimerKind.EXPIRY:
             self.expire_if_due(lease, now_ns, out)
         elif kind is TimerKind.ORPHAN:
@@ -117,7 +149,7 @@ class Teardown:
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
             )
-            reason = f"{missing} within {self._book.limits.reclaim_timeout_s} s"
+            reason = f"{missing} within {self._store.limits.reclaim_timeout_s} s"
             self.on_reclaim_failed(lease, reason, now_ns, out)
 
     def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
@@ -136,14 +168,14 @@ class Teardown:
             self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
 
     def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """The process of a draining lease is reaped: now a proof of its bytes means something."""
+        """Ask for the proof of a draining lease's bytes, now that its process is reaped."""
         if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
             lease.is_worker_gone = True
             lease.is_scrubbing = False
             self._prove(lease, now_ns, out)
 
     def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Let the bytes go. A proof made before the reap proves nothing, and a fence is not lifted by one."""
+        """Release the bytes. A proof from before the reap proves nothing, and no proof lifts a fence."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
         if self.submits.is_stuck(lease):
@@ -154,7 +186,7 @@ class Teardown:
             self._let_go(lease, now_ns, out)
 
     def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        self._book.close(lease, Trigger.RECLAIM_PROVED, now_ns)
+        self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         snapshot = lease.snapshot()
         if lease.free_request is not None:
             out.append(Freed(lease.free_request, snapshot))
@@ -165,11 +197,11 @@ class Teardown:
             self.on_reclaim_proved(lease, now_ns, out)
 
     def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Fence the slice; the lease keeps the cause that ended it, and says why it is fenced."""
+        """Fence the slice. The lease keeps the cause that ended it and says why it is fenced."""
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
-        self._book.fence(lease, now_ns)
+        self._store.fence(lease, now_ns)
         self.submits.fence_with(lease, out)
         if lease.free_request is not None:
             out.append(Denied(lease.free_request, denials.lease_ended(lease.snapshot())))
@@ -186,12 +218,12 @@ class Teardown:
         self._start_reclaim_clock(lease, now_ns, out)
 
     def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        # One clock from the kill to the proof: a worker that dies late must not get a second one.
+        # One clock runs from the kill to the proof: a worker that dies late gets no second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.RECLAIM, lease.reclaim_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))
 
     def _report(self, lease: Lease, outcome: RevokeOutcome, out: list[Effect]) -> None:
         out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
         if lease.cause is not None:
-            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.story)))
+            out.append(LeaseEnded(lease.snapshot(), lease.cause, tuple(lease.history)))

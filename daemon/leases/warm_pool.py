@@ -1,41 +1,39 @@
-"""When a card's next context may be made ahead: a pause after one was taken, and later each time one was lost.
+"""The pool of warm contexts: how many there are, who gets one, and when they give way.
 
-The pool of contexts made ahead: how many there are, who gets one, and when they give way.
-
-1. Each card has as many as the operator wants, made one at a time, a pause after a lease took the last one, and never
-   while an acquire of that card is under way. If one is lost, the next one comes later, and later each time.
-2. One is charged to its card like a lease's context, so a lease that takes it brings its slice alone.
-3. The pool gives way: admission counts its bytes as free, and contexts that are in a placed lease's way are killed. The
-   lease is started once their bytes are proved back, never before.
-4. A card that one lease has to itself keeps none, nor does a node that is drained. A lease's fence leaves the pool what
-   room there is besides. Each context of the pool that is fenced makes the pool smaller by one until an operator clears
-   the fence, and one that is dropped does until it is proved gone: so a driver that loses every context fences no more
-   of them than are wanted. A fenced context that served a tenant does not count, as that tenant may have seen to it.
-5. A lease whose context is lost before it is ready gets a new one, as if there had been no pool.
-6. Submits take contexts as leases do, but none that served anybody. Their lease holds the bytes of a second context
-   already, so that what the pool held of the one that is taken is free again.
-7. A context that is scrubbed (see `recycling`) waits here for its tenant alone, beside those that are wanted; it gives
-   way as they do. The loss of one puts off the making of no other: its tenant may have seen to it.
+1. Each card has as many contexts as the operator wants. They are made one at a time, a pause after a lease took the
+   last one, and never while an acquire of that card is under way. Each loss delays the next one further.
+2. A context is charged to its card like a lease's, so a lease that takes it adds only its slice.
+3. The pool gives way: admission counts its bytes as free, and contexts in a placed lease's way are killed. The lease
+   starts once their bytes are proved back, never before.
+4. A card that one lease has to itself keeps no contexts, nor does a drained node. A lease's fence leaves the rest of
+   the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so does a
+   dropped one until it is proved gone. So a driver that loses every context fences no more than are wanted. A fenced
+   context that served a tenant does not count, because that tenant may have caused the fence.
+5. A lease whose context is lost before it is ready gets a new one, as if there were no pool.
+6. Submits take contexts like leases, but only those that served nobody. Their lease already holds the bytes of a second
+   context, so the pool's bytes for it become free.
+7. A scrubbed context (`model.Recycling`) waits for its tenant alone, in addition to those wanted, and gives way too.
+   Its loss delays no other, because its tenant may have caused it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.daemon.leases import events
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
-    ArmPoolTimer,
     ArmTimer,
     CapacityChanged,
     Effect,
-    Event,
     KillWorker,
+    PoolTimerFired,
     ProveReclaimed,
     RecycleWorker,
     RefuseWork,
     RenameWorker,
     SpawnWorker,
+    TimerFired,
     TimerKind,
     WarmEnded,
     WarmUp,
@@ -43,6 +41,8 @@ from gpulease.daemon.leases.events import (
 from gpulease.daemon.leases.model import (
     FIRST_LEFT_ID,
     FIRST_WARM_ID,
+    NS_PER_MS,
+    NS_PER_S,
     YIELDING,
     Cause,
     Lease,
@@ -51,43 +51,43 @@ from gpulease.daemon.leases.model import (
     WarmState,
 )
 from gpulease.daemon.leases.persisted import KeptWarm
-from gpulease.daemon.leases.rules import NS_PER_MS, NS_PER_S
 from gpulease.daemon.leases.store import LeaseStore
 from gpulease.daemon.leases.teardown import Teardown
 
 REFILL_PAUSE_MS: Final = 100
-"""From a lease's taking a context to the making of the next: making one slows the driver down for all, and the tenant
-is about to attach."""
+"""Pause between a lease's taking a context and the making of the next. Making one slows the driver down for all,
+just when the tenant attaches."""
 
 FIRST_BACK_OFF_S: Final = 1
-"""From the loss of a context to the making of the next. Stops a card that can make none from being tried in a loop."""
+"""Pause between the loss of a context and the making of the next. Stops a card that can make none from being tried in a
+loop."""
 
 MAX_BACK_OFF_S: Final = 64
-"""The same after many losses in a row, each of which doubles it."""
+"""Longest pause after many losses in a row, each of which doubles it."""
 
 
 @dataclass(slots=True)
 class Refill:
-    """One card's.
+    """The earliest time for a card's next context.
 
     Attributes:
-        next_ns: Not before then, by the monotonic clock.
-        losses: So many were lost since one was ready, as far as that makes a difference.
+        next_ns: Earliest monotonic time for it.
+        losses: Losses since a context was last ready, as far as they lengthen the pause.
     """
 
     next_ns: int = 0
     losses: int = 0
 
     def was_taken(self, now_ns: int) -> None:
-        """A lease or a submit has taken one."""
+        """Postpone the next context after a lease or a submit took one."""
         self._postpone(now_ns + REFILL_PAUSE_MS * NS_PER_MS)
 
     def was_made(self) -> None:
-        """One is ready."""
+        """Reset the count of losses, because a context is ready."""
         self.losses = 0
 
     def was_lost(self, now_ns: int) -> None:
-        """One has died, hung, or was not ready in time."""
+        """Postpone the next context after one died, hung, or was not ready in time."""
         back_off_s = min(FIRST_BACK_OFF_S << self.losses, MAX_BACK_OFF_S)
         self.losses = min(self.losses + 1, MAX_BACK_OFF_S.bit_length())
         self._postpone(now_ns + back_off_s * NS_PER_S)
@@ -97,7 +97,7 @@ class Refill:
 
 
 _GENERATION: Final = 0
-"""Of a warm context's timers: it has no generations."""
+"""Generation of a warm context's timers: contexts have no generations."""
 
 _WAITS_FOR: Final = {
     WarmState.WARMING: TimerKind.SPAWN,
@@ -106,22 +106,24 @@ _WAITS_FOR: Final = {
 }
 
 
-class Pool:
-    """Keeps the pool; each method appends to `out` what the shell is to do."""
+Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
 
-    def __init__(self, book: LeaseStore, teardown: Teardown) -> None:
-        self._book = book
+
+class WarmPool:
+    """Keeps the pool. Each method appends the effects to execute to `out`."""
+
+    def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
+        self._store = store
         self._teardown = teardown
-        self._reclaim_timeout_ns = book.limits.reclaim_timeout_s * NS_PER_S
-        self._spawn_timeout_ns = book.limits.spawn_timeout_s * NS_PER_S
+        self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
+        self._spawn_timeout_ns = store.limits.spawn_timeout_s * NS_PER_S
         self._last_id = FIRST_WARM_ID - 1
         self._last_left_id = FIRST_LEFT_ID - 1
-        self._refills = {account.card.uuid: Refill() for account in book.accounts}
+        self._refills = {account.card.uuid: Refill() for account in store.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
-        teardown.submits.take_from(self)
-        # One handler per kind of event; each takes exactly that kind, which a dict can't say in types.
-        self._handlers: dict[type, Callable[[WarmContext, Any, int, list[Effect]], None]] = {
+        teardown.submits.use_pool(self)
+        self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_lost,
             events.SessionCondemned: self._on_lost,
@@ -131,25 +133,14 @@ class Pool:
             events.ReclaimFailed: self._on_not_proved,
         }
 
-    def take_event(self, event: Event, now_ns: int, out: list[Effect]) -> bool:
-        """Whether the event was of a warm context's worker; it is handled then."""
-        handler = self._handlers.get(type(event))
-        number = 0 if handler is None else getattr(event, "lease_id", 0)
-        if handler is None or number < FIRST_WARM_ID:
-            return False
-        context = self._book.warm.get(number)
-        if context is not None:
-            handler(context, event, now_ns, out)
-        return True
-
-    # --- Leases. --------------------------------------------------------------
+    # --- leases ---
 
     def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        """Start a lease that was just entered in the book, on a warm context if there is one, once it has room."""
+        """Start a lease just entered in the store, on a warm context if there is one, once it has room."""
         account = self._account(lease.card_uuid)
         context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
-            self._book.remove_warm(context)
+            self._store.remove_warm(context)
             account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
             lease.warm_id, lease.served = context.warm_id, context.leases
             out.append(RenameWorker(context.warm_id, lease.lease_id))
@@ -158,10 +149,10 @@ class Pool:
         self._make_room(account, now_ns, out)
         self._start_leases(account, now_ns, out)
         if lease.awaited_bytes:
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     def replace_worker(self, lease: Lease, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool) -> None:
-        """A pending lease's warm context is dead, or hangs: it goes back to the pool to be dropped."""
+        """Drop a pending lease's dead or hung warm context, and start the lease on a new one."""
         account = self._account(lease.card_uuid)
         overhead_bytes = account.card.overhead_bytes
         context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
@@ -170,108 +161,108 @@ class Pool:
         out.append(RenameWorker(lease.lease_id, lease.warm_id))
         lease.warm_id = 0
         account.await_bytes(lease, lease.charge_bytes)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         self._lose(context, reason, now_ns, out)
         self._start_leases(account, now_ns, out)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
-        """The lease's context serves nobody again."""
-        lease = self._book.live.get(event.lease_id)
+        """Exclude the lease's context from recycling."""
+        lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
             self._teardown.give_up_scrub(lease, now_ns, out)
 
     def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
-        """Take in a lease's worker, if it is proved that nothing of the lease is left and nothing else is amiss."""
-        lease, recycling = self._book.live.get(event.lease_id), self._book.recycling
+        """Recycle a lease's worker if the scrub is proved and nothing else is amiss; else kill it."""
+        lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
         if lease is None or recycling is None or not lease.is_scrubbing or lease.is_worker_gone:
             return
         is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
-        if event.doubt or is_late or not self._book.may_recycle(lease):
+        if event.doubt or is_late or not self._store.may_recycle(lease):
             self._teardown.give_up_scrub(lease, now_ns, out)
             return
         self._last_id += 1
         account = self._account(lease.card_uuid)
-        for other in account.gives_way(lease.tenant, recycling.max_idle) or ():
+        for other in account.contexts_to_drop(lease.tenant, recycling.max_idle) or ():
             self._drop(other, "another tenant, who has fewer, takes its place", now_ns, out)
         due_ns = now_ns + recycling.idle_s * NS_PER_S
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
         out.append(RecycleWorker(lease.lease_id, context.warm_id))
-        self._teardown.recycled(lease, now_ns, out)
-        self._book.add_warm(context)
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.IDLE, due_ns))
+        self._teardown.release_recycled(lease, now_ns, out)
+        self._store.add_warm(context)
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
     def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
-        """Drop those that wait for a tenant who may be another by now."""
-        for account in self._book.accounts:
+        """Drop contexts that wait for a tenant whose name may belong to another person by now."""
+        for account in self._store.accounts:
             for context in account.yielding():
-                if context.tenant in self._book.renamed:
+                if context.tenant in self._store.renamed:
                     self._drop(context, "its tenant may be another by now", now_ns, out)
 
-    # --- Submits. -------------------------------------------------------------
+    # --- submits ---
 
     def has_ready(self, card_uuid: str) -> bool:
-        """Whether a submit on that card would get a context."""
+        """Return whether a submit on that card would get a context."""
         return _choose(self._account(card_uuid).warm.values()) is not None
 
     def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
-        """Have a submit that starts take a context; False if none is ready. It does not come back to the pool."""
+        """Give a starting submit a context, for good; return False if none is ready."""
         account = self._account(submit.card_uuid)
         context = _choose(account.warm.values())
         if context is None:
             return False
-        self._book.remove_warm(context)
+        self._store.remove_warm(context)
         out.append(RenameWorker(context.warm_id, submit.submit_id))
         self._refills[submit.card_uuid].was_taken(now_ns)
         return True
 
-    def miss(self, card_uuid: str, now_ns: int) -> None:
-        """One that a submit took was lost before it was ready: the next one is made later."""
+    def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
+        """Postpone the next context after a submit lost one before it was ready."""
         self._refills[card_uuid].was_lost(now_ns)
 
-    # --- All of it. -----------------------------------------------------------
+    # --- the whole pool ---
 
-    def tend(self, now_ns: int, out: list[Effect]) -> None:
-        """What is to be done after any event: leases started that have room now, contexts dropped and made."""
-        for account in self._book.accounts:
+    def update(self, now_ns: int, out: list[Effect]) -> None:
+        """Start leases that have room now, and drop and make contexts; called after every event."""
+        for account in self._store.accounts:
             if account.awaiting:
                 self._start_leases(account, now_ns, out)
-            if account.warm and not self._book.may_keep_warm(account):
+            if account.warm and not self._store.may_keep_warm(account):
                 for context in account.yielding():
                     self._drop(context, "its card is to have none", now_ns, out)
             elif account.warm_wanted and self._is_begun:
                 self._refill(account, now_ns, out)
 
     def on_pool_timer(self) -> None:
-        """The timer ran out, or all that an earlier table left is entered; `tend` does the rest."""
+        """Allow contexts to be made; `update` makes them. Called once an earlier table's state is entered, too."""
         self._is_begun = True
         self._timer_ns = None
 
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
-        """Let go of contexts that could not be proved gone; an operator vouches for them."""
+        """Release contexts that could not be proved gone, because an operator vouches for them; return their ids."""
         uuids = set(card_uuids)
-        fenced = [context for context in self._book.warm.values() if context.state is WarmState.FENCED]
+        fenced = [context for context in self._store.warm.values() if context.state is WarmState.FENCED]
         cleared = [context for context in fenced if context.card_uuid in uuids]
         for context in cleared:
             account = self._account(context.card_uuid)
             account.stuck_bytes -= context.charge_bytes
             account.fenced_bytes -= context.charge_bytes
-            self._book.remove_warm(context)
-            self._book.has_freed_room = True
+            self._store.remove_warm(context)
+            self._store.has_freed_room = True
         return tuple(context.warm_id for context in cleared)
 
-    # --- What others hold of a card: see `others`. ------------------------------
+    # --- memory of others ---
 
     def on_card_looked(self, event: events.CardLooked, now_ns: int, out: list[Effect]) -> None:
-        """LeaseStore what others hold, and give them room or take it back."""
+        """Book the memory that others hold of the card, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         before_bytes = account.others.booked_bytes
         if account.others.look(event.unowned_bytes, event.outside_bytes, event.looked_ns):
             self._change_capacity(account, before_bytes, now_ns, out)
 
     def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> bool:
-        """Whether a reaped worker's bytes are proved free; what others hold is booked first."""
+        """Return whether a reaped worker's bytes are proved free, after booking what others hold."""
         others = self._account(event.card_uuid).others
         before_bytes = others.booked_bytes
         is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.looked_ns)
@@ -282,13 +273,13 @@ class Pool:
     def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, out: list[Effect]) -> None:
         is_less = account.others.booked_bytes > before_bytes
         out.append(CapacityChanged(account.snapshot(), is_less))
-        self._book.has_freed_room = True
+        self._store.has_freed_room = True
         self._fit(account, now_ns, out)
 
-    # --- An earlier daemon's. -------------------------------------------------
+    # --- contexts of an earlier daemon ---
 
     def restore_fence(self, kept: KeptWarm) -> None:
-        """Hold the bytes of a context that could not be proved gone."""
+        """Hold the bytes of an earlier daemon's context that could not be proved gone."""
         context = self._enter_restored(kept.warm_id, kept.card_uuid, kept.charge_bytes, kept.reason)
         context.state = WarmState.FENCED
         account = self._account(kept.card_uuid)
@@ -296,36 +287,36 @@ class Pool:
         account.fenced_bytes += kept.charge_bytes
 
     def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
-        """Drop one that nobody here has made."""
+        """Drop a context that an earlier daemon made."""
         context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
         out.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, out)
 
     def drop_left(self, left: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
-        """Drop what a lease left, or had besides: its bytes are held, and not in its name, until they are proved.
+        """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved back.
 
-        It was proved before, or a fence of it was cleared; but a lease may have had a worker more.
+        The lease itself was proved gone before, or an operator cleared its fence. A new id holds the bytes.
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, left.card_uuid, left.charge_bytes, "")
-        out.append(RenameWorker(left.lease_id, context.warm_id))
+        out.append(RenameWorker(left.worker_id, context.warm_id))
         out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
-        self._drop(context, f"lease {left.beside_lease_id or left.lease_id:032x} has left it", now_ns, out)
+        self._drop(context, f"lease {left.beside_lease_id or left.worker_id:032x} has left it", now_ns, out)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
-        # Its number is its worker's name still, in the zygote too: no other may get it.
+        # The worker keeps this id, in the zygote too, so no other may get it.
         if warm_id < FIRST_LEFT_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
             self._last_left_id = max(self._last_left_id, warm_id)
         context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         return context
 
-    # --- Room. ----------------------------------------------------------------
+    # --- room ---
 
     def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Kill what is in the way of placed leases: those that are being made first, then the newest."""
+        """Kill contexts in the way of placed leases: first those being made, then the newest."""
         in_the_way = sorted(
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
         )
@@ -336,26 +327,24 @@ class Pool:
             self._drop(context, "a lease needs its room", now_ns, out)
 
     def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """Start those that wait for room, first come first."""
+        """Start leases that wait for room, first come first."""
         for lease in tuple(account.awaiting.values()):
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
             account.await_bytes(lease, 0)
-            wait_s = self._book.limits.adopt_timeout_s if lease.warm_id else self._book.limits.spawn_timeout_s
+            wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
             out.append(
                 SpawnWorker(
                     lease.lease_id,
                     lease.card_uuid,
-                    lease.size_bytes - lease.submit_bytes,
+                    lease.terms,
                     lease.generation,
-                    lease.max_kernel_ms,
-                    lease.waiting,
                 )
             )
-            out.append(ArmTimer(lease.lease_id, lease.generation, TimerKind.SPAWN, lease.spawn_due_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
-    # --- Refilling. -----------------------------------------------------------
+    # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         kept = [context for context in account.yielding() if context.tenant is None]
@@ -365,7 +354,7 @@ class Pool:
             len(kept) + account.leaving >= account.warm_wanted
             or is_busy
             or needed_bytes > account.capacity_bytes
-            or not self._book.may_keep_warm(account)
+            or not self._store.may_keep_warm(account)
         ):
             return
         due_ns = self._refills[account.card.uuid].next_ns
@@ -373,17 +362,17 @@ class Pool:
             self._warm_up(account, now_ns, out)
         elif self._timer_ns is None or due_ns < self._timer_ns:
             self._timer_ns = due_ns
-            out.append(ArmPoolTimer(due_ns))
+            out.append(ArmTimer(PoolTimerFired(), due_ns))
 
     def _warm_up(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
         self._last_id += 1
         due_ns = now_ns + self._spawn_timeout_ns
         context = WarmContext(self._last_id, account.card.uuid, account.card.overhead_bytes, due_ns)
-        self._book.add_warm(context)
+        self._store.add_warm(context)
         out.append(WarmUp(context.warm_id, context.card_uuid))
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.SPAWN, due_ns))
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
 
-    # --- Ends. ----------------------------------------------------------------
+    # --- ends ---
 
     def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if context.state is WarmState.WARMING:
@@ -409,18 +398,18 @@ class Pool:
         if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
             return
         if now_ns < context.due_ns:
-            out.append(ArmTimer(context.warm_id, _GENERATION, event.kind, context.due_ns))
+            out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
         elif context.state is WarmState.WARMING:
-            self._lose(context, f"it was not ready within {self._book.limits.spawn_timeout_s} s", now_ns, out)
+            self._lose(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, out)
         elif context.state is WarmState.READY:
             self._drop(context, "its tenant has not come back", now_ns, out)
         else:
             missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
-            self._fence(context, f"{missing} within {self._book.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
 
     def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
         if context.state is WarmState.DROPPING and context.is_worker_gone:
-            self._book.remove_warm(context)
+            self._store.remove_warm(context)
             out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
 
     def _on_not_proved(self, context: WarmContext, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
@@ -428,7 +417,7 @@ class Pool:
             self._fence(context, event.reason, now_ns, out)
 
     def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Drop one that was not to go; the next one is made later."""
+        """Drop a context that was lost, and make the next one later."""
         if context.tenant is None:
             self._refills[context.card_uuid].was_lost(now_ns)
         self._drop(context, reason, now_ns, out)
@@ -441,33 +430,33 @@ class Pool:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
         else:
             out.append(KillWorker(context.warm_id))
-        out.append(ArmTimer(context.warm_id, _GENERATION, TimerKind.RECLAIM, context.due_ns))
+        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
     def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
-        """Keep its bytes; leases that were to have them are ended, the latest first."""
+        """Keep a context's bytes; leases that were to have them are ended, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
         account.stuck_bytes += context.charge_bytes
         account.fenced_bytes += context.charge_bytes
-        told = f"{context.reason}; {reason}" if context.reason else reason
-        out.append(WarmEnded(context.warm_id, context.card_uuid, told, is_fenced=True))
+        full_reason = f"{context.reason}; {reason}" if context.reason else reason
+        out.append(WarmEnded(context.warm_id, context.card_uuid, full_reason, is_fenced=True))
         self._fit(account, now_ns, out)
 
     def _fit(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
-        """The card has less room: drop contexts, then end leases that were to have their room, the latest first."""
+        """Drop contexts, then end leases that wait for room, the latest first, until the card's capacity suffices."""
         self._make_room(account, now_ns, out)
         while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))
             self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
 
     def _account(self, card_uuid: str) -> CardAccount:
-        return self._book.account_by_uuid[card_uuid]
+        return self._store.account_by_uuid[card_uuid]
 
 
 def _choose(contexts: Iterable[WarmContext], tenant: str | None = None) -> WarmContext | None:
-    """Which one a lease of that tenant takes: the last one it had itself, else the oldest that served nobody.
+    """Choose a context for a lease: the last one its tenant used, else the oldest that served nobody.
 
-    Without a tenant, the latter.
+    Without a tenant, only the latter.
     """
     ready = [context for context in contexts if context.state is WarmState.READY]
     own = [context for context in ready if context.tenant is not None and context.tenant == tenant]

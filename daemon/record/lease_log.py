@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
     AcquireRequested,
     CapacityChanged,
     Cause,
@@ -34,8 +33,10 @@ from gpulease.daemon.leases import (
     WarmEnded,
     WorkerExited,
     WorkerFailed,
+    WorkerKind,
     WorkerReady,
     WorkerScrubbed,
+    kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event
@@ -233,13 +234,13 @@ class LeaseLog(Recorder):
                 self._tell_request(event, effects, now_ns)
             case RequesterGone(request):
                 self._answered(request)
-            case WorkerReady(lease_id) if lease_id < FIRST_WARM_ID:
+            case WorkerReady(lease_id) if kind_of(lease_id) is WorkerKind.LEASE:
                 self._pids[lease_id] = pid = self._pid_of(lease_id)
                 took_ms = _ms(now_ns - self._spawned_ns.pop(lease_id, now_ns))
                 self._say_of(LogEvent.WORKER_READY, lease_id, worker_pid=pid, took_ms=took_ms)
-            case WorkerFailed(lease_id, reason) if lease_id < FIRST_WARM_ID:
+            case WorkerFailed(lease_id, reason) if kind_of(lease_id) is WorkerKind.LEASE:
                 self._say_of(LogEvent.WORKER_FAILED, lease_id, worker_pid=self._pid_of(lease_id), reason=reason)
-            case WorkerExited(lease_id, reason, is_by_daemon) if lease_id < FIRST_WARM_ID:
+            case WorkerExited(lease_id, reason, is_by_daemon) if kind_of(lease_id) is WorkerKind.LEASE:
                 exited = LogEvent.WORKER_EXITED if is_by_daemon else LogEvent.WORKER_DIED
                 self._say_of(exited, lease_id, worker_pid=self._pids.get(lease_id), reason=reason)
             case WorkerScrubbed(lease_id, doubt) if doubt:
@@ -250,10 +251,10 @@ class LeaseLog(Recorder):
             LogEvent.LEASE_REQUESTED,
             event.tenant,
             lease_id=event.lease_id,
-            size_bytes=bounded(event.size_bytes),
-            ttl_ms=bounded(event.ttl_ms),
+            size_bytes=bounded(event.terms.size_bytes),
+            ttl_ms=bounded(event.terms.ttl_ms),
             wait_ms=bounded(event.wait_ms) or None,
-            exclusivity=event.exclusivity.name.lower(),
+            exclusivity=event.terms.exclusivity.name.lower(),
             wanted_card=event.selector,
         )
         self._asking[event.request] = event.lease_id
@@ -290,7 +291,7 @@ class LeaseLog(Recorder):
             case SpawnWorker(lease_id):
                 is_warm = any(isinstance(other, RenameWorker) and other.to_id == lease_id for other in effects)
                 self._tell_placed(lease_id, now_ns, is_warm=is_warm)
-            case KillWorker(lease_id) if lease_id < FIRST_WARM_ID:
+            case KillWorker(lease_id) if kind_of(lease_id) is WorkerKind.LEASE:
                 self._say_of(LogEvent.WORKER_KILLED, lease_id, worker_pid=self._pid_of(lease_id))
             case WarmEnded(card_uuid=card, reason=reason, is_fenced=True):
                 log_event(LogEvent.WARM_FENCED, card=card, reason=reason)

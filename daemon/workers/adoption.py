@@ -143,7 +143,13 @@ def adopt(
     adoptions = reconcile(kept, left, overheads, latest_ns, lambda: secrets.randbits(128) or 1)
     for adoption in adoptions:
         event, worker = adoption.event, adoption.worker
-        number = event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id
+        match event:
+            case LeaseRestored(kept_lease):
+                number = kept_lease.lease_id
+            case SubmitFound(submit_id):
+                number = submit_id
+            case WorkerFound(worker_id):
+                number = worker_id
         if worker is not None:
             workers.adopt(worker, number)
         elif isinstance(event, LeaseRestored) and event.kept.worker_pid:

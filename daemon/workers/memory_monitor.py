@@ -13,7 +13,6 @@ from typing import Final
 
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
 from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
     CardLooked,
     Cause,
     Event,
@@ -21,7 +20,9 @@ from gpulease.daemon.leases import (
     LeaseTable,
     ReclaimProved,
     SessionCondemned,
+    WorkerKind,
     WorkerUnlisted,
+    kind_of,
 )
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
@@ -124,7 +125,11 @@ class MemoryMonitor:
         # A worker that ended meanwhile is no longer on the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
             owner_id = self._table.submits.lease_of(lease_id) or lease_id
-            log_event(LogEvent.WORKER_OVER_SLICE, lease_id=owner_id if owner_id < FIRST_WARM_ID else 0, reason=reason)
+            log_event(
+                LogEvent.WORKER_OVER_SLICE,
+                lease_id=owner_id if kind_of(owner_id) is WorkerKind.LEASE else 0,
+                reason=reason,
+            )
             self._post(SessionCondemned(lease_id, Cause.OVER_SLICE, reason))
 
 

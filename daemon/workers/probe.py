@@ -94,7 +94,7 @@ class _Probe:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
                     event = await self.events.get()
-                    if isinstance(event, _WORKER_EVENTS) and event.lease_id == self.number:
+                    if isinstance(event, _WORKER_EVENTS) and event.worker_id == self.number:
                         return event
         raise CardsUnavailable(
             f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",

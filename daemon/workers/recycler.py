@@ -15,7 +15,7 @@ from gpulease.daemon.contract.control_page import BrokerPage, for_reading
 from gpulease.daemon.contract.messages import Scrub
 from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 from gpulease.daemon.host.ipc import ChannelClosed, send_message
-from gpulease.daemon.leases import FIRST_SUBMIT_ID, FIRST_WARM_ID, Event, WorkerReady, WorkerScrubbed
+from gpulease.daemon.leases import Event, WorkerKind, WorkerReady, WorkerScrubbed, kind_of
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.worker import Worker
 
@@ -40,9 +40,9 @@ class Recycler:
 
     def holds_back(self, event: Event) -> bool:
         """Whether to hold an event back: a warm context's memory is read before a lease can have the context."""
-        if not isinstance(event, WorkerReady) or not FIRST_WARM_ID <= event.lease_id < FIRST_SUBMIT_ID:
+        if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
-        worker = self._workers.worker(event.lease_id)
+        worker = self._workers.worker(event.worker_id)
         if not self._workers.wipes_heap or worker is None or worker.is_weighed:
             return False
         worker.is_weighed = True

@@ -21,6 +21,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     Granted,
     GuestAttached,
+    LeaseTerms,
     Outcome,
     Renewed,
     RenewRequested,
@@ -219,10 +220,15 @@ class LeaseHandler:
         self._tokens.check_demand(Demand.ALLOC, NODE_LEASE, Permission.LEASE_ALLOC)
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refusal(failure_of(denial))
-        exclusivity = exclusivity_of(body.parameters)
-        max_kernel_ms = max_kernel_ms_of(body.parameters)
-        waiting, submit_bytes = waiting_of(body.parameters), submit_bytes_of(body.parameters)
-        orphan_ms = orphan_ms_of(body.parameters)
+        terms = LeaseTerms(
+            body.size_bytes,
+            body.ttl_ms,
+            exclusivity_of(body.parameters),
+            max_kernel_ms_of(body.parameters),
+            waiting_of(body.parameters),
+            submit_bytes_of(body.parameters),
+            orphan_ms_of(body.parameters),
+        )
 
         def on_outcome(outcome: Outcome) -> None:
             self._open_acquires.pop(number, None)
@@ -235,15 +241,9 @@ class LeaseHandler:
                 request=number,
                 tenant=self._peer.tenant,
                 lease_id=secrets.randbits(128) or 1,
-                size_bytes=body.size_bytes,
-                ttl_ms=body.ttl_ms,
-                exclusivity=exclusivity,
+                terms=terms,
                 selector=body.device,
                 wait_ms=body.wait_ms,
-                max_kernel_ms=max_kernel_ms,
-                waiting=waiting,
-                submit_bytes=submit_bytes,
-                orphan_ms=orphan_ms,
             )
         )
 

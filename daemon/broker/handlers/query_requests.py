@@ -20,7 +20,15 @@ from gpulease.daemon.broker.peer import Peer
 from gpulease.daemon.broker.refusal import Refusal, failure_of
 from gpulease.daemon.broker.subscriptions import EVERY_LEASE, SubscriptionHandler, seen_by
 from gpulease.daemon.contract.control_page import BrokerPage, Counter
-from gpulease.daemon.leases import CardSnapshot, DrainSet, LeaseSnapshot, LeaseTable, Standing, SubmitSnapshot, ends_ns
+from gpulease.daemon.leases import (
+    CardSnapshot,
+    DrainSet,
+    LeasePhase,
+    LeaseSnapshot,
+    LeaseTable,
+    SubmitSnapshot,
+    ends_ns,
+)
 from gpulease.daemon.leases.denials import not_found
 from gpulease.protocol import messages
 from gpulease.protocol.capabilities import ALL_PERMISSIONS
@@ -51,7 +59,7 @@ def lease_report(
     lease: LeaseSnapshot,
     page: BrokerPage | None,
     now_ns: int,
-    standing: Standing | None = None,
+    standing: LeasePhase | None = None,
     drain_ns: int | None = None,
 ) -> dict[str, Any]:
     """One lease as a map; the counters are the worker's word."""
@@ -230,7 +238,7 @@ class QueryHandler:
 
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:
         table, now_ns = self._runtime.table, time.monotonic_ns()
-        standing = table.standing(lease.lease_id, now_ns)
+        standing = table.phase(lease.lease_id, now_ns)
         page_of, submit = self._runtime.workers.page, table.submits.of(lease.lease_id)
         report = lease_report(lease, page_of(lease.lease_id), now_ns, standing, table.drain_ns)
         report |= orphan_report(table.orphan_ms(lease.lease_id), table.orphan_due_ns(lease.lease_id), now_ns)

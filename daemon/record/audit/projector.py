@@ -82,9 +82,9 @@ class _Asked(NamedTuple):
     def told(self) -> dict[str, Any]:
         """Which lease it was about, and its particulars."""
         match self.request:
-            case AcquireRequested(size_bytes=size_bytes, ttl_ms=ttl_ms, selector=selector):
+            case AcquireRequested(terms=terms, selector=selector):
                 card = {} if selector is None else {"card": clean_text(selector)}
-                return {"size_bytes": bounded(size_bytes), "ttl_ms": bounded(ttl_ms)} | card
+                return {"size_bytes": bounded(terms.size_bytes), "ttl_ms": bounded(terms.ttl_ms)} | card
             case RenewRequested(lease_id=lease_id, ttl_ms=ttl_ms):
                 return _lease_of(lease_id) | {"ttl_ms": bounded(ttl_ms)}
             case SubmitRequested(lease_id=lease_id, timeout_ms=timeout_ms):
@@ -197,9 +197,9 @@ class AuditProjector:
                 yield Kind.DENY, {"operation": asked.operation, "tenant": asked.by} | asked.told() | said
 
     def _fault(self, event: SessionFaulted) -> Iterator[Told]:
-        lease = self._lookup(event.lease_id)
-        if lease is not None and lease.state is LeaseState.ACTIVE and event.lease_id not in self._faulted:
-            self._faulted.add(event.lease_id)
+        lease = self._lookup(event.worker_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE and event.worker_id not in self._faulted:
+            self._faulted.add(event.worker_id)
             yield Kind.FAULT, _lease(lease) | {"reason": clean_text(event.reason)}
 
     def _adopt(self, lease_id: int) -> Iterator[Told]:

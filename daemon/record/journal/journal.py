@@ -96,7 +96,7 @@ class JournalProjector:
         """What one event, which `table` has handled, changes in the rows."""
         out: list[Change] = []
         if isinstance(event, SessionFaulted | LeaseRestored):
-            lease_id = event.lease_id if isinstance(event, SessionFaulted) else event.kept.lease_id
+            lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
             self._update(lease_id, table, out)
         for effect in effects:
             if type(effect) not in _KEPT:

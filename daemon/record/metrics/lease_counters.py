@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from gpulease.daemon.leases import (
-    FIRST_WARM_ID,
     AcquireRequested,
     Cause,
     Denied,
@@ -41,6 +40,8 @@ from gpulease.daemon.leases import (
     SubmitRequested,
     WarmEnded,
     WorkerExited,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.record.metrics import families
 from gpulease.daemon.record.metrics.families import (
@@ -246,10 +247,10 @@ class LeaseCounters:
             self.refused(operation, effect.denial.reason.value)
 
     def _refused_work(self, effect: RefuseWork, now_ns: int) -> None:
-        lease = self._lookup(effect.lease_id)
+        lease = self._lookup(effect.worker_id)
         if lease is None:
             return
-        self._over[effect.lease_id] = (now_ns, effect.cause)
+        self._over[effect.worker_id] = (now_ns, effect.cause)
         if effect.cause is Cause.EXPIRED and lease.deadline_ns is not None:
             self._observe(families.EXPIRY_LATENESS_SECONDS, (), now_ns - lease.deadline_ns)
 
@@ -269,7 +270,7 @@ class LeaseCounters:
 
     def _renamed(self, effect: RenameWorker, now_ns: int) -> None:
         lease = self._lookup(effect.to_id)
-        if effect.from_id >= FIRST_WARM_ID and lease is not None:
+        if kind_of(effect.from_id) is not WorkerKind.LEASE and lease is not None:
             self._count(families.WARM_TAKEN, (lease.card_uuid,))
 
     def _began_submit(self, effect: SpawnSubmit, now_ns: int) -> None:

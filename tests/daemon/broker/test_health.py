@@ -11,6 +11,7 @@ from gpulease.daemon.leases import (
     DrainRequested,
     Event,
     LeaseTable,
+    LeaseTerms,
     ReclaimFailed,
     RevokeRequested,
     ShutdownRequested,
@@ -40,7 +41,7 @@ def health(*events: Event, capacity: int = 100, **broken: Any) -> Health:
 
 def all_fenced() -> tuple[Event, ...]:
     return (
-        AcquireRequested(1, "ann", 7, 100, 1000),
+        AcquireRequested(1, "ann", 7, LeaseTerms(100, 1000)),
         WorkerReady(7),
         RevokeRequested(2, 7, "because"),
         ReclaimFailed(7, "it shows"),

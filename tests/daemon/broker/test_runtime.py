@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     Card,
     FenceClearRequested,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -44,13 +45,13 @@ def test_nothing_is_left_of_a_client_that_waited_and_left(what: str) -> None:
         def expect() -> int:
             return runtime.expect(lambda _: None)
 
-        runtime.post(AcquireRequested(expect(), "ann", 5, 900, 60_000, submit_bytes=100))
+        runtime.post(AcquireRequested(expect(), "ann", 5, LeaseTerms(900, 60_000, submit_bytes=100)))
         runtime.post(WorkerReady(5))
         runtime.post(SubmitRequested(expect(), 5, "ann", 1000))
         for number in range(LEAVING):
             request = expect()
             if what == "an acquire":
-                runtime.post(AcquireRequested(request, "ann", 10 + number, 900, 60_000, wait_ms=30_000))
+                runtime.post(AcquireRequested(request, "ann", 10 + number, LeaseTerms(900, 60_000), wait_ms=30_000))
             else:
                 runtime.post(SubmitRequested(request, 5, "ann", 1000))
             assert (WaitTimerFired, request) in runtime.timers
@@ -116,7 +117,9 @@ def test_a_fenced_workers_bytes_are_off_the_card_once(fence: Callable[[Runtime],
             await watch.stop()
             return table.cards()[0].outside_bytes
 
-        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, 900, 60_000, submit_bytes=100))
+        runtime.post(
+            AcquireRequested(runtime.expect(lambda _: None), "ann", 5, LeaseTerms(900, 60_000, submit_bytes=100))
+        )
         runtime.post(WorkerReady(5))
         runtime.post(PoolTimerFired())
         fence(runtime)

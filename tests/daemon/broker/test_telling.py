@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     Event,
     FreeRequested,
     LeaseTable,
+    LeaseTerms,
     ReclaimProved,
     RenewRequested,
     WorkerExited,
@@ -61,7 +62,7 @@ class Life:
 
     def grant(self, lease_id: int = 5, ttl_ms: int = 60_000) -> None:
         self.requests += 1
-        self.do(AcquireRequested(self.requests, "t", lease_id, 10, ttl_ms))
+        self.do(AcquireRequested(self.requests, "t", lease_id, LeaseTerms(10, ttl_ms)))
         self.do(WorkerReady(lease_id))
 
     def end(self, lease_id: int = 5) -> None:
@@ -201,7 +202,7 @@ async def test_subscriptions_are_bounded_for_each_tenant(life: Life) -> None:
 @on_loop
 async def test_a_lease_that_was_never_granted_is_nobody_s(life: Life) -> None:
     every = life.read(EVERY_LEASE)
-    life.do(AcquireRequested(1, "t", 5, 10, 60_000))
+    life.do(AcquireRequested(1, "t", 5, LeaseTerms(10, 60_000)))
     life.do(WorkerExited(5, "no context"))
     life.do(ReclaimProved(5))
     assert not every.heard

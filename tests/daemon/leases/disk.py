@@ -1,4 +1,4 @@
-"""What a journal would have on its disk, as rows, and what the last event changed of it."""
+"""Rows that a journal would have on its disk, and the rows that the last event changed."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ Place = tuple[RowKind, bytes]
 
 
 class Disk:
-    """The rows that the real follower of a lease table writes."""
+    """Rows as the journal's own projector writes them."""
 
     def __init__(self) -> None:
         self.is_being_read = False
@@ -26,12 +26,12 @@ class Disk:
             self._write(place, change.value())
 
     def lose_tail(self) -> None:
-        """What the last event changed had not got there."""
+        """Undo the rows that the last event changed, as if they had not reached the disk."""
         for place, value in self._before.items():
             self._write(place, value)
 
     def read(self) -> Contents:
-        """What a daemon that comes back finds; it follows from there."""
+        """Return the contents for a daemon that comes back, and continue from them."""
         contents = Contents()
         for (kind, key), value in sorted(self._rows.items()):
             contents.take(kind, key, value)
@@ -40,7 +40,7 @@ class Disk:
         return contents
 
     def buried(self) -> list[int]:
-        """The leases that have tombstones."""
+        """Return the leases that have tombstones."""
         return [read_tombstone(value).lease_id for (kind, _), value in self._rows.items() if kind is RowKind.TOMBSTONE]
 
     def _write(self, place: Place, value: bytes | None) -> None:
@@ -51,8 +51,9 @@ class Disk:
 
 
 def check_answers(before: LeaseTable, after: LeaseTable, lease_ids: set[int], now_ns: int) -> None:
-    """Nothing of what can be asked about a lease has changed, but that one whose time was over may be expired, and that
-    a drain may have ended one whose timer was late.
+    """Check that a restart changed no answer about a lease.
+
+    A lease whose time was over may have expired, and a drain may have ended one whose timer was late.
     """
     is_drain_due = before.drain_ns is not None and before.drain_ns <= now_ns
     for lease_id in lease_ids:

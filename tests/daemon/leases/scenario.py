@@ -1,4 +1,4 @@
-"""A lease table with a clock and short words for what happens to it."""
+"""A lease table with a clock, and short methods for common events."""
 
 from typing import Self, TypeVar
 
@@ -17,9 +17,11 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseSnapshot,
     LeaseTable,
+    LeaseTerms,
     ReclaimProved,
     SpawnWorker,
     SubmitFound,
+    TimerEvent,
     TimerFired,
     TimerKind,
     WorkerExited,
@@ -40,7 +42,7 @@ def card(index: int = 0, capacity: int = 110, *, is_partition: bool = False) -> 
 
 
 class Scenario:
-    """Every event is followed by `validate`, so a scenario that only passes through a bad state fails too."""
+    """A lease table that validates itself after every event, so that passing through a bad state fails."""
 
     def __init__(self, *cards: Card, limits: CoreLimits | None = None) -> None:
         self.table = LeaseTable(cards or (card(),), limits)
@@ -71,13 +73,15 @@ class Scenario:
         selector: str | None = None,
         wait_ms: int = 0,
     ) -> list[Effect]:
-        """The request's number is the lease's id, plus 1000."""
+        """Ask for a lease; the request's number is the lease's id plus 1000."""
         return self.do(
-            AcquireRequested(lease_id + 1000, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms)
+            AcquireRequested(
+                lease_id + 1000, tenant, lease_id, LeaseTerms(size, ttl_ms, exclusivity), selector, wait_ms
+            )
         )
 
     def active(self, lease_id: int, size: int = 20, **more: object) -> LeaseSnapshot:
-        """A lease that has been granted."""
+        """Return a lease that was granted."""
         self.acquire(lease_id, size, **more)  # type: ignore[arg-type]
         return one(self.do(WorkerReady(lease_id)), Granted).lease
 
@@ -85,7 +89,7 @@ class Scenario:
         return self.do(WorkerExited(lease_id, "it was killed"))
 
     def gone(self, lease_id: int) -> list[Effect]:
-        """A draining lease's worker is reaped and its bytes are proved back."""
+        """Reap a draining lease's worker and prove its bytes back."""
         return self.reaped(lease_id) + self.do(ReclaimProved(lease_id))
 
     def fire(self, lease_id: int, kind: TimerKind, generation: int = 1) -> list[Effect]:
@@ -101,25 +105,26 @@ class Scenario:
 
 
 def one(effects: list[Effect], kind: type[AnyEffect]) -> AnyEffect:
-    """The only effect of that kind."""
+    """Return the only effect of that kind."""
     found = [effect for effect in effects if isinstance(effect, kind)]
     assert len(found) == 1, effects
     return found[0]
 
 
 def placed(effects: list[Effect]) -> list[tuple[int, str]]:
-    """Which leases were placed, and on which cards."""
+    """Return the leases that were placed, with their cards."""
     return [(effect.lease_id, effect.card_uuid) for effect in effects if isinstance(effect, SpawnWorker)]
 
 
 def end(s: Scenario, lease_id: int) -> list[Effect]:
-    """Its tenant frees the lease and its bytes are proved back."""
+    """Free the lease as its tenant, and prove its bytes back."""
     s.do(FreeRequested(50, lease_id, s.lease(lease_id).tenant))
     return s.gone(lease_id)
 
 
 def kinds(effects: list[Effect]) -> list[type]:
-    return [type(effect) for effect in effects]
+    """Return the effects' types; for an armed timer, the type of the event it will send."""
+    return [type(effect.event if isinstance(effect, ArmTimer) else effect) for effect in effects]
 
 
 def denied(effects: list[Effect]) -> Denial:
@@ -131,7 +136,9 @@ def denied(effects: list[Effect]) -> Denial:
     return denial
 
 
-def armed(effects: list[Effect], kind: TimerKind) -> ArmTimer:
-    found = [effect for effect in effects if isinstance(effect, ArmTimer) and effect.kind is kind]
+def armed(effects: list[Effect], kind: TimerKind | type[TimerEvent]) -> ArmTimer:
+    """Return the only timer of that kind, or the only one that will send that type of event."""
+    timers = [effect for effect in effects if isinstance(effect, ArmTimer)]
+    found = [timer for timer in timers if kind in (type(timer.event), getattr(timer.event, "kind", None))]
     assert len(found) == 1, effects
     return found[0]

@@ -1,17 +1,13 @@
-"""A simulated shell that is slow, forgetful and out of order, and what it knows of the node.
+"""A simulated shell that is slow, forgetful and out of order, and its own view of the node.
 
-It executes effects in any order and at any time, and loses orders to workers. What it knows of the node (which process
-lives, which bytes are not yet proved free, who still waits for a reply) is kept apart from the table's own books.
+The shell executes effects in any order and at any time, and loses orders to workers. It knows which processes live,
+which bytes are not yet proved free, and who waits for a reply. That view is kept apart from the table's own state.
 """
 
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
-    ArmDrainTimer,
-    ArmHoldTimer,
-    ArmPoolTimer,
     ArmTimer,
-    ArmWaitTimer,
     Card,
     CardLooked,
     Cause,
@@ -51,9 +47,9 @@ from gpulease.daemon.leases import (
     SubmitFound,
     SubmitReady,
     TenantRulesChanged,
+    TimerEvent,
     TimerFired,
     TimerKind,
-    WaitTimerFired,
     WarmEnded,
     WarmUp,
     Warned,
@@ -69,9 +65,9 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import Disk, check_answers
-from .recycling_books import RecyclingBooks
-from .submit_books import SubmitBooks
-from .tenant_books import RULES, TenantBooks
+from .expected_recycling import ExpectedRecycling
+from .expected_submits import ExpectedSubmits
+from .expected_tenants import RULES, ExpectedTenants
 
 MS = 1_000_000
 CARDS = (
@@ -88,7 +84,7 @@ LIMITS = CoreLimits(
     max_hold_back_s=1,
     max_wait_s=6,
     max_tombstones=5,
-    max_story_entries=8,
+    max_history_entries=8,
     spawn_timeout_s=2,
     adopt_timeout_s=1,
     reclaim_timeout_s=3,
@@ -96,35 +92,34 @@ LIMITS = CoreLimits(
 )
 ALONE = (Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EXCLUSIVE)
 
-AnyTimer = DrainTimerFired | TimerFired | WaitTimerFired | HoldTimerFired | PoolTimerFired
 AnyJob = SpawnWorker | SpawnSubmit | WarmUp | KillWorker | ScrubWorker | ProveReclaimed
 
 
 class Shell:
-    """What the node looks like from outside, and what is still to be done in it."""
+    """The node as seen from outside, and the effects still to execute."""
 
     def __init__(self, warm_contexts: int = 0, recycling: Recycling | None = None) -> None:
         self.table = LeaseTable(CARDS, LIMITS, warm_contexts, recycling=recycling)
         self.cards = CARDS
         self.warm_contexts = warm_contexts
-        self.recycled = RecyclingBooks(recycling)
+        self.recycled = ExpectedRecycling(recycling)
         self.disk = Disk()
         self.words: dict[int, Cause] = {}
         self.revoked: set[int] = set()
         self.revoked_last: set[int] = set()
         self.now_ns = 5_000 * MS
         self.open_requests: set[int] = set()
-        self.timers: list[tuple[int, AnyTimer]] = []
-        self.lost_timers: list[tuple[int, AnyTimer]] = []
+        self.timers: list[tuple[int, TimerEvent]] = []
+        self.lost_timers: list[tuple[int, TimerEvent]] = []
         self.jobs: list[AnyJob] = []
         self.spawned: dict[int, SpawnWorker] = {}
         self.exclusivity: dict[int, Exclusivity] = {}
-        self.tenants = TenantBooks(LIMITS)
+        self.tenants = ExpectedTenants(LIMITS)
         self.alive: set[int] = set()
         self.unproved: dict[int, tuple[str, int]] = {}
         self.asked_to_prove: set[int] = set()
-        # What of each card others really hold: unowned, and by processes of theirs; and what dead workers' bytes are
-        # still in the card's sum, by number, those that were proved free too.
+        # Others' real bytes on each card: unowned, and of their processes. Then dead workers' bytes still in the card's
+        # sum, by id, proved free or not.
         self.others: dict[str, tuple[int, int]] = {card.uuid: (0, 0) for card in CARDS}
         self.lingering: dict[int, tuple[str, int]] = {}
         self.unlisted: dict[int, tuple[int, int]] = {}
@@ -132,17 +127,17 @@ class Shell:
         self.ended: set[int] = set()
         self.remembered: dict[int, tuple[str, int]] = {}
         self.once: set[tuple[type, int]] = set()
-        self.submits = SubmitBooks()
+        self.submits = ExpectedSubmits()
 
     def send(self, event: Event) -> list[Effect]:
         if isinstance(event, WorkerExited):
-            if event.lease_id in self.alive and event.lease_id in self.unproved:
-                self.lingering[event.lease_id] = self.unproved[event.lease_id]
-            self.alive.discard(event.lease_id)
-        if isinstance(event, ReclaimProved) and event.lease_id in self.asked_to_prove:
-            self.unproved.pop(event.lease_id, None)
+            if event.worker_id in self.alive and event.worker_id in self.unproved:
+                self.lingering[event.worker_id] = self.unproved[event.worker_id]
+            self.alive.discard(event.worker_id)
+        if isinstance(event, ReclaimProved) and event.worker_id in self.asked_to_prove:
+            self.unproved.pop(event.worker_id, None)
         if isinstance(event, WorkerUnlisted) and self.is_provable(event):
-            self.unproved.pop(event.lease_id, None)
+            self.unproved.pop(event.worker_id, None)
         charges = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
@@ -150,7 +145,7 @@ class Shell:
             self.table.validate_charges(charges)
         self.disk.saw(event, effects, self.table)
         self.revoked_last.clear()
-        # Bytes let go by an operator may be granted by the same call.
+        # Bytes released by an operator may be granted by the same call.
         self.submits.is_cleared = any(isinstance(effect, FenceCleared) for effect in effects)
         for effect in effects:
             if isinstance(effect, FenceCleared):
@@ -164,41 +159,41 @@ class Shell:
         return effects
 
     def forget(self, number: int) -> None:
-        """An operator vouches for its bytes."""
+        """Drop a worker whose bytes an operator vouches for."""
         self.unproved.pop(number, None)
         self.lingering.pop(number, None)
         self.alive.discard(number)
 
     def unowned_bytes(self, card_uuid: str) -> int:
-        """What the card shows that no process has."""
+        """Return the card's bytes that no process has."""
         return self.others[card_uuid][0] + sum(held for uuid, held in self.lingering.values() if uuid == card_uuid)
 
     def booked_bytes(self, card_uuid: str) -> int:
-        """What the table has booked for others."""
+        """Return the bytes that the table has booked for others."""
         card = next(card for card in self.table.cards() if card.uuid == card_uuid)
         return card.unowned_bytes + card.outside_bytes
 
     def is_provable(self, event: WorkerUnlisted) -> bool:
         booked = next(card.unowned_bytes for card in self.table.cards() if card.uuid == event.card_uuid)
         has_settled = event.looked_ns - event.since_ns >= SETTLE_NS
-        return event.lease_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
+        return event.worker_id in self.asked_to_prove and (event.unowned_bytes <= booked or has_settled)
 
     def look(self, card_uuid: str) -> None:
         self.send(CardLooked(card_uuid, self.unowned_bytes(card_uuid), self.others[card_uuid][1], self.now_ns))
 
     def leave_alone(self) -> None:
-        """Others go, and dead workers' bytes with them; the table sees it."""
+        """Remove others' bytes and dead workers' bytes from all cards, and let the table see it."""
         self.lingering.clear()
         self.others = dict.fromkeys(self.others, (0, 0))
-        # The first look may end a wait that began when others held more: what lasted from then on is booked.
+        # The first look may end a settling time that began when others held more; its lasting bytes are booked.
         for wait_ns in (0, SETTLE_NS, SETTLE_NS):
             self.now_ns += wait_ns
             for card in CARDS:
                 self.look(card.uuid)
 
     def look_for(self, job: ProveReclaimed) -> None:
-        """A look at the card for a dead worker, and another one later unless that was enough."""
-        number, card_uuid = job.lease_id, job.card_uuid
+        """Look at the card for a dead worker, and queue another look unless this one was enough."""
+        number, card_uuid = job.worker_id, job.card_uuid
         unowned = self.unowned_bytes(card_uuid)
         since_ns, least = self.unlisted.get(number, (self.now_ns, unowned))
         self.unlisted[number] = since_ns, min(least, unowned)
@@ -225,8 +220,10 @@ class Shell:
             self.open_requests.remove(effect.request)
         if isinstance(effect, WarmUp | WarmEnded):
             self.only_once(type(effect), effect.warm_id)
-        if isinstance(effect, SpawnWorker | RefuseWork | KillWorker | ScrubWorker | ProveReclaimed):
+        if isinstance(effect, SpawnWorker | ScrubWorker):
             self.only_once(type(effect), effect.lease_id)
+        if isinstance(effect, RefuseWork | KillWorker | ProveReclaimed):
+            self.only_once(type(effect), effect.worker_id)
         if isinstance(effect, Granted | LeaseEnded):
             self.only_once(type(effect), effect.lease.lease_id)
         if isinstance(effect, LeaseEnded) and effect.lease.state is LeaseState.TORNDOWN:
@@ -251,15 +248,15 @@ class Shell:
         elif isinstance(effect, SetDeadline):
             self.on_deadline(effect)
         elif isinstance(effect, RefuseWork):
-            self.ended.add(effect.lease_id)
-            self.words.setdefault(effect.lease_id, effect.cause)
+            self.ended.add(effect.worker_id)
+            self.words.setdefault(effect.worker_id, effect.cause)
             if effect.cause is Cause.REVOKED:
-                self.revoked.add(effect.lease_id)
-                self.revoked_last.add(effect.lease_id)
+                self.revoked.add(effect.worker_id)
+                self.revoked_last.add(effect.worker_id)
         elif isinstance(effect, KillWorker | ScrubWorker | ProveReclaimed):
             if isinstance(effect, ProveReclaimed):
-                assert effect.lease_id not in self.alive, "a proof was asked for before the reap"
-                self.asked_to_prove.add(effect.lease_id)
+                assert effect.worker_id not in self.alive, "a proof was asked for before the reap"
+                self.asked_to_prove.add(effect.worker_id)
             self.jobs.append(effect)
         elif isinstance(effect, Warned):
             assert self.table.get(effect.lease_id) is not None
@@ -268,31 +265,20 @@ class Shell:
             self.on_timer_armed(effect)
 
     def on_timer_armed(self, effect: Effect) -> None:
-        if isinstance(effect, ArmTimer):
-            fired = TimerFired(effect.lease_id, effect.generation, effect.kind)
-            self.timers.append((effect.due_ns, fired))
-        elif isinstance(effect, ArmWaitTimer):
-            self.timers.append((effect.due_ns, WaitTimerFired(effect.request)))
-        elif isinstance(effect, ArmHoldTimer):
-            assert effect.due_ns > self.now_ns, "a hold that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != HoldTimerFired()]
-            self.timers.append((effect.due_ns, HoldTimerFired()))
-        elif isinstance(effect, ArmDrainTimer):
-            assert effect.due_ns > self.now_ns, "a drain that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != DrainTimerFired()]
-            self.timers.append((effect.due_ns, DrainTimerFired()))
-        elif isinstance(effect, ArmPoolTimer):
-            assert effect.due_ns > self.now_ns, "a pause that is over already"
-            self.timers = [timer for timer in self.timers if timer[1] != PoolTimerFired()]
-            self.timers.append((effect.due_ns, PoolTimerFired()))
+        if not isinstance(effect, ArmTimer):
+            return
+        if isinstance(effect.event, HoldTimerFired | DrainTimerFired | PoolTimerFired):
+            assert effect.due_ns > self.now_ns, f"armed for a time that is over already: {effect.event}"
+            self.timers = [timer for timer in self.timers if timer[1] != effect.event]
+        self.timers.append((effect.due_ns, effect.event))
 
     def on_deadline(self, effect: SetDeadline) -> None:
-        generation, deadline_ns = self.deadlines.get(effect.lease_id, (0, 0))
+        generation, deadline_ns = self.deadlines.get(effect.worker_id, (0, 0))
         is_again = effect.generation == generation and (
-            self.disk.is_being_read or effect.lease_id in self.submits.leases
+            self.disk.is_being_read or effect.worker_id in self.submits.leases
         )
         assert (effect.generation, effect.deadline_ns) >= (generation + (not is_again), deadline_ns)
-        self.deadlines[effect.lease_id] = (effect.generation, effect.deadline_ns)
+        self.deadlines[effect.worker_id] = (effect.generation, effect.deadline_ns)
 
     def only_once(self, kind: type, lease_id: int) -> None:
         assert (kind, lease_id) not in self.once, f"{kind.__name__} twice for lease {lease_id}"
@@ -301,7 +287,7 @@ class Shell:
     def on_spawn(self, effect: SpawnWorker) -> None:
         card = next(card for card in CARDS if card.uuid == effect.card_uuid)
         has_worker = effect.lease_id in self.unproved
-        self.hold(effect.lease_id, card, effect.size_bytes + card.overhead_bytes)
+        self.hold(effect.lease_id, card, effect.terms.session_bytes + card.overhead_bytes)
         self.check_room(card)
         on_card = self.leases_on(card) - {effect.lease_id}
         for lease_id in on_card:
@@ -309,7 +295,7 @@ class Shell:
         assert not (on_card and self.exclusivity[effect.lease_id] in ALONE), "a lease is to be alone and is not"
         lease = self.table.get(effect.lease_id)
         assert lease is not None
-        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.size_bytes, card, self.unproved)
+        self.tenants.check_spawn(lease.lease_id, lease.tenant, effect.terms.session_bytes, card, self.unproved)
         if not has_worker:
             self.alive.add(effect.lease_id)
         self.spawned[effect.lease_id] = effect
@@ -325,7 +311,7 @@ class Shell:
         self.jobs.append(effect)
 
     def on_rename(self, from_id: int, to_id: int) -> None:
-        """What the worker holds is one context's overhead: as a lease's it has nothing more yet, or never will."""
+        """Move a worker to another id. It holds one context's overhead: nothing more yet, or never."""
         if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
             if from_id in self.submits.left:
                 self.submits.on_rename(from_id, to_id, self)
@@ -343,7 +329,7 @@ class Shell:
             self.alive.remove(from_id)
             self.alive.add(to_id)
         if from_id < FIRST_WARM_ID:
-            # What its worker has yet to say, it says under its old name; the lease gets another worker.
+            # The worker's late events carry its warm id; the lease gets another worker.
             self.jobs = [job for job in self.jobs if not (isinstance(job, SpawnWorker) and job.lease_id == from_id)]
             self.once.discard((SpawnWorker, from_id))
 
@@ -351,15 +337,16 @@ class Shell:
         self.hold(number, next(card for card in CARDS if card.uuid == card_uuid), size_bytes)
 
     def hold(self, number: int, card: Card, size_bytes: int) -> None:
-        """A process may hold that much from now on; all that is not proved back must fit beside it."""
+        """Let a process hold bytes; they must fit beside everything not proved back."""
         self.unproved[number] = (card.uuid, size_bytes)
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held <= card.capacity_bytes, "bytes were granted that are not proved free"
 
     def check_room(self, card: Card) -> None:
-        """Something was granted: all of it, and what others hold by the table's books, is no more than the card has.
+        """Check that grants and booked bytes of others fit the card.
 
-        Nor is it with the bytes of workers that are dead and proved free, and that are in the card's sum all the same.
+        Nor may grants exceed the card together with bytes of dead workers that were proved free but are still on the
+        card.
         """
         held = sum(held_bytes for uuid, held_bytes in self.unproved.values() if uuid == card.uuid)
         assert held + self.booked_bytes(card.uuid) <= card.capacity_bytes, "what others hold was granted"
@@ -374,8 +361,11 @@ class Shell:
         return {number for number, (uuid, _) in self.unproved.items() if uuid == card.uuid and number < FIRST_WARM_ID}
 
     def do_job(self, job: AnyJob, luck: int) -> None:
-        number = job.warm_id if isinstance(job, WarmUp) else job.lease_id
-        number = job.submit_id if isinstance(job, SpawnSubmit) else number
+        match job:
+            case WarmUp(number) | SpawnSubmit(number) | KillWorker(number) | ProveReclaimed(number):
+                pass
+            case SpawnWorker(number) | ScrubWorker(number):
+                pass
         if isinstance(job, KillWorker):
             self.send(WorkerExited(number, "killed"))
         elif isinstance(job, ScrubWorker):
@@ -390,28 +380,27 @@ class Shell:
         elif number in self.alive:
             self.send(WorkerReady(number))
 
-    def fire(self, event: AnyTimer) -> None:
+    def fire(self, event: TimerEvent) -> None:
         effects = self.send(event)
-        if isinstance(event, TimerFired) and event.lease_id >= FIRST_SUBMIT_ID:
+        if isinstance(event, TimerFired) and event.worker_id >= FIRST_SUBMIT_ID:
             return
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            is_due = self.deadlines[event.lease_id] <= (event.generation, self.now_ns)
+            is_due = self.deadlines[event.worker_id] <= (event.generation, self.now_ns)
             assert is_due or RefuseWork not in map(type, effects), "a timer ended a lease before its time"
         drain_ns = self.table.drain_ns
         if event == DrainTimerFired() and drain_ns is not None and self.now_ns >= drain_ns:
             active = [lease for lease in self.table.snapshots() if lease.state is LeaseState.ACTIVE]
             assert not active, "a lease outlived the drain"
         if isinstance(event, TimerFired) and event.kind is TimerKind.EXPIRY:
-            generation, deadline_ns = self.deadlines[event.lease_id]
-            lease = self.table.get(event.lease_id)
+            generation, deadline_ns = self.deadlines[event.worker_id]
+            lease = self.table.get(event.worker_id)
             if generation == event.generation and self.now_ns >= deadline_ns and lease is not None:
                 assert lease.state is not LeaseState.ACTIVE, "a lease outlived its deadline"
 
     def restart(self, *, is_tail_lost: bool, is_zygote_told: bool) -> None:
-        """The daemon is killed and comes back: it knows what its journal knows, and what workers and pages show.
+        """Kill the daemon and bring it back with its journal, and with what workers and pages show.
 
-        What the last event changed may not have reached the disk, though its effects were carried out; then nobody
-        was told of it.
+        The rows of the last event may be lost although its effects were executed; nobody was told of them then.
         """
         before = self.table
         if is_zygote_told:
@@ -419,7 +408,7 @@ class Shell:
         if is_tail_lost:
             self.disk.lose_tail()
         contents = self.disk.read()
-        # One that was revoked before its grant, in what was lost: nobody knows its id.
+        # Nobody knows the id of a lease revoked before its grant if its row was lost.
         if is_tail_lost:
             self.revoked -= self.revoked_last - {kept.lease_id for kept in contents.leases}
         self.table = LeaseTable(CARDS, LIMITS, self.warm_contexts, contents.past(), self.recycled.bounds)
@@ -430,12 +419,12 @@ class Shell:
             set(),
             {(kind, number) for kind, number in self.once if kind is Granted},
         )
-        # What is on the disk as ended ends no second time.
+        # A lease with a tombstone on the disk must not end a second time.
         self.once |= {(LeaseEnded, number) for number in self.disk.buried()}
         found = self.unproved.keys() - {kept.lease_id for kept in contents.leases}
         for number in self.spawned.keys() - self.unproved.keys() - {kept.lease_id for kept in contents.leases}:
             if number not in self.ended and (Granted, number) not in self.once:
-                # Nobody was told of it, and its worker went back to the pool: it is nowhere.
+                # Nobody was told of this lease, and its worker went back to the pool.
                 del self.spawned[number]
         fenced = {kept.lease_id for kept in contents.leases if kept.state is LeaseState.FENCED}
         going_on = {kept.lease_id for kept in contents.leases} - fenced
@@ -468,7 +457,7 @@ class Shell:
         self.send(PoolTimerFired())
 
     def find_ended(self) -> None:
-        """The zygote was not told to forget workers whose leases had ended: they are dead, and told of as ever."""
+        """Report dead workers of ended leases, which the zygote was never told to forget."""
         for number, (uuid, size_bytes) in self.remembered.items():
             lease = self.table.get(number)
             if lease is not None and lease.state is LeaseState.TORNDOWN:
@@ -476,7 +465,10 @@ class Shell:
                 assert self.table.get(number) == lease, "an ended lease came back"
 
     def as_its_page_says(self, kept: KeptLease) -> KeptLease:
-        """What the daemon does when it comes back: the later deadline counts, and a flipped word ends a lease."""
+        """Correct a persisted lease by its control page, as the daemon does.
+
+        The later deadline counts, and a flipped word ends the lease.
+        """
         generation, deadline_ns = self.deadlines.get(kept.lease_id, (0, 0))
         if kept.state is not LeaseState.ACTIVE or kept.deadline_ns is None:
             return kept
@@ -490,7 +482,7 @@ class Shell:
         )
 
     def finish(self) -> None:
-        """Everything that was slow or lost happens after all, in due order; what was dead is gone."""
+        """Execute everything that was slow or lost, in due order; dead workers' bytes are gone."""
         self.lingering.clear()
         self.timers += self.lost_timers
         while self.jobs or self.timers:

@@ -1,4 +1,4 @@
-"""A lease's second worker, step by step; what happens in any order is in test_any_order."""
+"""Submits step by step; `test_table_any_order` covers any order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,6 @@ import pytest
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     AcquireRequested,
-    ArmWaitTimer,
     CardLooked,
     Cause,
     CoreLimits,
@@ -23,6 +22,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -63,9 +63,9 @@ SIZE, KEPT = 50, 20
 
 
 def leased(limits: CoreLimits | None = None, *, keeps: int = KEPT, capacity: int = 100) -> Scenario:
-    """An active lease of 50 bytes, 20 of them for submits."""
+    """Return an active lease of 50 bytes, 20 of them for submits."""
     s = Scenario(card(capacity=capacity), limits=limits)
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=keeps))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=keeps)))
     s.do(WorkerReady(LEASE))
     return s
 
@@ -75,7 +75,7 @@ def ask(s: Scenario, request: int = 20, timeout_ms: int = 1000) -> list[Effect]:
 
 
 def run(s: Scenario, number: int = FIRST, request: int = 20) -> list[Effect]:
-    """A submit that has been told of."""
+    """Start a submit and report it ready."""
     ask(s, request)
     return s.do(WorkerReady(number))
 
@@ -87,8 +87,8 @@ def state(s: Scenario) -> SubmitState | None:
 
 def test_a_lease_that_keeps_room_is_charged_two_contexts() -> None:
     s = Scenario(card(capacity=100))
-    acquired = s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=KEPT))
-    assert one(acquired, SpawnWorker).size_bytes == SIZE - KEPT
+    acquired = s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=KEPT)))
+    assert one(acquired, SpawnWorker).terms.session_bytes == SIZE - KEPT
     s.do(WorkerReady(LEASE))
     assert s.card().held_bytes == SIZE + 2 * OVERHEAD
     assert s.table.submits.may_hold(LEASE) == ("GPU-a", SIZE - KEPT + OVERHEAD)
@@ -102,29 +102,31 @@ def test_a_lease_that_keeps_room_is_charged_two_contexts() -> None:
     assert s.table.submits.may_hold(FIRST) is None
 
 
-def test_its_room_is_refused_as_any_other() -> None:
+def test_memory_for_submits_is_refused_like_any_other() -> None:
     s = Scenario(card(capacity=100))
-    wanted = AcquireRequested(9, "ann", LEASE, 85, 10_000, submit_bytes=5)
+    wanted = AcquireRequested(9, "ann", LEASE, LeaseTerms(85, 10_000, submit_bytes=5))
     assert "80 bytes" in denied(s.do(wanted)).message
-    assert kinds(s.do(replace(wanted, request=10, lease_id=2, size_bytes=80)))[0] is SpawnWorker
+    fitting = replace(wanted, request=10, lease_id=2, terms=wanted.terms._replace(size_bytes=80))
+    assert kinds(s.do(fitting))[0] is SpawnWorker
 
 
 @pytest.mark.parametrize("kept", [-1, SIZE, SIZE + 1])
 def test_the_session_keeps_something(kept: int) -> None:
     s = Scenario(card())
-    effects = s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000, submit_bytes=kept))
+    effects = s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000, submit_bytes=kept)))
     assert denied(effects).reason is DenialReason.INVALID_REQUEST
 
 
 def test_a_submit_from_its_request_to_its_end() -> None:
     s = leased()
-    assert kinds(ask(s)) == [SpawnSubmit, type(armed(s.do(TimerFired(FIRST, 0, TimerKind.SPAWN)), TimerKind.SPAWN))]
+    assert kinds(ask(s)) == [SpawnSubmit, TimerFired]
+    assert kinds([armed(s.do(TimerFired(FIRST, 0, TimerKind.SPAWN)), TimerKind.SPAWN)]) == [TimerFired]
     effects = s.do(WorkerReady(FIRST))
     assert one(effects, SubmitReady).request == 20
     deadline = one(effects, SetDeadline)
-    assert (deadline.lease_id, deadline.deadline_ns) == (FIRST, s.lease(LEASE).deadline_ns)
+    assert (deadline.worker_id, deadline.deadline_ns) == (FIRST, s.lease(LEASE).deadline_ns)
     assert armed(effects, TimerKind.EXPIRY).due_ns == s.now_ns + 1000 * MS
-    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).lease_id == FIRST
+    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).worker_id == FIRST
     assert one(s.do(ReclaimProved(FIRST)), SubmitEnded).lease_id == LEASE
     assert state(s) is None
     assert s.lease(LEASE).state is LeaseState.ACTIVE
@@ -140,7 +142,7 @@ REFUSED: dict[str, tuple[Act, DenialReason]] = {
 
 
 @pytest.mark.parametrize(("act", "reason"), REFUSED.values(), ids=REFUSED)
-def test_who_is_refused(act: Act, reason: DenialReason) -> None:
+def test_submits_that_are_refused(act: Act, reason: DenialReason) -> None:
     assert denied(act(leased())).reason is reason
 
 
@@ -170,7 +172,7 @@ def test_a_lease_that_never_opened_its_session_runs_a_submit_in_its_place(capaci
     assert one(ask(s, 21), SpawnSubmit).size_bytes == has
 
 
-def test_nobody_is_let_into_a_session_whose_memory_a_submit_has() -> None:
+def test_nobody_attaches_to_a_session_whose_memory_a_submit_has() -> None:
     s = leased(keeps=0)
     run(s)
     s.do(SessionOpened(LEASE))
@@ -194,11 +196,11 @@ def test_a_submit_borrows_nothing_that_a_lease_holds_which_ended_before_it_had_r
     s = Scenario()
     s.table = LeaseTable((card(capacity=SIZE + 3 * OVERHEAD),), warm_contexts=1)
     s.do(PoolTimerFired())
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 10_000))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 10_000)))
     s.do(WorkerReady(LEASE))
     (context,) = s.table.warming()
     s.do(WorkerFailed(context.warm_id, "no context"))
-    assert SpawnWorker not in kinds(s.do(AcquireRequested(10, "bob", 2, OVERHEAD, 10_000)))
+    assert SpawnWorker not in kinds(s.do(AcquireRequested(10, "bob", 2, LeaseTerms(OVERHEAD, 10_000))))
     s.do(FreeRequested(30, 2, "bob"))
     assert s.card().held_bytes == s.card().capacity_bytes
     assert one(ask(s), SpawnSubmit).size_bytes == SIZE - OVERHEAD
@@ -206,7 +208,7 @@ def test_a_submit_borrows_nothing_that_a_lease_holds_which_ended_before_it_had_r
 
 def test_a_lease_as_small_as_a_context_needs_the_cards_room() -> None:
     s = Scenario(card(capacity=2 * OVERHEAD + 5))
-    s.do(AcquireRequested(9, "ann", LEASE, OVERHEAD, 10_000))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(OVERHEAD, 10_000)))
     s.do(WorkerReady(LEASE))
     assert denied(ask(s)).reason is DenialReason.BUSY
 
@@ -226,7 +228,7 @@ def test_what_a_submit_borrowed_is_part_of_its_leases_fence() -> None:
 
 
 @pytest.mark.parametrize("size", [SIZE, SIZE - OVERHEAD])
-def test_one_in_its_sessions_place_outlives_the_daemon(size: int) -> None:
+def test_a_submit_in_its_sessions_place_outlives_the_daemon(size: int) -> None:
     before = leased(keeps=0)
     run(before)
     kept = before.table.keep(LEASE, 77)
@@ -250,24 +252,24 @@ def test_submits_count_as_acquires_do() -> None:
     assert denied(ask(s, 21)).reason is DenialReason.RATE
 
 
-def test_one_waits_for_the_one_before_it_and_a_third_is_refused() -> None:
+def test_a_second_submit_waits_and_a_third_is_refused() -> None:
     s = leased()
     run(s)
-    assert kinds(ask(s, 21)) == [ArmWaitTimer]
+    assert kinds(ask(s, 21)) == [WaitTimerFired]
     assert denied(ask(s, 22)).reason is DenialReason.BUSY
     s.do(WorkerExited(FIRST, "exited"))
     assert one(s.do(ReclaimProved(FIRST)), SpawnSubmit).submit_id == FIRST + 1
     assert one(s.do(WorkerReady(FIRST + 1)), SubmitReady).request == 21
 
 
-def test_who_waits_waits_for_so_long() -> None:
+def test_a_submit_waits_for_a_bounded_time() -> None:
     s = leased()
     run(s)
     ask(s, 21)
-    assert kinds(s.at(1).do(WaitTimerFired(21))) == [ArmWaitTimer]
+    assert kinds(s.at(1).do(WaitTimerFired(21))) == [WaitTimerFired]
     s.do(RenewRequested(5, LEASE, "ann", 100_000))
     assert one(s.at(MAX_WAIT_S).do(WaitTimerFired(21)), Denied).denial.reason is DenialReason.BUSY
-    assert kinds(ask(s, 22)) == [ArmWaitTimer]
+    assert kinds(ask(s, 22)) == [WaitTimerFired]
 
 
 ENDS: dict[str, tuple[Act, Cause | None]] = {
@@ -280,7 +282,7 @@ ENDS: dict[str, tuple[Act, Cause | None]] = {
 
 
 @pytest.mark.parametrize(("end", "cause"), ENDS.values(), ids=ENDS)
-def test_what_ends_one_gives_it_its_grace_then_kills_it(end: Act, cause: Cause | None) -> None:
+def test_an_ended_submit_gets_its_grace_and_is_killed(end: Act, cause: Cause | None) -> None:
     s = leased()
     run(s)
     effects = end(s)
@@ -302,7 +304,7 @@ def test_a_lease_is_torn_down_only_once_its_submit_is_proved_gone() -> None:
     assert s.card().held_bytes == 0
 
 
-def test_who_waits_for_a_submit_is_told_that_the_lease_ended() -> None:
+def test_a_waiting_submit_learns_that_its_lease_ended() -> None:
     s = leased()
     ask(s)
     ask(s, 21)
@@ -312,7 +314,7 @@ def test_who_waits_for_a_submit_is_told_that_the_lease_ended() -> None:
     assert KillWorker(FIRST) in effects
 
 
-def test_a_worker_that_can_not_start_is_told_of_and_costs_nothing() -> None:
+def test_a_worker_that_can_not_start_is_reported_and_costs_nothing() -> None:
     for event in (WorkerFailed(FIRST, "no context"), WorkerExited(FIRST, "signal 9")):
         s = leased()
         ask(s)
@@ -322,13 +324,13 @@ def test_a_worker_that_can_not_start_is_told_of_and_costs_nothing() -> None:
         assert (state(s), s.lease(LEASE).state) == (None, LeaseState.ACTIVE)
 
 
-def test_one_that_does_not_start_in_time_is_given_up() -> None:
+def test_a_submit_that_does_not_start_in_time_is_given_up() -> None:
     s = leased(CoreLimits(spawn_timeout_s=2))
     ask(s)
     assert denied(s.at(2).do(TimerFired(FIRST, 0, TimerKind.SPAWN))).reason is DenialReason.SESSION_FAILED
 
 
-def test_one_that_the_daemon_has_no_room_for_now_may_be_tried_again() -> None:
+def test_a_submit_the_daemon_has_no_room_for_may_be_tried_again() -> None:
     s = leased()
     ask(s)
     assert denied(s.do(WorkerExited(FIRST, "could not be started", is_busy=True))).reason is DenialReason.BUSY
@@ -336,7 +338,7 @@ def test_one_that_the_daemon_has_no_room_for_now_may_be_tried_again() -> None:
     assert one(ask(s, 21), SpawnSubmit).submit_id == FIRST + 1
 
 
-def test_who_leaves_before_it_is_ready_gets_no_answer() -> None:
+def test_a_requester_that_leaves_early_gets_no_answer() -> None:
     s = leased()
     ask(s)
     ask(s, 21)
@@ -347,11 +349,11 @@ def test_who_leaves_before_it_is_ready_gets_no_answer() -> None:
     assert kinds(s.do(RequesterGone(20))) == []
 
 
-def test_a_renewal_moves_its_deadline_too() -> None:
+def test_a_renewal_moves_the_submits_deadline_too() -> None:
     s = leased()
     run(s)
     moved = [effect for effect in s.do(RenewRequested(5, LEASE, "ann", 60_000)) if isinstance(effect, SetDeadline)]
-    assert {effect.lease_id: effect.generation for effect in moved} == {LEASE: 2, FIRST: 2}
+    assert {effect.worker_id: effect.generation for effect in moved} == {LEASE: 2, FIRST: 2}
 
 
 def stuck(s: Scenario) -> list[Effect]:
@@ -360,7 +362,7 @@ def stuck(s: Scenario) -> list[Effect]:
     return s.do(ReclaimFailed(FIRST, "NVML gave an error"))
 
 
-def test_one_that_is_not_proved_gone_takes_the_next_ones_away() -> None:
+def test_a_submit_that_is_not_proved_gone_bars_the_next_ones() -> None:
     s = leased()
     assert one(stuck(s), SubmitFenced).lease_id == LEASE
     assert denied(ask(s, 21)).reason is DenialReason.CAPACITY_EXCEEDED
@@ -371,7 +373,7 @@ def test_one_that_is_not_proved_gone_takes_the_next_ones_away() -> None:
     assert SpawnSubmit in kinds(ask(s, 22))
 
 
-def test_and_fences_the_lease_when_that_ends() -> None:
+def test_a_submit_that_is_not_proved_gone_fences_the_lease_at_its_end() -> None:
     s = leased()
     stuck(s)
     s.do(RevokeRequested(5, LEASE, "why"))
@@ -384,13 +386,13 @@ def restored(*, is_running: bool, has_worker: bool = True) -> tuple[Scenario, li
     before = leased()
     kept = before.table.keep(LEASE)
     assert kept is not None
-    assert kept.submit_bytes == KEPT
+    assert kept.terms.submit_bytes == KEPT
     s = Scenario(card(capacity=100))
     s.do(LeaseRestored(kept, has_worker))
     return s, s.do(SubmitFound(FIRST + 7, LEASE, "GPU-a", is_running, 1000))
 
 
-def test_one_of_an_earlier_daemon_goes_on_with_its_lease() -> None:
+def test_an_earlier_daemons_submit_goes_on_with_its_lease() -> None:
     s, effects = restored(is_running=True)
     assert state(s) is SubmitState.RUNNING
     assert armed(effects, TimerKind.EXPIRY).due_ns == s.now_ns + 1000 * MS
@@ -400,7 +402,7 @@ def test_one_of_an_earlier_daemon_goes_on_with_its_lease() -> None:
 
 
 @pytest.mark.parametrize(("is_running", "has_worker"), [(False, True), (True, False), (False, False)])
-def test_or_is_ended(is_running: bool, has_worker: bool) -> None:
+def test_an_earlier_daemons_submit_that_can_not_go_on_is_ended(is_running: bool, has_worker: bool) -> None:
     s, effects = restored(is_running=is_running, has_worker=has_worker)
     assert state(s) is SubmitState.ENDING
     assert KillWorker(FIRST + 7) in effects
@@ -420,7 +422,7 @@ def test_the_next_table_has_submits_where_no_session_was_opened(has_session: boo
     assert s.table.submits.in_place_of_session(LEASE) is not None, "nobody is let into it meanwhile"
 
 
-def test_one_that_is_nobodys_is_killed() -> None:
+def test_a_submit_without_a_lease_is_killed() -> None:
     s = Scenario(card())
     effects = s.do(SubmitFound(FIRST, 77, "GPU-a", True, 1000))
     assert kinds(effects) == [RefuseSubmit, KillWorker]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Event, LeaseTable, WarmEnded
+from gpulease.daemon.leases import FIRST_WARM_ID, Card, CoreLimits, Event, LeaseTable, LeaseTerms, WarmEnded
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     FreeRequested,
@@ -54,8 +54,8 @@ def scene(caplog: pytest.LogCaptureFixture) -> Scene:
 def test_a_tenant_that_is_denied_in_a_loop(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     async def flood() -> None:
         for number in range(1, 2 * BURST_RECORDS + 1):
-            scene.post(AcquireRequested(number, "mallory", number, 11 * SIZE, 1000))
-        scene.post(AcquireRequested(1 << 20, "ann", 1 << 20, 11 * SIZE, 1000))
+            scene.post(AcquireRequested(number, "mallory", number, LeaseTerms(11 * SIZE, 1000)))
+        scene.post(AcquireRequested(1 << 20, "ann", 1 << 20, LeaseTerms(11 * SIZE, 1000)))
         await scene.chronicle.stop()
 
     asyncio.run(flood())
@@ -69,7 +69,7 @@ def test_a_tenant_that_is_denied_in_a_loop(scene: Scene, caplog: pytest.LogCaptu
 
 def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     async def flood() -> None:
-        scene.post(AcquireRequested(1, "mallory", 7, SIZE, 60_000))
+        scene.post(AcquireRequested(1, "mallory", 7, LeaseTerms(SIZE, 60_000)))
         scene.post(WorkerReady(7))
         for number in range(2 * BURST_RECORDS):
             scene.post(WorkerScrubbed(7, "the card shows more"))
@@ -108,7 +108,7 @@ def test_counts_are_told_while_it_goes_on(
 
 
 def test_a_denial_is_found_by_the_lease_that_was_asked_for(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.post(AcquireRequested(1, "ann", 7, 11 * SIZE, 1000))
+    scene.post(AcquireRequested(1, "ann", 7, LeaseTerms(11 * SIZE, 1000)))
     assert [(event, fields["lease_id"]) for event, fields in told(caplog)] == [
         ("lease.requested", f"{7:032x}"),
         ("request.denied", f"{7:032x}"),
@@ -117,9 +117,9 @@ def test_a_denial_is_found_by_the_lease_that_was_asked_for(scene: Scene, caplog:
 
 def test_nothing_is_kept_of_what_is_over(scene: Scene) -> None:
     for lease_id in range(1, 20):
-        scene.post(AcquireRequested(lease_id, "ann", lease_id, SIZE, 60_000, wait_ms=1000))
+        scene.post(AcquireRequested(lease_id, "ann", lease_id, LeaseTerms(SIZE, 60_000), wait_ms=1000))
         if lease_id == 19:
-            scene.post(AcquireRequested(100, "ann", 100, 10 * SIZE, 60_000, wait_ms=1000))
+            scene.post(AcquireRequested(100, "ann", 100, LeaseTerms(10 * SIZE, 60_000), wait_ms=1000))
             scene.post(RequesterGone(100))
         scene.post(WorkerReady(lease_id))
         scene.post(FreeRequested(lease_id + 1000, lease_id, "ann"))

@@ -16,6 +16,7 @@ from gpulease.daemon.leases import (
     KeptLease,
     LeaseRestored,
     LeaseState,
+    LeaseTerms,
     SubmitFound,
     WorkerFound,
 )
@@ -34,9 +35,8 @@ KEPT = KeptLease(
     lease_id=5,
     tenant="ann",
     card_uuid=CARD,
-    size_bytes=100,
+    terms=LeaseTerms(100, 60_000, Exclusivity.SHARED, orphan_ms=0),
     charge_bytes=107,
-    exclusivity=Exclusivity.SHARED,
     generation=3,
     state=LeaseState.ACTIVE,
     cause=None,
@@ -45,7 +45,6 @@ KEPT = KeptLease(
     created_ns=1,
     deadline_ns=1000,
     ended_ns=None,
-    ttl_ms=60_000,
     worker_pid=77,
 )
 
@@ -222,11 +221,19 @@ ROWS = st.lists(
 )
 
 
+def number_of(event: LeaseRestored | WorkerFound | SubmitFound) -> int:
+    match event:
+        case LeaseRestored(kept):
+            return kept.lease_id
+        case WorkerFound(number) | SubmitFound(number):
+            return number
+
+
 @given(ROWS, WORKERS)
 def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[KeptLease], workers: list[LeftWorker]) -> None:
     events = decide(rows, workers)
     assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
-    numbers = [event.kept.lease_id if isinstance(event, LeaseRestored) else event.lease_id for event, _ in events]
+    numbers = [number_of(event) for event, _ in events]
     assert len(set(numbers)) == len(numbers)
     before = {kept.lease_id: kept for kept in rows}
     for event, _ in events:

@@ -15,6 +15,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     KillWorker,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     Recycling,
     SessionCondemned,
@@ -63,7 +64,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.table = LeaseTable([Card("GPU-a", 0, "a", 10_000, OVERHEAD)])
-        self.table.handle(AcquireRequested(1, "t", 5, SIZE, 60_000), 0)
+        self.table.handle(AcquireRequested(1, "t", 5, LeaseTerms(SIZE, 60_000)), 0)
         self.table.handle(WorkerReady(5), 0)
         self.weigher = MemoryMonitor(
             self.table, cast(CardSource, self.cards), cast(Workers, self.workers), self.posted.append
@@ -139,7 +140,7 @@ def recycled(scene: Scene) -> int:
     scene.table.handle(PoolTimerFired(), 0)
     for event in (
         WorkerReady(FIRST_WARM_ID),
-        AcquireRequested(1, "t", 5, SIZE, 60_000),
+        AcquireRequested(1, "t", 5, LeaseTerms(SIZE, 60_000)),
         WorkerReady(5),
         FreeRequested(2, 5, "t"),
         WorkerScrubbed(5),

@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     LeaseRestored,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -56,7 +57,7 @@ class Life:
         return told
 
     def granted(self) -> "Life":
-        self.do(AcquireRequested(1, "t", 5, 100, 60_000), 1)
+        self.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000)), 1)
         self.do(WorkerReady(5), 1)
         return self
 
@@ -71,7 +72,7 @@ def times(granted_ms: int, over_ms: int) -> dict[str, int]:
 
 def test_a_whole_life() -> None:
     life = Life()
-    assert life.do(AcquireRequested(1, "t", 5, 100, 60_000), 1) == []
+    assert life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000)), 1) == []
     ((kind, told),) = life.do(WorkerReady(5), 2)
     grant = {"exclusivity": "shared", "generation": 1, "ttl_ms": 60_000, "waited_us": 2000}
     assert (kind.value, told) == ("grant", WHO | grant)
@@ -161,7 +162,7 @@ def test_a_submit_is_told_from_who_asked_for_it_to_its_end() -> None:
     refused = life.do(SubmitRequested(2, 5, "t", 0))
     assert [(kind.value, told["operation"], told["lease"]) for kind, told in refused] == [("deny", "submit", LEASE)]
     life = Life()
-    life.do(AcquireRequested(1, "t", 5, 100, 60_000, submit_bytes=40), 1)
+    life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000, submit_bytes=40)), 1)
     life.do(WorkerReady(5), 1)
     life.witness.asked_by(2, "uid:7")
     assert life.do(SubmitRequested(2, 5, "t", 1000)) == []
@@ -192,7 +193,7 @@ def test_of_contexts_made_ahead_only_fences_are_told() -> None:
 
 def test_denials_say_what_was_asked() -> None:
     life = Life()
-    ((kind, told),) = life.do(AcquireRequested(1, "t", 5, 1 << 100, 60_000, selector="\u202eGPU" * 300))
+    ((kind, told),) = life.do(AcquireRequested(1, "t", 5, LeaseTerms(1 << 100, 60_000), selector="\u202eGPU" * 300))
     assert (kind.value, told["tenant"], told["operation"]) == ("deny", "t", "acquire")
     assert told["size_bytes"] == 2**53 - 1
     assert "\u202e" not in told["card"] + told["message"]
@@ -206,7 +207,7 @@ def test_denials_say_what_was_asked() -> None:
 
 def test_one_that_never_began() -> None:
     life = Life()
-    life.do(AcquireRequested(1, "t", 5, 100, 60_000))
+    life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000)))
     assert [kind.value for kind, _ in life.do(WorkerExited(5, "no fork"), 1)] == ["deny"]
     ((kind, told),) = life.do(ReclaimProved(5), 1)
     assert (kind.value, told["granted_us"], told["cause"]) == ("end", None, "spawn_failed")
@@ -215,7 +216,7 @@ def test_one_that_never_began() -> None:
 
 def test_one_whose_requester_left() -> None:
     life = Life()
-    life.do(AcquireRequested(1, "t", 5, 100, 60_000))
+    life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000)))
     assert life.do(RequesterGone(1)) == []
     life.do(WorkerExited(5, "was killed"))
     ((_, told),) = life.do(ReclaimProved(5))

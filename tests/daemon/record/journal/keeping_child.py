@@ -21,6 +21,7 @@ from gpulease.daemon.leases import (
     Granted,
     LeaseRestored,
     LeaseTable,
+    LeaseTerms,
     Outcome,
     ReclaimProved,
     Renewed,
@@ -57,7 +58,7 @@ class Child:
     async def live(self) -> None:
         for number in itertools.count(1):
             lease_id = secrets.randbits(128) or 1
-            self.post(AcquireRequested(number, "ann", lease_id, 100, 60_000))
+            self.post(AcquireRequested(number, "ann", lease_id, LeaseTerms(100, 60_000)))
             self.post(WorkerReady(lease_id))
             if number % 3 == 0:
                 self.post(RenewRequested(number, lease_id, "ann", 70_000))

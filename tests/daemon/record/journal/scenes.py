@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState
+from gpulease.daemon.leases import Cause, KeptLease, LeaseSnapshot, LeaseState, LeaseTerms
 from gpulease.daemon.record.journal.rows import (
     DRAIN_KEY,
     Change,
@@ -30,9 +30,7 @@ def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -
         "lease_id": lease_id,
         "tenant": "ann",
         "card_uuid": "GPU-a",
-        "size_bytes": 100,
         "charge_bytes": 110,
-        "exclusivity": Exclusivity.SHARED,
         "generation": 2,
         "state": state,
         "cause": cause,
@@ -41,12 +39,11 @@ def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -
         "created_ns": 5,
         "deadline_ns": 90,
         "ended_ns": ended_ns,
-        "ttl_ms": 50,
-        "max_kernel_ms": 3,
-        "waiting": Waiting.BLOCK,
         "worker_pid": 77,
     }
-    return KeptLease(**(values | more))  # type: ignore[arg-type]
+    terms = LeaseTerms(100, 50, Exclusivity.SHARED, 3, Waiting.BLOCK, orphan_ms=0)
+    terms = terms._replace(**{name: more.pop(name) for name in LeaseTerms._fields if name in more})  # type: ignore[arg-type]
+    return KeptLease(terms=terms, **(values | more))  # type: ignore[arg-type]
 
 
 def tombstone(lease_id: int) -> LeaseSnapshot:

@@ -24,6 +24,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     Outcome,
     ReclaimFailed,
     RenewRequested,
@@ -86,7 +87,7 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
         broker = Broker(tmp_path / "state")
         copy = tmp_path / "copy"
         for lease_id in range(1, 8):
-            broker.post(AcquireRequested(lease_id, "ann", lease_id, 100, 60_000))
+            broker.post(AcquireRequested(lease_id, "ann", lease_id, LeaseTerms(100, 60_000)))
             await broker.tell(WorkerReady(lease_id))
             row = broker.as_if_killed(copy)[lease_id]
             assert (row.state, row.generation, row.worker_pid) == (LeaseState.ACTIVE, 1, 9000 + lease_id)
@@ -146,7 +147,7 @@ def test_what_the_daemon_can_not_follow_stops_grants_and_not_ends(tmp_path: Path
 
     async def live() -> None:
         broker = Broker(tmp_path / "state")
-        broker.post(AcquireRequested(1, "ann", 1, 100, 60_000))
+        broker.post(AcquireRequested(1, "ann", 1, LeaseTerms(100, 60_000)))
         assert broker.journal.denial() is None
         broker.journal.saw(LeaseRestored(None, has_worker=True), [], 0)  # type: ignore[arg-type]
         assert broker.journal.denial() is not None

@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.leases import KeptLease, LeaseSnapshot
+from gpulease.daemon.leases import KeptLease, LeaseSnapshot, LeaseTerms
 from gpulease.daemon.record.journal.rows import encode, read_lease, read_tombstone
 
 from .scenes import kept
+
+LEASE_ROW = (
+    *("lease_id", "tenant", "card_uuid", "size_bytes", "charge_bytes", "exclusivity", "generation", "state", "cause"),
+    *("reason", "fault", "created_ns", "deadline_ns", "ended_ns", "ttl_ms", "max_kernel_ms", "waiting", "worker_pid"),
+    *("submit_bytes", "orphan_ms"),
+)
+"""The members of a lease's row, in their order: the file's format."""
 
 
 def members_of(lease_id: int) -> dict[str, Any]:
@@ -25,7 +32,11 @@ def test_a_row_is_read_as_it_was_written() -> None:
 
 def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     """What a value is: its members by their names, without those that came later and mean nothing."""
-    values = {name: value.value if isinstance(value, Enum) else value for name, value in content._asdict().items()}
+    members = content._asdict()
+    if isinstance(content, KeptLease):
+        members |= content.terms._asdict()
+        members = {name: members[name] for name in LEASE_ROW}
+    values = {name: value.value if isinstance(value, Enum) else value for name, value in members.items()}
     for later in ("submit_bytes", "orphan_ms"):
         if values.get(later) == 0:
             del values[later]
@@ -37,8 +48,7 @@ def by_names(content: KeptLease | LeaseSnapshot) -> bytes:
     st.builds(
         KeptLease,
         lease_id=st.integers(0, 2**128 - 1),
-        submit_bytes=st.integers(0, 3),
-        orphan_ms=st.integers(0, 3),
+        terms=st.builds(LeaseTerms, submit_bytes=st.integers(0, 3), orphan_ms=st.integers(0, 3)),
     )
 )
 def test_a_lease_is_written_by_its_names(lease: KeptLease) -> None:

@@ -14,6 +14,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -31,7 +32,7 @@ from gpulease.daemon.record.metrics.families import MAX_PAIR_SERIES, OTHERS, Dis
 from gpulease.daemon.record.metrics.lease_counters import LeaseCounters
 
 from ...leases.scenario import Scenario, card, end  # noqa: TID252  # the core's own scenarios
-from ...leases.test_restoring import kept  # noqa: TID252  # the core's own scenarios
+from ...leases.test_restoration import kept  # noqa: TID252  # the core's own scenarios
 
 ANN = ("GPU-a", "ann")
 CARD = ("GPU-a",)
@@ -77,7 +78,7 @@ def test_a_life() -> None:
 
 def test_submits_begin_or_are_denied() -> None:
     s = Counted()
-    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(AcquireRequested(1, "ann", 1, LeaseTerms(50, 60_000, submit_bytes=20)))
     s.do(WorkerReady(1))
     s.do(SubmitRequested(2, 1, "ann", 1000))
     s.do(WorkerReady(FIRST_SUBMIT_ID))
@@ -93,7 +94,7 @@ def test_submits_begin_or_are_denied() -> None:
 
 def test_a_submit_that_faults_counts_for_its_leases_tenant() -> None:
     s = Counted()
-    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(AcquireRequested(1, "ann", 1, LeaseTerms(50, 60_000, submit_bytes=20)))
     s.do(WorkerReady(1))
     for number in range(2):
         submit_id = FIRST_SUBMIT_ID + number
@@ -220,7 +221,7 @@ def test_warm_contexts_that_were_taken_and_lost() -> None:
 
 def test_a_warm_context_that_a_submit_took() -> None:
     s = Counted(warm=1)
-    s.do(AcquireRequested(1, "ann", 1, 50, 60_000, submit_bytes=20))
+    s.do(AcquireRequested(1, "ann", 1, LeaseTerms(50, 60_000, submit_bytes=20)))
     s.do(WorkerReady(1))
     s.do(PoolTimerFired())
     s.do(WorkerReady(FIRST_WARM_ID))

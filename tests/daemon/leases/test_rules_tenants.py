@@ -1,4 +1,4 @@
-"""What one tenant may have, and what it is told when that is used up."""
+"""Bounds of tenants, and the denials at each bound."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ ANN = "ann"
 
 
 def scene(**own: object) -> Scenario:
-    """Two cards; ann's bounds are her own, nobody else has any."""
+    """Two cards; ann has bounds of her own, nobody else has any."""
     rules = TenantRules(by_name={ANN: TenantLimits(**own)})  # type: ignore[arg-type]
     return Scenario(card(0, 110), card(1, 110), limits=CoreLimits(tenants=rules))
 
@@ -44,7 +44,7 @@ def test_bytes() -> None:
     check_denied(scenario.acquire(5, 1), "max_vram")
 
 
-def test_bytes_in_line_count() -> None:
+def test_queued_bytes_count() -> None:
     scenario = scene(max_vram_bytes=150)
     scenario.active(1, 100, tenant="bob")
     scenario.active(2, 100, tenant="bob")
@@ -73,7 +73,7 @@ def test_time_to_live_at_an_acquire_and_a_renewal() -> None:
     check_denied(scenario.acquire(1, ttl_ms=10_001), "max_ttl_s")
     scenario.active(2, ttl_ms=10_000)
     check_denied(scenario.do(RenewRequested(9, 2, ANN, 10_001)), "max_ttl_s")
-    # An operator, too, renews it for its tenant.
+    # An operator's renewal is bound by the tenant's rules too.
     check_denied(scenario.do(RenewRequested(9, 2, "root", 10_001, is_operator=True)), "max_ttl_s")
     assert one(scenario.do(RenewRequested(9, 2, ANN, 10_000)), Renewed)
     scenario.active(3, tenant="bob", ttl_ms=20_000)
@@ -84,7 +84,7 @@ def test_cards() -> None:
     for lease_id in (1, 2):
         assert scenario.active(lease_id, 20).card_uuid == "GPU-b"
     check_denied(scenario.acquire(3, selector="0"), "devices")
-    # It is told of its own card, not of the room on the other.
+    # The denial speaks of the tenant's own card, not of room on the other.
     assert "waits" not in one(scenario.acquire(4, 60), Denied).denial.message
     assert scenario.active(5, 90, tenant="bob").card_uuid == "GPU-a"
 
@@ -124,12 +124,12 @@ def test_no_window_has_more_than_the_burst_and_the_rate(per_minute: int, burst: 
             for first, since_ns in enumerate(taken):
                 assert len(taken) - first <= burst + (now_ns - since_ns) // interval_ns
         else:
-            # It may come when it was told, and not before: looking costs nothing.
+            # The tenant may ask when the denial said, and not before; a refused request costs nothing.
             assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns) == 0
             assert AcquireRates.wait_ns(_copy(rates), ANN, limits, now_ns + wait_ns - 1) > 0
 
 
-def test_other_bounds_are_for_what_is_asked_for_from_then_on() -> None:
+def test_changed_bounds_apply_to_later_requests() -> None:
     scenario = scene(max_vram_bytes=150, max_ttl_s=100)
     scenario.active(1, 100)
     scenario.active(2, 50)
@@ -141,7 +141,7 @@ def test_other_bounds_are_for_what_is_asked_for_from_then_on() -> None:
     scenario.active(4, 30)
 
 
-def test_who_waits_stays_in_line_under_other_bounds() -> None:
+def test_waiters_stay_queued_under_changed_bounds() -> None:
     scenario = scene()
     scenario.active(1, 100, tenant="bob")
     scenario.active(2, 100, tenant="bob")
@@ -157,6 +157,6 @@ def _copy(rates: AcquireRates) -> AcquireRates:
 
 
 @pytest.mark.parametrize("wrong", [{"max_leases": 0}, {"acquire_burst": 0}, {"devices": ()}, {"max_vram_bytes": -1}])
-def test_bounds_that_make_no_sense(wrong: dict[str, object]) -> None:
+def test_senseless_bounds_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TenantLimits(**wrong)  # type: ignore[arg-type]

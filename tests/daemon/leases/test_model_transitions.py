@@ -1,4 +1,4 @@
-"""The transition table, exhaustively, and the invariants' own teeth."""
+"""The transition table, exhaustively, and proof that the invariants can fail."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from gpulease.daemon.leases import (
     InvalidTransition,
     InvariantBroken,
     LeaseState,
+    LeaseTerms,
     RenewRequested,
     Trigger,
 )
 from gpulease.daemon.leases.model import Lease
-from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import Scenario, card
 
@@ -21,23 +21,23 @@ TRIGGERS: list[Trigger | Cause] = [*Trigger, *Cause]
 
 
 def lease_in(state: LeaseState) -> Lease:
-    lease = Lease(1, "ann", "GPU-a", 20, 30, Exclusivity.SHARED, 1000, 1, 0, 60, 64)
+    lease = Lease(1, "ann", "GPU-a", LeaseTerms(20, 1000), 30, 1, 0, 60, 64)
     lease.state = state
     return lease
 
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("state", LeaseState)
-def test_what_is_not_in_the_table_raises_and_changes_nothing(state: LeaseState, trigger: Trigger | Cause) -> None:
+def test_a_step_missing_from_the_table_raises_and_changes_nothing(state: LeaseState, trigger: Trigger | Cause) -> None:
     lease = lease_in(state)
     finish = TRANSITIONS.get((state, trigger))
     if finish is None:
         with pytest.raises(InvalidTransition, match=trigger.value):
             lease.move(trigger, 5)
-        assert (lease.state, lease.story) == (state, [])
+        assert (lease.state, lease.history) == (state, [])
     else:
         lease.move(trigger, 5)
-        assert (lease.state, len(lease.story)) == (finish, 1)
+        assert (lease.state, len(lease.history)) == (finish, 1)
 
 
 def test_no_step_leads_back() -> None:
@@ -55,29 +55,29 @@ def test_every_cause_can_end_a_lease() -> None:
     assert {trigger for _, trigger in TRANSITIONS if isinstance(trigger, Cause)} == set(Cause)
 
 
-def test_an_invalid_transition_tells_the_whole_story() -> None:
+def test_an_invalid_transition_tells_the_whole_history() -> None:
     lease = lease_in(LeaseState.PENDING)
     lease.move(Trigger.WORKER_READY, 7)
     with pytest.raises(InvalidTransition) as raised:
         lease.move(Trigger.WORKER_READY, 8)
     assert "7 ns: pending -> active by worker_ready (generation 1)" in str(raised.value)
-    assert raised.value.story == tuple(lease.story)
+    assert raised.value.history == tuple(lease.history)
 
 
-def test_a_story_is_bounded() -> None:
-    s = Scenario(limits=CoreLimits(max_story_entries=5))
+def test_a_history_is_bounded() -> None:
+    s = Scenario(limits=CoreLimits(max_history_entries=5))
     s.active(1)
     for _ in range(20):
         s.do(RenewRequested(1, 1, "ann", 1000))
-    story = s.table.story(1)
+    story = s.table.history(1)
     assert [entry.generation for entry in story] == [17, 18, 19, 20, 21]
-    assert s.table.story(2) == ()
+    assert s.table.history(2) == ()
 
 
 def test_validate_finds_bytes_that_were_miscounted() -> None:
     s = Scenario(card(0))
     s.active(1)
-    s.table._book.accounts[0].held_bytes -= 1
+    s.table._store.accounts[0].held_bytes -= 1
     with pytest.raises(InvariantBroken, match="counts 29 bytes held, its leases 30"):
         s.table.validate()
 
@@ -85,7 +85,7 @@ def test_validate_finds_bytes_that_were_miscounted() -> None:
 def test_validate_finds_a_lease_on_no_card() -> None:
     s = Scenario()
     s.active(1)
-    s.table._book.live[1].card_uuid = "GPU-z"
+    s.table._store.live[1].card_uuid = "GPU-z"
     with pytest.raises(InvariantBroken, match="which is not here"):
         s.table.validate()
 
@@ -94,7 +94,7 @@ def test_validate_finds_a_waiter_that_was_forgotten() -> None:
     s = Scenario()
     s.active(1, 100)
     s.acquire(2, 50, wait_ms=1000)
-    book = s.table._book
+    book = s.table._store
     book.accounts[0].give_back(book.live.pop(1))
     book.live_by_tenant.clear()
     book.bytes_by_tenant.clear()

@@ -1,4 +1,4 @@
-"""From the end of a lease to its bytes: grace, kill, reap, proof, or a fence."""
+"""Teardown: grace, kill, reap, and proof or fence."""
 
 from collections.abc import Callable
 
@@ -31,6 +31,7 @@ from gpulease.daemon.leases import (
     SessionFaulted,
     ShutdownRequested,
     SpawnWorker,
+    TimerFired,
     TimerKind,
     WorkerExited,
     WorkerFailed,
@@ -59,11 +60,11 @@ def test_expiry_refuses_work_waits_its_grace_kills_reaps_and_proves() -> None:
     s.active(1, ttl_ms=10_000)
     assert s.at(10).fire(1, TimerKind.EXPIRY) == [
         RefuseWork(1, Cause.EXPIRED),
-        ArmTimer(1, 1, TimerKind.GRACE, s.now_ns + 20 * MS),
+        ArmTimer(TimerFired(1, 1, TimerKind.GRACE), s.now_ns + 20 * MS),
     ]
     assert s.at(0.02).fire(1, TimerKind.GRACE) == [
         KillWorker(1),
-        ArmTimer(1, 1, TimerKind.RECLAIM, s.now_ns + 30 * S),
+        ArmTimer(TimerFired(1, 1, TimerKind.RECLAIM), s.now_ns + 30 * S),
     ]
     assert s.reaped(1) == [ProveReclaimed(1, "GPU-a")]
     assert s.card().held_bytes == 20 + OVERHEAD, "reaped is not proved"
@@ -86,19 +87,19 @@ def test_a_worker_that_leaves_by_itself_in_its_grace_is_not_killed() -> None:
     s = Scenario()
     s.active(1)
     revoke(s, 1)
-    assert kinds(s.reaped(1)) == [ProveReclaimed, ArmTimer]
+    assert kinds(s.reaped(1)) == [ProveReclaimed, TimerFired]
     assert s.at(1).fire(1, TimerKind.GRACE) == []
 
 
 def test_a_free_kills_at_once_and_is_answered_when_the_bytes_are_back() -> None:
     s = Scenario()
     s.active(1)
-    assert kinds(free(s, 1)) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(free(s, 1)) == [RefuseWork, KillWorker, TimerFired]
     effects = s.gone(1)
     assert one(effects, Freed).request == 50
     ended = one(effects, LeaseEnded)
     assert ended.cause is Cause.FREED
-    assert [entry.finish for entry in ended.story] == [
+    assert [entry.finish for entry in ended.history] == [
         LeaseState.ACTIVE,
         LeaseState.DRAINING,
         LeaseState.TORNDOWN,
@@ -339,7 +340,7 @@ def test_a_late_proof_does_not_lift_a_fence() -> None:
     assert s.lease(1).state is LeaseState.FENCED
 
 
-def test_an_operator_lifts_fences_and_those_in_line_go_on() -> None:
+def test_an_operator_lifts_fences_and_the_queue_goes_on() -> None:
     s = Scenario(card(0), card(1))
     s.active(1, 100, selector="0")
     s.active(2, 100, selector="1")
@@ -362,7 +363,7 @@ def test_clearing_an_unknown_card_names_those_there_are() -> None:
     assert "GPU-a" in denial.message
 
 
-def test_a_shutdown_lets_everybody_go_and_nobody_in() -> None:
+def test_a_shutdown_ends_every_lease_and_grants_none() -> None:
     s = Scenario()
     s.active(1, 20)
     s.acquire(2, 20)
@@ -371,7 +372,7 @@ def test_a_shutdown_lets_everybody_go_and_nobody_in() -> None:
     refused = {e.request: e.denial.reason for e in effects if isinstance(e, Denied)}
     assert refused == {1002: DenialReason.SHUTTING_DOWN, 1003: DenialReason.SHUTTING_DOWN}
     assert [e for e in effects if isinstance(e, KillWorker)] == [KillWorker(2)]
-    assert armed(effects, TimerKind.GRACE).lease_id == 1
+    assert armed(effects, TimerKind.GRACE).event == TimerFired(1, 1, TimerKind.GRACE)
     assert denied(s.acquire(4)).reason is DenialReason.SHUTTING_DOWN
     assert s.do(ShutdownRequested()) == []
     assert s.table.is_shutting_down

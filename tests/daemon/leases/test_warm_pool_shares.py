@@ -1,4 +1,4 @@
-"""Of the contexts that wait for a tenant each gets its share, however many another one leaves."""
+"""Shares of the contexts that wait for a tenant, however many another tenant leaves."""
 
 from collections import Counter
 
@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpulease.daemon.leases import RecycleWorker, RenameWorker, WorkerScrubbed
-from gpulease.daemon.leases.model import WarmContext, WarmState, gives_way
+from gpulease.daemon.leases.model import WarmContext, WarmState, contexts_to_drop
 
 from .scenario import one
-from .test_pool import WARM, killed
-from .test_recycling import BOUNDS, RecyclingScenario
+from .test_warm_pool import WARM, killed
+from .test_warm_pool_recycling import BOUNDS, RecyclingScenario
 
 
-def test_who_has_fewer_takes_the_place_of_the_oldest_of_who_has_most() -> None:
+def test_a_tenant_with_fewer_takes_the_place_of_the_oldest_of_the_one_with_most() -> None:
     s = RecyclingScenario(1, capacity=1000)
     for lease_id, tenant in enumerate(("ann", "ann", "bob", "bob", "cy"), start=1):
         s.active(lease_id, tenant=tenant)
@@ -42,7 +42,7 @@ def test_nobody_keeps_others_from_their_share(most: int, leaving: list[str]) -> 
     waiting: list[WarmContext] = []
     for number, tenant in enumerate(leaving):
         before = Counter(context.tenant for context in waiting)
-        going = gives_way(waiting, tenant, most)
+        going = contexts_to_drop(waiting, tenant, most)
         if going is None:
             assert len(waiting) == most
             assert before[tenant] >= most // len({*before, tenant}), "whoever has less than its share gets it"

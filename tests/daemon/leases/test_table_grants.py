@@ -10,6 +10,7 @@ from gpulease.daemon.leases import (
     Granted,
     KillWorker,
     LeaseState,
+    LeaseTerms,
     ProveReclaimed,
     RefuseWork,
     Renewed,
@@ -17,6 +18,7 @@ from gpulease.daemon.leases import (
     RequesterGone,
     SetDeadline,
     SpawnWorker,
+    TimerFired,
     TimerKind,
     WorkerExited,
     WorkerFailed,
@@ -29,8 +31,8 @@ from .scenario import MS, OVERHEAD, S, Scenario, armed, denied, kinds, one
 def test_an_acquire_spawns_a_worker_and_gives_it_a_time_to_start() -> None:
     s = Scenario()
     assert s.acquire(1, 20) == [
-        SpawnWorker(1, "GPU-a", 20, 1),
-        ArmTimer(1, 1, TimerKind.SPAWN, s.now_ns + 60 * S),
+        SpawnWorker(1, "GPU-a", LeaseTerms(20, 10_000, orphan_ms=0), 1),
+        ArmTimer(TimerFired(1, 1, TimerKind.SPAWN), s.now_ns + 60 * S),
     ]
     assert s.lease(1).state is LeaseState.PENDING
     assert s.card().held_bytes == 20 + OVERHEAD
@@ -43,7 +45,7 @@ def test_the_time_to_live_starts_when_the_worker_is_ready() -> None:
     deadline = s.now_ns + 5 * S
     assert effects == [
         SetDeadline(1, 1, deadline),
-        ArmTimer(1, 1, TimerKind.EXPIRY, deadline),
+        ArmTimer(TimerFired(1, 1, TimerKind.EXPIRY), deadline),
         Granted(1001, s.lease(1)),
     ]
     assert s.lease(1).deadline_ns == deadline
@@ -60,7 +62,7 @@ def test_a_worker_that_fails_to_start_is_killed_and_its_requester_told_why() -> 
     s = Scenario()
     s.acquire(1)
     effects = s.do(WorkerFailed(1, "cuInit gave error 999"))
-    assert kinds(effects) == [RefuseWork, Denied, KillWorker, ArmTimer]
+    assert kinds(effects) == [RefuseWork, Denied, KillWorker, TimerFired]
     assert denied(effects).reason is DenialReason.SESSION_FAILED
     assert "cuInit gave error 999" in denied(effects).message
     assert s.lease(1).cause is Cause.SPAWN_FAILED
@@ -70,7 +72,7 @@ def test_a_worker_that_dies_before_it_is_ready_needs_no_kill() -> None:
     s = Scenario()
     s.acquire(1)
     effects = s.do(WorkerExited(1, "signal 11"))
-    assert kinds(effects) == [RefuseWork, Denied, ProveReclaimed, ArmTimer]
+    assert kinds(effects) == [RefuseWork, Denied, ProveReclaimed, TimerFired]
     assert "signal 11" in denied(effects).message
     assert s.lease(1).cause is Cause.SPAWN_FAILED
 
@@ -96,7 +98,7 @@ def test_the_spawn_timer_does_nothing_once_the_worker_is_ready() -> None:
 def test_a_requester_that_leaves_while_pending_gets_no_answer_and_its_lease_goes() -> None:
     s = Scenario()
     s.acquire(1)
-    assert kinds(s.do(RequesterGone(1001))) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(s.do(RequesterGone(1001))) == [RefuseWork, KillWorker, TimerFired]
     assert s.lease(1).cause is Cause.ABANDONED
     s.gone(1)
     assert s.card().held_bytes == 0
@@ -116,7 +118,7 @@ def test_renewing_numbers_the_grant_anew_and_moves_the_deadline() -> None:
     deadline = s.now_ns + 10 * S
     assert effects == [
         SetDeadline(1, 2, deadline),
-        ArmTimer(1, 2, TimerKind.EXPIRY, deadline),
+        ArmTimer(TimerFired(1, 2, TimerKind.EXPIRY), deadline),
         Renewed(7, s.lease(1)),
     ]
     assert s.lease(1).generation == 2
@@ -142,14 +144,14 @@ def test_an_early_expiry_timer_is_armed_again() -> None:
     s = Scenario()
     s.active(1, ttl_ms=10_000)
     effects = s.at(9).fire(1, TimerKind.EXPIRY)
-    assert effects == [ArmTimer(1, 1, TimerKind.EXPIRY, s.now_ns + 1 * S)]
+    assert effects == [ArmTimer(TimerFired(1, 1, TimerKind.EXPIRY), s.now_ns + 1 * S)]
 
 
 def test_a_renewal_at_the_deadline_is_too_late_even_before_the_timer() -> None:
     s = Scenario()
     s.active(1, ttl_ms=10_000)
     effects = s.at(10).do(RenewRequested(7, 1, "ann", 10_000))
-    assert kinds(effects) == [RefuseWork, ArmTimer, Denied]
+    assert kinds(effects) == [RefuseWork, TimerFired, Denied]
     assert denied(effects).reason is DenialReason.LEASE_EXPIRED
     assert s.lease(1).cause is Cause.EXPIRED
 
@@ -160,7 +162,7 @@ def test_a_pending_lease_cannot_be_renewed() -> None:
     assert denied(s.do(RenewRequested(7, 1, "ann", 10))).reason is DenialReason.INVALID_REQUEST
 
 
-def test_another_tenants_lease_looks_like_none() -> None:
+def test_another_tenants_lease_looks_like_an_unknown_one() -> None:
     s = Scenario()
     s.active(1)
     theirs = denied(s.do(RenewRequested(7, 1, "bob", 10)))

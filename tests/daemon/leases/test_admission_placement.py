@@ -1,18 +1,19 @@
-"""Who gets which card, who waits, and who may not pass whom."""
+"""Placement and queueing: which card a lease gets, who waits, and who may not be passed."""
 
 import pytest
 
 from gpulease.daemon.leases import (
     AcquireRequested,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Card,
     Cause,
     CoreLimits,
     DenialReason,
     Denied,
     FreeRequested,
+    HoldTimerFired,
     LeaseTable,
+    LeaseTerms,
     ReclaimFailed,
     ReclaimProved,
     RequesterGone,
@@ -47,12 +48,12 @@ def test_an_unknown_card_is_refused_with_those_there_are(selector: str) -> None:
 
 def test_the_overhead_is_charged_to_the_node_and_the_tenant_gets_all_it_asked_for() -> None:
     s = Scenario()
-    assert one(s.acquire(1, 100), SpawnWorker).size_bytes == 100
+    assert one(s.acquire(1, 100), SpawnWorker).terms.session_bytes == 100
     assert s.card().free_bytes == 0
     assert s.card().available_bytes == 0
 
 
-def test_what_could_never_fit_is_refused_at_once_with_the_numbers() -> None:
+def test_a_request_that_could_never_fit_is_refused_at_once_with_the_numbers() -> None:
     s = Scenario()
     s.active(1, 20)
     denial = denied(s.acquire(2, 101, wait_ms=1000))
@@ -132,7 +133,7 @@ def test_session_exclusive_is_placed_like_shared() -> None:
 def test_a_waiter_is_placed_as_soon_as_the_bytes_are_proved_back() -> None:
     s = Scenario()
     s.active(1, 100)
-    armed = [ArmWaitTimer(1002, s.now_ns + 5 * S), ArmHoldTimer(s.now_ns + 10 * S)]
+    armed = [ArmTimer(WaitTimerFired(1002), s.now_ns + 5 * S), ArmTimer(HoldTimerFired(), s.now_ns + 10 * S)]
     assert s.acquire(2, 50, wait_ms=5000) == armed
     assert [(w.request, w.lease_id, w.size_bytes) for w in s.table.waiting()] == [(1002, 2, 50)]
     s.do(FreeRequested(50, 1, "ann"))
@@ -141,11 +142,11 @@ def test_a_waiter_is_placed_as_soon_as_the_bytes_are_proved_back() -> None:
     assert s.table.waiting() == ()
 
 
-def test_a_waiter_is_sent_away_when_its_time_is_over() -> None:
+def test_a_waiter_is_refused_when_its_time_is_over() -> None:
     s = Scenario()
     s.active(1, 100)
     s.acquire(2, 50, wait_ms=5000)
-    assert s.at(4).do(WaitTimerFired(1002)) == [ArmWaitTimer(1002, s.now_ns + 1 * S)], "too early"
+    assert s.at(4).do(WaitTimerFired(1002)) == [ArmTimer(WaitTimerFired(1002), s.now_ns + 1 * S)], "too early"
     denial = denied(s.at(1).do(WaitTimerFired(1002)))
     assert denial.reason is DenialReason.CAPACITY_EXCEEDED
     assert "after waiting 5 s" in denial.message
@@ -162,7 +163,7 @@ def test_a_waiter_past_its_time_is_not_placed_though_its_timer_is_late() -> None
     assert placed(effects) == [(3, "GPU-a")]
 
 
-def test_nobody_overtakes_on_the_same_card() -> None:
+def test_no_waiter_is_passed_on_the_same_card() -> None:
     s = Scenario()
     s.active(1, 50)
     s.acquire(2, 90, tenant="bob", wait_ms=5000)
@@ -174,7 +175,7 @@ def test_nobody_overtakes_on_the_same_card() -> None:
     assert placed(s.gone(2)) == [(3, "GPU-a")]
 
 
-def test_who_wants_another_card_may_pass() -> None:
+def test_a_waiter_for_another_card_may_pass() -> None:
     s = Scenario(card(0), card(1))
     s.active(1, 50, selector="0")
     s.acquire(2, 80, tenant="bob", selector="0", wait_ms=5000)
@@ -221,7 +222,7 @@ def test_a_lease_id_is_used_once() -> None:
     s.acquire(2, 90, wait_ms=5000)
     for lease_id in (1, 2):
         s.requests += 1
-        again = s.do(AcquireRequested(s.requests, "ann", lease_id, 1, 1000))
+        again = s.do(AcquireRequested(s.requests, "ann", lease_id, LeaseTerms(1, 1000)))
         assert denied(again).reason is DenialReason.INVALID_REQUEST
 
 
@@ -247,7 +248,7 @@ def test_every_limit_is_named_when_it_is_reached() -> None:
     assert "max_leases" in over.message
 
 
-def test_the_line_has_limits_too() -> None:
+def test_the_queue_has_limits_too() -> None:
     s = Scenario(limits=CoreLimits(max_waiting=2, max_waiting_per_tenant=1))
     s.active(1, 100)
     s.acquire(2, 10, wait_ms=5000)

@@ -1,4 +1,4 @@
-"""A set of ids that never forgets and takes 8 bytes for each."""
+"""The set of revoked ids: it never forgets, at 8 bytes per id."""
 
 import secrets
 import sys
@@ -8,7 +8,7 @@ import pytest
 from gpulease.daemon.leases.store import RevokedIds, mark_of
 
 
-def test_it_has_what_was_put_in() -> None:
+def test_the_set_has_what_was_added() -> None:
     ids = [secrets.randbits(128) for _ in range(2000)]
     others = [secrets.randbits(128) for _ in range(2000)]
     known = RevokedIds(sorted(map(mark_of, ids[:1000])))
@@ -19,7 +19,7 @@ def test_it_has_what_was_put_in() -> None:
     assert not any(lease_id in known for lease_id in others)
 
 
-def test_a_million_cost_eight_megabytes() -> None:
+def test_a_million_ids_cost_eight_megabytes() -> None:
     known = RevokedIds(range(0, 3_000_000, 3))
     known.add(1)
     assert 1 in known

@@ -1,10 +1,9 @@
-"""For how long a waiter may keep others off bytes that are free, and when it may not at all."""
+"""Holds: how long a waiter may keep others off free bytes, and when it may not at all."""
 
 import pytest
 
 from gpulease.daemon.leases import (
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     CoreLimits,
     DenialReason,
     Denied,
@@ -13,15 +12,16 @@ from gpulease.daemon.leases import (
     InvariantBroken,
     RequesterGone,
     ShutdownRequested,
+    WaitTimerFired,
 )
 
-from .scenario import S, Scenario, card, denied, end, kinds, one, placed
+from .scenario import S, Scenario, armed, card, denied, end, kinds, one, placed
 
 HOUR_MS = 3_600_000
 
 
 def in_the_way(limits: CoreLimits | None = None) -> Scenario:
-    """Half the card is held by ann for long, and bob has begun to wait for all of it."""
+    """Return a table where ann holds half the card for long, and bob waits for all of it."""
     s = Scenario(limits=limits)
     s.active(1, 40, ttl_ms=HOUR_MS)
     s.acquire(2, 100, tenant="bob", wait_ms=HOUR_MS)
@@ -29,7 +29,7 @@ def in_the_way(limits: CoreLimits | None = None) -> Scenario:
 
 
 def held_back(s: Scenario, lease_id: int, tenant: str = "cid") -> bool:
-    """Whether a newcomer is refused bytes that are free. A newcomer that is not, gives them back."""
+    """Return whether a newcomer is refused free bytes; one that is placed gives them back."""
     effects = s.acquire(lease_id, 10, tenant=tenant)
     if placed(effects):
         s.do(RequesterGone(lease_id + 1000))
@@ -44,7 +44,7 @@ def held_back(s: Scenario, lease_id: int, tenant: str = "cid") -> bool:
 # --- Who waits for its own leases. ------------------------------------------------
 
 
-def test_who_holds_a_sliver_and_waits_for_the_whole_card_holds_nobody_back() -> None:
+def test_a_waiter_whose_tenant_has_a_sliver_holds_nobody_back() -> None:
     s = Scenario()
     s.active(1, 1, tenant="bob", ttl_ms=HOUR_MS)
     s.acquire(2, 100, tenant="bob", wait_ms=HOUR_MS)
@@ -97,7 +97,7 @@ def test_newcomers_are_held_back_for_ten_seconds_and_no_longer() -> None:
     assert not held_back(s, 6, tenant="bob"), "its own newcomers neither"
 
 
-def test_the_time_can_be_set() -> None:
+def test_the_time_to_hold_back_can_be_set() -> None:
     s = in_the_way(CoreLimits(max_hold_back_s=2))
     assert held_back(s.at(1.999), 3)
     assert not held_back(s.at(0.001), 4)
@@ -105,20 +105,20 @@ def test_the_time_can_be_set() -> None:
         CoreLimits(max_hold_back_s=0)
 
 
-def test_those_behind_go_on_when_the_time_runs_out_though_no_bytes_came_back() -> None:
+def test_waiters_behind_go_on_when_the_hold_ends_though_no_bytes_came_back() -> None:
     s = Scenario()
     s.active(1, 40, ttl_ms=HOUR_MS)
     effects = s.acquire(2, 100, tenant="bob", wait_ms=HOUR_MS)
-    assert one(effects, ArmHoldTimer).due_ns == s.now_ns + 10 * S
-    assert kinds(s.at(5).acquire(3, 20, tenant="cid", wait_ms=HOUR_MS)) == [ArmWaitTimer], "the timer is armed"
-    assert s.do(HoldTimerFired()) == [ArmHoldTimer(s.now_ns + 5 * S)], "too early"
+    assert armed(effects, HoldTimerFired).due_ns == s.now_ns + 10 * S
+    assert kinds(s.at(5).acquire(3, 20, tenant="cid", wait_ms=HOUR_MS)) == [WaitTimerFired], "the timer is armed"
+    assert s.do(HoldTimerFired()) == [ArmTimer(HoldTimerFired(), s.now_ns + 5 * S)], "too early"
     effects = s.at(5).do(HoldTimerFired())
     assert placed(effects) == [(3, "GPU-a")]
-    assert ArmHoldTimer not in kinds(effects), "nobody is left who holds others back"
+    assert HoldTimerFired not in kinds(effects), "nobody is left who holds others back"
     assert s.do(HoldTimerFired()) == []
 
 
-def test_a_late_timer_helps_no_newcomer_past_those_in_line() -> None:
+def test_a_late_timer_helps_no_newcomer_past_the_queue() -> None:
     s = in_the_way()
     s.acquire(3, 40, tenant="cid", wait_ms=HOUR_MS)
     effects = s.at(10).acquire(4, 40, tenant="dan")
@@ -126,7 +126,7 @@ def test_a_late_timer_helps_no_newcomer_past_those_in_line() -> None:
     assert one(effects, Denied).request == 1004
 
 
-def test_who_has_held_others_back_for_long_enough_keeps_its_place_in_line() -> None:
+def test_a_waiter_whose_hold_is_over_keeps_its_place() -> None:
     s = in_the_way()
     s.acquire(3, 100, tenant="cid", wait_ms=HOUR_MS)
     s.at(20).do(HoldTimerFired())
@@ -135,16 +135,16 @@ def test_who_has_held_others_back_for_long_enough_keeps_its_place_in_line() -> N
     assert placed(end(s, 2)) == [(3, "GPU-a")]
 
 
-def test_the_timer_is_for_whoever_must_stop_first() -> None:
+def test_the_timer_is_for_the_first_hold_to_end() -> None:
     s = in_the_way()
     begun_ns = s.now_ns
     s.at(1).do(RequesterGone(1002))
     cid = s.at(1).acquire(3, 100, tenant="cid", wait_ms=HOUR_MS)
-    assert one(cid, ArmHoldTimer).due_ns == begun_ns + 12 * S
+    assert armed(cid, HoldTimerFired).due_ns == begun_ns + 12 * S
     bob = s.at(1).acquire(4, 100, tenant="bob", wait_ms=HOUR_MS)
-    assert one(bob, ArmHoldTimer).due_ns == begun_ns + 10 * S, "bob's time began with its first wait"
+    assert armed(bob, HoldTimerFired).due_ns == begun_ns + 10 * S, "bob's time began with its first wait"
     s.acquire(5, 10, tenant="dan", wait_ms=HOUR_MS)
-    assert s.at(7).do(HoldTimerFired()) == [ArmHoldTimer(begun_ns + 12 * S)], "cid still holds dan back"
+    assert s.at(7).do(HoldTimerFired()) == [ArmTimer(HoldTimerFired(), begun_ns + 12 * S)], "cid still holds dan back"
     assert placed(s.at(2).do(HoldTimerFired())) == [(5, "GPU-a")]
 
 
@@ -157,7 +157,7 @@ def test_a_hold_timer_after_a_shutdown_is_harmless() -> None:
 # --- Per tenant. ------------------------------------------------------------------
 
 
-def test_to_leave_the_line_and_queue_again_gains_no_time() -> None:
+def test_leaving_and_joining_again_gains_no_time() -> None:
     s = in_the_way()
     s.at(9).do(RequesterGone(1002))
     assert not held_back(s, 3)
@@ -165,7 +165,7 @@ def test_to_leave_the_line_and_queue_again_gains_no_time() -> None:
     assert held_back(s.at(0.999), 5)
     assert not held_back(s.at(0.001), 6)
     s.do(RequesterGone(1004))
-    assert kinds(s.acquire(7, 100, tenant="bob", wait_ms=HOUR_MS)) == [ArmWaitTimer]
+    assert kinds(s.acquire(7, 100, tenant="bob", wait_ms=HOUR_MS)) == [WaitTimerFired]
     assert not held_back(s, 8)
 
 
@@ -194,17 +194,17 @@ def test_every_tenant_has_a_time_of_its_own() -> None:
     assert not held_back(s.at(1), 5, tenant="dan")
 
 
-def test_the_times_remembered_are_bounded_and_who_finds_no_room_holds_nobody_back() -> None:
+def test_remembered_terms_are_bounded_and_a_tenant_without_room_holds_nobody_back() -> None:
     s = in_the_way(CoreLimits(max_waiting=3))
     for lease_id in (3, 4, 5, 6):
         s.acquire(lease_id, 100, tenant=f"tenant {lease_id}", wait_ms=HOUR_MS)
         s.do(RequesterGone(lease_id + 1000))
-    assert set(s.table._book.line.terms.begun_ns) == {"bob", "tenant 3", "tenant 4"}
+    assert set(s.table._store.queue.terms.begun_ns) == {"bob", "tenant 3", "tenant 4"}
     s.do(RequesterGone(1002))
     s.acquire(7, 100, tenant="eve", wait_ms=HOUR_MS)
     assert not held_back(s, 8)
     s.at(100).acquire(9, 100, tenant="eve", wait_ms=HOUR_MS)
-    assert set(s.table._book.line.terms.begun_ns) == {"eve"}
+    assert set(s.table._store.queue.terms.begun_ns) == {"eve"}
     assert held_back(s, 10)
 
 
@@ -213,13 +213,13 @@ def test_the_times_remembered_are_bounded_and_who_finds_no_room_holds_nobody_bac
 
 def test_validate_finds_a_waiter_that_holds_others_back_out_of_its_time() -> None:
     s = in_the_way()
-    s.table._book.line.terms.begun_ns["bob"] -= 1
+    s.table._store.queue.terms.begun_ns["bob"] -= 1
     with pytest.raises(InvariantBroken, match="outside the term of 'bob'"):
         s.table.validate()
 
 
 def test_validate_finds_a_tenant_miscounted_on_a_card() -> None:
     s = in_the_way()
-    s.table._book.accounts[0].leases_by_tenant["bob"] += 1
+    s.table._store.accounts[0].leases_by_tenant["bob"] += 1
     with pytest.raises(InvariantBroken, match="leases per tenant"):
         s.table.validate()

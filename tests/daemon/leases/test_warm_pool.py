@@ -1,9 +1,8 @@
-"""The pool of contexts made ahead: kept full, taken, given way with, and replaced."""
+"""The pool of warm contexts: filled, taken, dropped for leases, and replaced."""
 
 from gpulease.daemon.leases import (
     FIRST_WARM_ID,
     AcquireRequested,
-    ArmPoolTimer,
     Cause,
     CoreLimits,
     DenialReason,
@@ -13,6 +12,7 @@ from gpulease.daemon.leases import (
     KillWorker,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -33,13 +33,13 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity, Waiting
 
-from .scenario import MS, OVERHEAD, S, Scenario, card, denied, end, kinds, one, placed
+from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
 
 WARM = FIRST_WARM_ID
 
 
 class PoolScenario(Scenario):
-    """A card of 110 bytes whose contexts cost 10, and a pool."""
+    """A card of 110 bytes with contexts of 10, and a pool."""
 
     def __init__(self, wanted: int = 1, *, capacity: int = 110) -> None:
         super().__init__(card(0, capacity))
@@ -48,7 +48,7 @@ class PoolScenario(Scenario):
         self.fill()
 
     def fill(self) -> None:
-        """Let it make what it wants, now and after its pause."""
+        """Let the pool make its contexts, now and after its pause."""
         effects = self.do(PoolTimerFired())
         while wanted := [effect.warm_id for effect in effects if isinstance(effect, WarmUp)]:
             self.made += wanted
@@ -59,46 +59,47 @@ class PoolScenario(Scenario):
 
 
 def killed(effects: list[Effect]) -> list[int]:
-    return [effect.lease_id for effect in effects if isinstance(effect, KillWorker)]
+    return [effect.worker_id for effect in effects if isinstance(effect, KillWorker)]
 
 
-def test_it_is_filled_one_at_a_time() -> None:
+def test_the_pool_is_filled_one_at_a_time() -> None:
     s = PoolScenario(3)
     assert s.made == [WARM, WARM + 1, WARM + 2]
     assert (s.card().warm_contexts, s.card().warm_bytes) == (3, 3 * OVERHEAD)
     assert s.card().available_bytes == 100
 
 
-def test_nobody_wants_one() -> None:
+def test_a_pool_of_size_zero_makes_none() -> None:
     assert PoolScenario(0).made == []
 
 
-def test_a_lease_takes_one_and_it_is_replaced_after_a_pause() -> None:
+def test_a_lease_takes_a_context_that_is_replaced_after_a_pause() -> None:
     s = PoolScenario()
     effects = s.acquire(1)
     assert kinds(effects)[:2] == [RenameWorker, SpawnWorker]
     assert one(effects, RenameWorker) == RenameWorker(WARM, 1)
     assert (s.card().warm_contexts, s.card().warm_bytes, s.card().held_bytes) == (0, 0, 20 + OVERHEAD)
     ready = s.do(WorkerReady(1))
-    assert one(ready, ArmPoolTimer).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
+    assert armed(ready, PoolTimerFired).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
     assert not [effect for effect in ready if isinstance(effect, WarmUp)]
     assert one(s.at(REFILL_PAUSE_MS / 1000).do(PoolTimerFired()), WarmUp).warm_id == WARM + 1
 
 
-def test_what_its_tenant_said_goes_to_the_context_it_takes() -> None:
+def test_the_leases_terms_go_to_the_context_it_takes() -> None:
     for s in (PoolScenario(), PoolScenario(0)):
-        effects = s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK))
-        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", 20, 1, 5, Waiting.BLOCK)
+        terms = LeaseTerms(20, 10_000, max_kernel_ms=5, waiting=Waiting.BLOCK, orphan_ms=0)
+        effects = s.do(AcquireRequested(1001, "ann", 1, terms))
+        assert one(effects, SpawnWorker) == SpawnWorker(1, "GPU-a", terms, 1)
 
 
-def test_none_is_made_while_an_acquire_is_under_way() -> None:
+def test_no_context_is_made_during_an_acquire() -> None:
     s = PoolScenario()
     s.acquire(1)
     assert s.at(10).do(PoolTimerFired()) == []
     assert one(s.do(WorkerReady(1)), WarmUp).warm_id == WARM + 1
 
 
-def test_a_lease_that_finds_none_gets_a_new_worker() -> None:
+def test_a_lease_without_a_warm_context_gets_a_new_worker() -> None:
     s = PoolScenario()
     s.active(1)
     effects = s.acquire(2)
@@ -106,7 +107,7 @@ def test_a_lease_that_finds_none_gets_a_new_worker() -> None:
     assert RenameWorker not in kinds(effects)
 
 
-def test_one_lease_uses_a_context_and_then_it_is_killed() -> None:
+def test_a_context_serves_one_lease_and_is_killed() -> None:
     s = PoolScenario()
     s.active(1)
     assert end(s, 1)
@@ -117,7 +118,7 @@ def test_one_lease_uses_a_context_and_then_it_is_killed() -> None:
 def test_the_pool_gives_way_and_the_lease_starts_once_it_has_room() -> None:
     s = PoolScenario(3)
     effects = s.acquire(1, 100)
-    # It takes one of the three; what it is to have is all the rest.
+    # The lease takes one of the three contexts, and its slice is all the rest.
     assert one(effects, RenameWorker).to_id == 1
     assert killed(effects) == [WARM + 2, WARM + 1]
     assert placed(effects) == []
@@ -132,14 +133,14 @@ def test_the_pool_gives_way_and_the_lease_starts_once_it_has_room() -> None:
     assert s.at(100).do(PoolTimerFired()) == []
 
 
-def test_no_more_than_is_needed_gives_way() -> None:
+def test_no_more_contexts_than_needed_give_way() -> None:
     s = PoolScenario(3)
     effects = s.acquire(1, 85)
     assert killed(effects) == [WARM + 2]
     assert s.card().warm_bytes == 2 * OVERHEAD
 
 
-def test_what_is_being_made_gives_way_first() -> None:
+def test_contexts_being_made_give_way_first() -> None:
     s = PoolScenario(2)
     s.active(1, 10)
     s.at(1).do(PoolTimerFired())
@@ -148,14 +149,14 @@ def test_what_is_being_made_gives_way_first() -> None:
     assert killed(effects) == [WARM + 2]
 
 
-def test_those_behind_are_not_started_before_the_first() -> None:
+def test_later_leases_are_not_started_before_the_first() -> None:
     s = PoolScenario(3)
     s.acquire(1, 85)
     assert placed(s.acquire(2, 5)) == []
     assert placed(s.gone_warm(WARM + 2)) == [(1, "GPU-a"), (2, "GPU-a")]
 
 
-def test_who_waits_in_line_is_served_as_if_there_were_no_pool() -> None:
+def test_waiters_are_served_as_if_there_were_no_pool() -> None:
     s = PoolScenario(3)
     s.active(1, 60)
     s.acquire(2, 95, tenant="bob", wait_ms=60_000)
@@ -164,7 +165,7 @@ def test_who_waits_in_line_is_served_as_if_there_were_no_pool() -> None:
     assert placed(s.gone_warm(WARM + 2)) == [(2, "GPU-a")]
 
 
-def test_one_whose_client_leaves_while_it_waits_for_room() -> None:
+def test_a_lease_whose_client_leaves_while_it_waits_for_room() -> None:
     s = PoolScenario(2)
     s.acquire(1, 100)
     assert killed(s.do(RequesterGone(1001))) == [1]
@@ -176,21 +177,21 @@ def test_one_whose_client_leaves_while_it_waits_for_room() -> None:
     assert s.card().warm_contexts == 2
 
 
-def test_a_dead_one_is_replaced_later_and_later() -> None:
+def test_a_dead_context_is_replaced_later_and_later() -> None:
     s = PoolScenario()
     waits = []
     for _ in range(9):
         warm_id = s.made[-1]
-        armed = one(s.gone_warm(warm_id), ArmPoolTimer)
-        waits.append((armed.due_ns - s.now_ns) // S)
-        s.now_ns = armed.due_ns
+        timer = armed(s.gone_warm(warm_id), PoolTimerFired)
+        waits.append((timer.due_ns - s.now_ns) // S)
+        s.now_ns = timer.due_ns
         s.made.append(one(s.do(PoolTimerFired()), WarmUp).warm_id)
     assert waits == [FIRST_BACK_OFF_S << n for n in range(7)] + [MAX_BACK_OFF_S] * 2
     s.do(WorkerReady(s.made[-1]))
-    assert one(s.gone_warm(s.made[-1]), ArmPoolTimer).due_ns == s.now_ns + FIRST_BACK_OFF_S * S
+    assert armed(s.gone_warm(s.made[-1]), PoolTimerFired).due_ns == s.now_ns + FIRST_BACK_OFF_S * S
 
 
-def test_one_that_fails_or_hangs_is_killed() -> None:
+def test_a_context_that_fails_or_hangs_is_killed() -> None:
     s = PoolScenario()
     assert killed(s.do(SessionCondemned(WARM, Cause.UNRESPONSIVE, "it showed no sign of life"))) == [WARM]
     s.gone_warm(WARM)
@@ -208,7 +209,7 @@ def test_a_lease_whose_context_dies_before_it_is_ready_gets_a_new_one() -> None:
     effects = s.do(WorkerExited(1, "was killed by SIGKILL"))
     assert kinds(effects)[:2] == [RenameWorker, ProveReclaimed]
     assert one(effects, RenameWorker) == RenameWorker(1, WARM)
-    # There is room beside the dead one, so it need not wait for the proof.
+    # There is room beside the dead context, so the lease need not wait for the proof.
     assert placed(effects) == [(1, "GPU-a")]
     assert s.card().warm_bytes == OVERHEAD
     s.do(WorkerReady(1))
@@ -276,7 +277,7 @@ def test_a_driver_that_loses_every_context_fences_no_more_than_are_wanted() -> N
     assert WarmUp in kinds(s.do(FenceClearRequested(9, None)))
 
 
-def test_one_that_is_not_proved_gone_is_fenced() -> None:
+def test_a_context_that_is_not_proved_gone_is_fenced() -> None:
     s = PoolScenario(2)
     s.do(WorkerExited(WARM, "it died"))
     ended = one(s.at(CoreLimits().reclaim_timeout_s).do(TimerFired(WARM, 0, TimerKind.RECLAIM)), WarmEnded)
@@ -288,7 +289,7 @@ def test_one_that_is_not_proved_gone_is_fenced() -> None:
     assert s.card().fenced_bytes == 0
 
 
-def test_a_lease_that_was_to_have_the_room_of_one_that_is_fenced_is_refused() -> None:
+def test_a_lease_that_waits_for_a_fenced_contexts_room_is_refused() -> None:
     s = PoolScenario(2)
     s.acquire(1, 100)
     effects = s.do(ReclaimFailed(WARM + 1, "NVML gave an error"))
@@ -298,7 +299,7 @@ def test_a_lease_that_was_to_have_the_room_of_one_that_is_fenced_is_refused() ->
     assert s.card().available_bytes == 90
 
 
-def test_a_shutdown_ends_them() -> None:
+def test_a_shutdown_ends_the_pools_contexts() -> None:
     s = PoolScenario(2)
     assert sorted(killed(s.do(ShutdownRequested()))) == [WARM, WARM + 1]
     s.gone_warm(WARM)
@@ -307,7 +308,7 @@ def test_a_shutdown_ends_them() -> None:
     assert s.at(100).do(PoolTimerFired()) == []
 
 
-def test_a_card_without_room_for_one_has_none() -> None:
+def test_a_card_without_room_for_a_context_has_none() -> None:
     s = PoolScenario(2, capacity=15)
     assert s.made == [WARM]
     s.active(1, 5)

@@ -1,7 +1,7 @@
 """The lease table against a shell that is slow, forgetful and out of order, judged from outside.
 
-Timers fire early, late, twice or never, orders to workers get lost, workers die at random, and the daemon is killed and
-comes back with what was on its disk: see `simulated`.
+Timers fire early, late, twice or never. Orders to workers get lost, and workers die at random. The daemon is killed and
+comes back with its disk; see `simulated`.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     GuestAttached,
     LeaseState,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimProved,
     Recycling,
@@ -48,16 +49,16 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.daemon.leases.warm_pool import MAX_BACK_OFF_S, REFILL_PAUSE_MS
 from gpulease.protocol.opcodes import Exclusivity
 
-from .recycling_books import RECYCLING
+from .expected_recycling import RECYCLING
+from .expected_tenants import NARROW, RULES, WIDE
 from .simulated import CARDS, LIMITS, MS, Shell
-from .tenant_books import NARROW, RULES, WIDE
 
 TENANTS = st.sampled_from(["ann", "bob", "cid"])
 ANY = st.integers(min_value=0, max_value=1 << 16)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Draws what happens next."""
+    """State machine that draws the next event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +76,13 @@ class AnyOrder(RuleBasedStateMachine):
         return self.number
 
     def some_lease(self, pick: int) -> int:
-        """A live lease as a rule, else any that was ever placed; 1 if there was none."""
+        """Return a live lease as a rule, else any that was ever placed; 1 if there was none."""
         live = [lease.lease_id for lease in self.shell.table.snapshots()]
         ids = live if live and pick % 4 else list(self.shell.spawned)
         return ids[pick // 4 % len(ids)] if ids else 1
 
     def owner_of(self, lease_id: int, pick: int) -> str:
-        """The lease's tenant as a rule, else whoever comes."""
+        """Return the lease's tenant as a rule, else another name."""
         lease = self.shell.table.get(lease_id)
         return lease.tenant if lease is not None and pick % 3 else "ann"
 
@@ -112,9 +113,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.shell.exclusivity[lease_id] = exclusivity
         self.ask(
             lambda number: AcquireRequested(
-                *(number, tenant, lease_id, size, ttl_ms, exclusivity, selector, wait_ms),
-                submit_bytes=for_submits,
-                orphan_ms=(0, 400)[lease_id % 2],
+                number,
+                tenant,
+                lease_id,
+                LeaseTerms(size, ttl_ms, exclusivity, submit_bytes=for_submits, orphan_ms=(0, 400)[lease_id % 2]),
+                selector,
+                wait_ms,
             )
         )
 
@@ -129,7 +133,7 @@ class AnyOrder(RuleBasedStateMachine):
     def acquire_and_start(
         self, tenant: str, size: int, ttl_ms: int, exclusivity: Exclusivity, wait_ms: int, for_submits: int
     ) -> None:
-        """What goes well: without it a run seldom gets to have several active leases."""
+        """Acquire and start a lease without faults, so that runs often have several active leases."""
         self.acquire(tenant, size, ttl_ms, exclusivity, None, wait_ms, for_submits)
         for job in [job for job in self.shell.jobs if isinstance(job, SpawnWorker | WarmUp)]:
             if job in self.shell.jobs:
@@ -202,7 +206,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY)
     def free_and_scrub(self, pick: int) -> None:
-        """What goes well, as in `acquire_and_start`."""
+        """Free and scrub a lease without faults, so that runs often recycle contexts."""
         lease_id = self.some_lease(pick)
         self.free(pick, 1, is_operator=False)
         for job in [job for job in self.shell.jobs if job == ScrubWorker(lease_id)]:
@@ -226,7 +230,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(tenant=TENANTS, left=st.sampled_from([0, 40, 90]))
     def submit_beside_others(self, tenant: str, left: int) -> None:
-        """All that it takes: without it a run seldom has a submit that would borrow what others have just taken."""
+        """Set up a submit that would borrow bytes that others have just taken, which is rare at random."""
         self.acquire_and_start(tenant, 100, 8000, Exclusivity.SHARED, 0, 0)
         lease = self.shell.table.get(max(self.shell.spawned, default=1))
         if lease is None:
@@ -240,7 +244,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.warm_contexts)
     @rule(tenant=TENANTS, how=st.sampled_from(["starts", "dies", "hangs"]), is_refilled=st.booleans())
     def submit_takes_a_context(self, tenant: str, how: str, is_refilled: bool) -> None:
-        """All that it takes: without it a run seldom gets to have a submit on a context that was made ahead."""
+        """Set up a submit on a warm context, which is rare at random."""
         if is_refilled:
             self.shell.now_ns += MAX_BACK_OFF_S * 1000 * MS
             self.shell.send(PoolTimerFired())

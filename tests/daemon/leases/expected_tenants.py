@@ -1,4 +1,4 @@
-"""What each tenant has, kept apart from the table's own books."""
+"""Expected leases of each tenant, kept apart from the table's own state."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,14 +17,14 @@ RULES = TenantRules(
 
 NARROW = TenantRules(default=TenantLimits(max_vram_bytes=200, max_leases=1, max_ttl_s=2, devices=("1",)))
 WIDE = TenantRules()
-"""Others that an operator may change them to."""
+"""Other rules that an operator may change to."""
 
 
-class TenantBooks:
-    """Leases by their tenants.
+class ExpectedTenants:
+    """Leases by tenant.
 
     Attributes:
-        exempt: Tenants who had or awaited something when the rules changed.
+        exempt: Tenants that had or awaited a lease when the rules changed.
     """
 
     def __init__(self, limits: CoreLimits) -> None:
@@ -33,12 +33,12 @@ class TenantBooks:
         self.exempt: set[str] = set()
 
     def change(self, rules: TenantRules, exempt: Iterable[str]) -> None:
-        """Others hold from now on, but for what these tenants have and wait for."""
+        """Apply other rules from now on, except to leases these tenants have or await."""
         self.limits = replace(self.limits, tenants=rules)
         self.exempt |= set(exempt)
 
     def check_spawn(self, lease_id: int, tenant: str, size_bytes: int, card: Card, unproved: Iterable[int]) -> None:
-        """Fails if a lease is one more than its tenant may have; `unproved` are all that may hold bytes."""
+        """Check a new lease against its tenant's bounds; `unproved` are all leases that may hold bytes."""
         self.leases[lease_id] = tenant, size_bytes
         if tenant in self.exempt:
             return
@@ -49,6 +49,6 @@ class TenantBooks:
         assert own.devices is None or any(map(card.answers_to, own.devices)), "a tenant is on a card it may not use"
 
     def max_ttl_s(self, tenant: str) -> int:
-        """The longest time to live that the tenant may be granted."""
+        """Return the longest time to live that the tenant may be granted."""
         own = None if tenant in self.exempt else self.limits.tenants.of(tenant).max_ttl_s
         return own or self.limits.max_ttl_s

@@ -1,4 +1,4 @@
-"""Contexts that serve their tenant's next lease: when, for how long, and when not."""
+"""Recycled contexts, which serve their tenant's next lease: when, for how long, and when not."""
 
 from collections.abc import Callable
 
@@ -20,6 +20,7 @@ from gpulease.daemon.leases import (
     LeaseEnded,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
@@ -46,7 +47,7 @@ from gpulease.daemon.leases.rules import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import MS, OVERHEAD, S, armed, card, denied, kinds, one, placed
-from .test_pool import WARM, PoolScenario, killed
+from .test_warm_pool import WARM, PoolScenario, killed
 
 BOUNDS = Recycling(idle_s=5, max_leases=3, max_idle=2, scrub_timeout_ms=500)
 FIRST = WARM + 1
@@ -64,7 +65,7 @@ class RecyclingScenario(PoolScenario):
         return self.do(FreeRequested(50, lease_id, tenant, is_operator))
 
     def served(self, lease_id: int, size: int = 20, tenant: str = "ann") -> int:
-        """A lease that began, was given back and left a context: its number."""
+        """Acquire a lease, give it back, and return the id of the context it left."""
         self.active(lease_id, size, tenant=tenant)
         assert one(self.free(lease_id, tenant), ScrubWorker) == ScrubWorker(lease_id)
         return one(self.do(WorkerScrubbed(lease_id)), RecycleWorker).warm_id
@@ -84,43 +85,43 @@ def test_a_context_serves_its_tenants_next_lease() -> None:
     assert armed(scrubbed, TimerKind.IDLE).due_ns == s.now_ns + BOUNDS.idle_s * S
     number = one(scrubbed, RecycleWorker).warm_id
     assert (s.card().held_bytes, s.card().recycled_contexts, s.card().warm_bytes) == (0, 1, OVERHEAD)
-    # Of another size; and the pool's own pause is not its.
+    # The next lease has another size, and the pool's pause does not apply.
     taken = s.acquire(2, 30)
     assert one(taken, RenameWorker) == RenameWorker(number, 2)
     assert placed(taken) == [(2, "GPU-a")]
     assert s.card().recycled_contexts == 0
 
 
-def test_nobody_else_gets_it() -> None:
+def test_nobody_else_gets_a_recycled_context() -> None:
     s = RecyclingScenario()
     number = s.served(1)
     assert RenameWorker not in kinds(s.acquire(2, 10, tenant="bob"))
     assert one(s.acquire(3, 10), RenameWorker).from_id == number
-    # Whose there is none takes one that served nobody.
+    # A tenant without a context of its own takes one that served nobody.
     s = RecyclingScenario(2)
     number = s.served(1)
     assert one(s.acquire(2, 10, tenant="bob"), RenameWorker).from_id == WARM + 1
 
 
-def test_it_gives_way_to_others() -> None:
+def test_a_recycled_context_gives_way_to_other_leases() -> None:
     s = RecyclingScenario()
     number = s.served(1)
     assert killed(s.acquire(2, 100, tenant="bob")) == [number]
     assert placed(s.gone_warm(number)) == [(2, "GPU-a")]
 
 
-def test_it_waits_for_a_bounded_time() -> None:
+def test_a_recycled_context_waits_for_a_bounded_time() -> None:
     s = RecyclingScenario()
     number = s.served(1)
     assert killed(s.at(BOUNDS.idle_s - 1).fire(number, TimerKind.IDLE, 0)) == []
     assert killed(s.at(1).fire(number, TimerKind.IDLE, 0)) == [number]
     s.gone_warm(number)
-    # One that served nobody has no such time.
+    # A context that served nobody has no idle timeout.
     s = RecyclingScenario()
     assert killed(s.at(10 * BOUNDS.idle_s).fire(WARM, TimerKind.IDLE, 0)) == []
 
 
-def test_it_serves_a_bounded_number_of_leases() -> None:
+def test_a_context_serves_a_bounded_number_of_leases() -> None:
     s = RecyclingScenario()
     s.served(1)
     s.served(2)
@@ -128,7 +129,7 @@ def test_it_serves_a_bounded_number_of_leases() -> None:
     assert killed(s.free(3)) == [3]
 
 
-def test_so_many_wait_at_a_time_and_no_more() -> None:
+def test_a_bounded_number_of_contexts_waits_at_a_time() -> None:
     s = RecyclingScenario(1, capacity=1000)
     for lease_id in range(1, BOUNDS.max_idle + 2):
         s.active(lease_id)
@@ -140,7 +141,7 @@ def test_so_many_wait_at_a_time_and_no_more() -> None:
     assert killed(s.free(BOUNDS.max_idle + 1)) == [BOUNDS.max_idle + 1]
 
 
-def test_the_pool_is_filled_up_beside_them() -> None:
+def test_the_pool_is_filled_beside_recycled_contexts() -> None:
     s = RecyclingScenario()
     s.served(1)
     made = s.at(1).do(PoolTimerFired())
@@ -172,9 +173,9 @@ SUBMIT = FIRST_SUBMIT_ID
 
 
 def with_submits(*, running: bool = False) -> RecyclingScenario:
-    """An active lease that keeps 5 of its 20 bytes for submits; one of them may be under way."""
+    """Return an active lease that keeps 5 of its 20 bytes for submits; one may be under way."""
     s = RecyclingScenario()
-    s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, submit_bytes=5))
+    s.do(AcquireRequested(1001, "ann", 1, LeaseTerms(20, 10_000, submit_bytes=5)))
     s.do(WorkerReady(1))
     if running:
         s.do(SubmitRequested(60, 1, "ann", 1000))
@@ -192,7 +193,7 @@ def test_a_lease_whose_submits_are_proved_gone_leaves_its_context() -> None:
         assert not runs or SubmitEnded in kinds(end_submit(s))
         s.free(1)
         assert one(s.do(WorkerScrubbed(1)), RecycleWorker).lease_id == 1
-        # Its submits' bytes came back with its own.
+        # The submits' bytes came back with the lease's.
         assert (s.card().held_bytes, s.card().warm_bytes) == (0, OVERHEAD)
 
 
@@ -214,7 +215,7 @@ def test_a_lease_with_a_submit_that_is_not_proved_gone_is_torn_down_whole(what: 
     assert s.do(WorkerScrubbed(1)) == []
 
 
-def test_nor_is_the_context_used_again_beside_which_a_submit_was_fenced() -> None:
+def test_a_context_beside_a_fenced_submit_is_not_used_again() -> None:
     s = with_submits(running=True)
     SUBMITS["is fenced"](s)
     s.do(FenceClearRequested(70, None))
@@ -222,9 +223,9 @@ def test_nor_is_the_context_used_again_beside_which_a_submit_was_fenced() -> Non
 
 
 def test_no_submit_takes_a_context_that_served_anybody() -> None:
-    """Not even its own tenant: whoever bears a token submits too."""
+    """Not even the tenant's own submit may, because the bearer of a token submits too."""
     s = RecyclingScenario(1, capacity=200)
-    s.do(AcquireRequested(1001, "ann", 1, 20, 10_000, submit_bytes=5))
+    s.do(AcquireRequested(1001, "ann", 1, LeaseTerms(20, 10_000, submit_bytes=5)))
     s.do(WorkerReady(1))
     s.at(1)
     s.fill()
@@ -241,7 +242,7 @@ def test_no_submit_begins_while_its_lease_is_scrubbed() -> None:
 
 
 @pytest.mark.parametrize("cause", [Cause.EXPIRED, Cause.REVOKED, Cause.OVER_SLICE])
-def test_other_ends_are_as_ever(cause: Cause) -> None:
+def test_only_a_free_by_the_tenant_recycles(cause: Cause) -> None:
     s = RecyclingScenario()
     s.active(1)
     if cause is Cause.EXPIRED:
@@ -283,12 +284,12 @@ def renamed(s: RecyclingScenario, *tenants: str) -> list[Effect]:
     return s.do(TenantRulesChanged(TenantRules(), frozenset(tenants)))
 
 
-def test_who_may_be_another_by_now_gets_none_of_an_earlier_one() -> None:
+def test_a_renamed_tenant_gets_no_earlier_context() -> None:
     s = RecyclingScenario()
     number = s.served(1)
     assert killed(renamed(s, "bob")) == []
     assert killed(renamed(s, "ann")) == [number]
-    # Nor does one from before the change leave any, to whoever is called so; others do.
+    # A lease from before the change leaves no context to whoever has the name now; other leases do.
     s = RecyclingScenario(2)
     s.active(1)
     renamed(s, "ann")
@@ -307,7 +308,7 @@ def test_a_worker_that_dies_while_it_is_scrubbed() -> None:
     assert Freed in kinds(s.gone(1))
 
 
-def test_one_that_dies_while_it_waits_or_when_it_is_taken() -> None:
+def test_a_context_that_dies_while_it_waits_or_is_taken() -> None:
     s = RecyclingScenario()
     number = s.served(1)
     s.do(WorkerExited(number, "signal 11"))
@@ -328,8 +329,8 @@ LOSSES: dict[str, Callable[[RecyclingScenario, int], object]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_the_loss_of_one_does_not_put_off_the_pool(what: str) -> None:
-    """A tenant that ends its own again and again would keep the card without any."""
+def test_the_loss_of_a_recycled_context_does_not_postpone_the_pool(what: str) -> None:
+    """A tenant that keeps ending its own contexts would otherwise leave the card without any."""
     s = RecyclingScenario()
     LOSSES[what](s, s.served(1))
     s.at(0.2)
@@ -337,7 +338,7 @@ def test_the_loss_of_one_does_not_put_off_the_pool(what: str) -> None:
     assert s.card().warm_contexts == 1
 
 
-def test_one_that_waits_may_hold_its_context_and_no_more() -> None:
+def test_a_waiting_context_may_hold_its_overhead_and_no_more() -> None:
     s = RecyclingScenario()
     assert s.table.submits.may_hold(WARM) is None
     number = s.served(1)

@@ -1,4 +1,4 @@
-"""What is known of submits, kept apart from the table's own books."""
+"""Expected state of submits, kept apart from the table's own state."""
 
 from typing import TYPE_CHECKING
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 AnySubmitEffect = SpawnSubmit | RefuseSubmit | SubmitFenced | SubmitEnded | SubmitReady
 
 
-class SubmitBooks:
-    """Whose submits there were, which were told of, and whether an operator has just vouched for what is fenced."""
+class ExpectedSubmits:
+    """Leases of all submits, the submits reported ready, and whether an operator just cleared their fences."""
 
     def __init__(self) -> None:
         self.leases: dict[int, int] = {}
         self.running: set[int] = set()
         self.is_cleared = False
-        # Those that run in place of a session; leases whose session was opened.
+        # Submits that run in place of a session; and leases whose session was opened.
         self.in_place: set[int] = set()
         self.opened: set[int] = set()
-        # By the number that was drawn for what is left of a submit: its lease.
+        # By the id drawn for the rest of a submit: its lease.
         self.left: dict[int, int] = {}
 
     def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
-        """A submit goes on only while its lease is active, and is forgotten only once its bytes are proved back."""
+        """Check that a submit goes on only while its lease is active, and is forgotten only once proved back."""
         lease = shell.table.get(self.leases.get(effect.submit_id, 0))
         if isinstance(effect, SpawnSubmit):
             self._start(effect, shell)
@@ -52,7 +52,7 @@ class SubmitBooks:
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
 
     def renumber(self, number: int, shell: "Shell") -> int:
-        """What is left of a submit whose lease is not known, or is fenced, gets a number that is drawn."""
+        """Draw an id for the rest of a submit whose lease is unknown or fenced."""
         if number < FIRST_SUBMIT_ID:
             return number
         drawn = number - FIRST_SUBMIT_ID + (1 << 64)
@@ -61,14 +61,14 @@ class SubmitBooks:
         return drawn
 
     def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
-        """What is left of a submit is known by another number."""
+        """Move the rest of a submit to another id."""
         shell.unproved[to_id] = shell.unproved.pop(from_id)
         if from_id in shell.alive:
             shell.alive.remove(from_id)
             shell.alive.add(to_id)
 
     def open_session(self, lease_id: int, shell: "Shell") -> None:
-        """Somebody attaches if the table lets them: then no submit may be where the session's memory is."""
+        """Attach a client if the table allows it; no submit may then use the session's memory."""
         shell.send(SessionOpened(lease_id))
         lease = shell.table.get(lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE:
@@ -96,14 +96,14 @@ class SubmitBooks:
         assert lease is not None
         own_bytes = shell.unproved[effect.lease_id][1]
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == effect.card_uuid)
-        if shell.spawned[effect.lease_id].size_bytes == lease.size_bytes:
+        if shell.spawned[effect.lease_id].terms.session_bytes == lease.size_bytes:
             own_bytes = self._take_session_place(effect, shell, overhead_bytes)
             sizes = (lease.size_bytes, lease.size_bytes - overhead_bytes)
             assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"
         else:
             assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
         self.leases[effect.submit_id] = effect.lease_id
-        # An earlier daemon's may have had the number: nothing is kept of those that are gone.
+        # A submit of an earlier daemon may have had the id; nothing is kept of submits that are gone.
         shell.deadlines.pop(effect.submit_id, None)
         assert effect.is_warm == (effect.submit_id in shell.unproved), "a context is there, or it is not"
         shell.hold_on(effect.submit_id, effect.card_uuid, effect.size_bytes + overhead_bytes)

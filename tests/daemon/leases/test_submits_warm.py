@@ -1,4 +1,4 @@
-"""Submits on contexts that were made ahead, step by step; what happens in any order is in test_any_order."""
+"""Submits on warm contexts, step by step; `test_table_any_order` covers any order."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,12 @@ from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
     FIRST_WARM_ID,
     AcquireRequested,
-    ArmPoolTimer,
     CoreLimits,
     DenialReason,
     Effect,
     FreeRequested,
     KillWorker,
+    LeaseTerms,
     PoolTimerFired,
     ProveReclaimed,
     ReclaimFailed,
@@ -37,7 +37,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.warm_pool import FIRST_BACK_OFF_S, REFILL_PAUSE_MS
 
 from .scenario import MS, OVERHEAD, S, armed, denied, kinds, one, placed
-from .test_pool import WARM, PoolScenario, killed
+from .test_warm_pool import WARM, PoolScenario, killed
 
 LEASE = 1
 FIRST = FIRST_SUBMIT_ID
@@ -48,9 +48,9 @@ Act = Callable[[PoolScenario], list[Effect]]
 
 
 def leased(wanted: int = 1, capacity: int = 110) -> PoolScenario:
-    """An active lease of 50 bytes, 20 of them for submits, and a pool that is full again."""
+    """Return an active lease of 50 bytes, 20 of them for submits, and a pool that is full again."""
     s = PoolScenario(wanted, capacity=capacity)
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 100_000, submit_bytes=KEPT))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 100_000, submit_bytes=KEPT)))
     s.do(WorkerReady(LEASE))
     s.at(REFILL_PAUSE_MS / 1000)
     s.fill()
@@ -67,7 +67,7 @@ def state(s: PoolScenario) -> SubmitState | None:
     return None if submit is None else submit.state
 
 
-def test_one_takes_a_context_whose_bytes_are_free_again() -> None:
+def test_a_submit_takes_a_warm_context_whose_bytes_become_free() -> None:
     s = leased()
     effects = ask(s)
     assert kinds(effects)[:2] == [RenameWorker, SpawnSubmit]
@@ -82,35 +82,35 @@ def test_one_takes_a_context_whose_bytes_are_free_again() -> None:
     assert s.table.submits.may_hold(FIRST) == ("GPU-a", KEPT + OVERHEAD)
 
 
-def test_its_context_does_not_come_back_and_the_pool_is_filled_after_a_pause() -> None:
+def test_a_submits_context_does_not_come_back_and_the_pool_is_filled_after_a_pause() -> None:
     s = leased()
-    assert one(ask(s), ArmPoolTimer).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
+    assert armed(ask(s), PoolTimerFired).due_ns == s.now_ns + REFILL_PAUSE_MS * MS
     s.do(WorkerReady(FIRST))
-    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).lease_id == FIRST
+    assert one(s.do(WorkerExited(FIRST, "exited")), ProveReclaimed).worker_id == FIRST
     assert one(s.do(ReclaimProved(FIRST)), SubmitEnded).submit_id == FIRST
     assert s.table.warming() == ()
     assert one(s.at(REFILL_PAUSE_MS / 1000).do(PoolTimerFired()), WarmUp).warm_id == WARM + 2
 
 
-def test_one_that_finds_none_gets_a_new_one() -> None:
+def test_a_submit_without_a_warm_context_gets_a_new_one() -> None:
     s = leased(0)
     spawned = one(ask(s), SpawnSubmit)
     assert not spawned.is_warm
     assert RenameWorker not in kinds(s.do(WorkerReady(FIRST)))
 
 
-def test_one_that_is_being_made_is_not_waited_for() -> None:
+def test_a_submit_does_not_wait_for_a_context_being_made() -> None:
     s = PoolScenario()
-    s.do(AcquireRequested(9, "ann", LEASE, SIZE, 100_000, submit_bytes=KEPT))
+    s.do(AcquireRequested(9, "ann", LEASE, LeaseTerms(SIZE, 100_000, submit_bytes=KEPT)))
     s.do(WorkerReady(LEASE))
     one(s.at(1).do(PoolTimerFired()), WarmUp)
     assert not one(ask(s), SpawnSubmit).is_warm
 
 
-def test_what_it_leaves_free_is_a_leases_that_waits_for_room() -> None:
+def test_bytes_freed_by_taking_a_context_go_to_a_lease_that_waits() -> None:
     s = leased(3, capacity=130)
     effects = s.acquire(2, 35)
-    # It takes one of the three, and waits for another's room; the third may stay.
+    # The lease takes one of the three contexts and waits for another's room; the third may stay.
     assert (killed(effects), placed(effects)) == ([WARM + 3], [])
     effects = ask(s)
     assert one(effects, SpawnSubmit).is_warm
@@ -132,20 +132,20 @@ LOST = pytest.mark.parametrize("lose", [dies, hangs])
 
 
 @LOST
-def test_one_whose_context_is_lost_before_it_is_ready_gets_a_new_one(lose: Callable[[PoolScenario], None]) -> None:
+def test_a_submit_whose_warm_context_is_lost_gets_a_new_one(lose: Callable[[PoolScenario], None]) -> None:
     s = leased(2, capacity=200)
     ask(s)
     lose(s)
     assert state(s) is SubmitState.ENDING
     effects = s.do(ReclaimProved(FIRST))
     spawned = one(effects, SpawnSubmit)
-    # Another one of the pool may be as bad; there are no two workers of one submit's bytes at a time.
+    # Another warm context may be as bad, and a submit's bytes never have two workers at a time.
     assert (spawned.submit_id, spawned.is_warm, spawned.timeout_ms) == (FIRST + 1, False, 1000)
     assert s.card().warm_contexts == 1
     assert one(s.do(WorkerReady(FIRST + 1)), SubmitReady).request == 20
 
 
-def test_the_pool_is_filled_later_then() -> None:
+def test_the_loss_of_a_submits_context_postpones_the_pool() -> None:
     s = leased()
     ask(s)
     dies(s)
@@ -155,7 +155,7 @@ def test_the_pool_is_filled_later_then() -> None:
     assert WarmUp in kinds(s.at(FIRST_BACK_OFF_S).do(PoolTimerFired()))
 
 
-def test_who_waits_behind_it_goes_on_waiting() -> None:
+def test_a_waiting_submit_goes_on_waiting_during_the_replacement() -> None:
     s = leased()
     ask(s)
     ask(s, 21)
@@ -168,7 +168,7 @@ def test_who_waits_behind_it_goes_on_waiting() -> None:
 
 
 @LOST
-def test_a_second_loss_is_told(lose: Callable[[PoolScenario], None]) -> None:
+def test_a_second_loss_is_reported(lose: Callable[[PoolScenario], None]) -> None:
     s = leased()
     ask(s)
     lose(s)
@@ -176,7 +176,7 @@ def test_a_second_loss_is_told(lose: Callable[[PoolScenario], None]) -> None:
     assert denied(s.do(WorkerExited(FIRST + 1, "died"))).reason is DenialReason.SESSION_FAILED
 
 
-def test_a_context_that_can_not_be_opened_again_is_told() -> None:
+def test_a_context_that_can_not_be_opened_again_is_reported() -> None:
     s = leased()
     ask(s)
     assert denied(s.do(WorkerFailed(FIRST, "no memory"))).reason is DenialReason.SESSION_FAILED
@@ -190,7 +190,7 @@ INSTEAD: dict[str, tuple[Act, DenialReason | None]] = {
 
 
 @pytest.mark.parametrize(("act", "reason"), INSTEAD.values(), ids=INSTEAD)
-def test_nobody_is_left_waiting_for_the_new_one(act: Act, reason: DenialReason | None) -> None:
+def test_no_replacement_starts_once_nobody_waits(act: Act, reason: DenialReason | None) -> None:
     s = leased()
     ask(s)
     dies(s)
@@ -201,7 +201,7 @@ def test_nobody_is_left_waiting_for_the_new_one(act: Act, reason: DenialReason |
     assert SpawnSubmit not in kinds(s.do(ReclaimProved(FIRST)))
 
 
-def test_a_lease_that_ends_while_it_takes_one_takes_it_along() -> None:
+def test_a_lease_that_ends_takes_its_starting_submit_along() -> None:
     s = leased()
     ask(s)
     effects = s.do(FreeRequested(5, LEASE, "ann"))
@@ -213,10 +213,10 @@ def test_a_lease_that_ends_while_it_takes_one_takes_it_along() -> None:
     assert s.card().held_bytes == 0
 
 
-def test_the_numbers_tell_them_apart() -> None:
+def test_ids_tell_submits_from_warm_contexts() -> None:
     assert FIRST_WARM_ID < FIRST_SUBMIT_ID
     s = leased()
     ask(s)
-    # Late words of the pool's own name for it do nothing.
+    # Late events under the context's warm id do nothing.
     assert s.do(WorkerReady(WARM + 1)) == []
     assert s.do(TimerFired(WARM + 1, 0, TimerKind.SPAWN)) == []

@@ -1,4 +1,4 @@
-"""A table made from what an earlier one left, case by case; `test_any_order` has them in any order."""
+"""Restoring an earlier table, case by case; `test_table_any_order` covers any order."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 
 from gpulease.daemon.leases import (
     FIRST_WARM_ID,
-    ArmDrainTimer,
     ArmTimer,
     Cause,
     CoreLimits,
@@ -24,6 +23,7 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseState,
     LeaseTable,
+    LeaseTerms,
     Past,
     PoolTimerFired,
     ProveReclaimed,
@@ -35,6 +35,7 @@ from gpulease.daemon.leases import (
     RevokeDone,
     RevokeRequested,
     SetDeadline,
+    TimerFired,
     TimerKind,
     WarmEnded,
     WarmUp,
@@ -48,20 +49,21 @@ from .scenario import MS, OVERHEAD, S, Scenario, armed, card, denied, end, kinds
 
 DEADLINE = 1005 * S
 WARM = FIRST_WARM_ID
+TERMS = LeaseTerms(20, 10_000, Exclusivity.SHARED, 7, Waiting.BLOCK, orphan_ms=0)
 
 
 def kept(lease_id: int = 1, size: int = 20, state: LeaseState = LeaseState.ACTIVE, **more: object) -> KeptLease:
-    """Of tenant ann, on the first card, with five seconds to go."""
+    """Return a lease of tenant ann on the first card, with five seconds to go."""
     cause = None if state is LeaseState.ACTIVE else Cause.REVOKED
     lease = KeptLease(
-        lease_id, "ann", "GPU-a", size, size + OVERHEAD, Exclusivity.SHARED, 3, state, cause, "", "", 990 * S, DEADLINE,
-        995 * S if state is LeaseState.FENCED else None, 10_000, 7, Waiting.BLOCK,
+        lease_id, "ann", "GPU-a", TERMS._replace(size_bytes=size), size + OVERHEAD, 3, state, cause, "", "", 990 * S,
+        DEADLINE, 995 * S if state is LeaseState.FENCED else None,
     )  # fmt: skip
     return lease._replace(**more)  # type: ignore[arg-type]
 
 
 class Restored(Scenario):
-    """A table that comes back with leases."""
+    """A table restored with leases."""
 
     def __init__(self, *leases: KeptLease, past: Past | None = None, warm: int = 0, limits: CoreLimits | None = None):
         super().__init__()
@@ -77,7 +79,7 @@ class Restored(Scenario):
 
 def test_a_lease_whose_worker_lives_goes_on() -> None:
     s = Restored(kept())
-    assert s.effects == [SetDeadline(1, 3, DEADLINE), ArmTimer(1, 3, TimerKind.EXPIRY, DEADLINE)]
+    assert s.effects == [SetDeadline(1, 3, DEADLINE), ArmTimer(TimerFired(1, 3, TimerKind.EXPIRY), DEADLINE)]
     lease = s.lease(1)
     assert (lease.state, lease.generation, lease.deadline_ns, lease.created_ns) == (
         LeaseState.ACTIVE, 3, DEADLINE, 990 * S,
@@ -87,10 +89,10 @@ def test_a_lease_whose_worker_lives_goes_on() -> None:
     renewed = one(s.do(RenewRequested(9, 1, "ann", 8000)), Renewed).lease
     assert (renewed.generation, renewed.deadline_ns) == (4, s.now_ns + 8 * S)
     again = s.table.keep(1)
-    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, ttl_ms=8000)
+    assert again == kept(generation=4, deadline_ns=s.now_ns + 8 * S, terms=TERMS._replace(ttl_ms=8000))
 
 
-def test_one_whose_time_is_over_is_expired() -> None:
+def test_a_lease_whose_time_is_over_is_expired() -> None:
     s = Restored()
     s.at(5)
     assert one(s.restore(kept()), RefuseWork) == RefuseWork(1, Cause.EXPIRED)
@@ -101,13 +103,13 @@ def test_one_whose_time_is_over_is_expired() -> None:
     ("more", "at_s", "cause"),
     [({}, 0, Cause.WORKER_DIED), ({"fault": "an illegal address"}, 0, Cause.FAULTED), ({}, 5, Cause.EXPIRED)],
 )
-def test_one_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
+def test_a_lease_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
     more: dict[str, Any], at_s: float, cause: Cause
 ) -> None:
     s = Restored()
     s.at(at_s)
     effects = s.restore(kept(**more), has_worker=False)
-    assert kinds(effects) == [RefuseWork, ProveReclaimed, ArmTimer]
+    assert kinds(effects) == [RefuseWork, ProveReclaimed, TimerFired]
     assert s.lease(1).cause is cause
     assert s.card().held_bytes == 30
     s.gone(1)
@@ -118,7 +120,7 @@ def test_one_whose_worker_is_gone_is_ended_and_its_bytes_are_proved(
 def test_a_teardown_goes_on_without_another_grace(has_worker: bool, done: type) -> None:
     s = Restored()
     effects = s.restore(kept(state=LeaseState.DRAINING), has_worker=has_worker)
-    assert kinds(effects) == [RefuseWork, done, ArmTimer]
+    assert kinds(effects) == [RefuseWork, done, TimerFired]
     assert armed(effects, TimerKind.RECLAIM).due_ns == s.now_ns + CoreLimits().reclaim_timeout_s * S
     assert denied(s.do(FreeRequested(9, 1, "ann"))).reason is DenialReason.REVOKED
     s.do(RevokeRequested(10, 1, "again"))
@@ -152,9 +154,9 @@ def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> Non
     assert s.table.drain_ns == ends_ns
     effects = s.do(DrainTimerFired())
     assert (
-        effects == [RefuseWork(1, Cause.DRAINED), ArmTimer(1, 3, TimerKind.GRACE, s.now_ns + 20 * MS)]
+        effects == [RefuseWork(1, Cause.DRAINED), ArmTimer(TimerFired(1, 3, TimerKind.GRACE), s.now_ns + 20 * MS)]
         if is_over
-        else ([ArmDrainTimer(ends_ns)])
+        else ([ArmTimer(DrainTimerFired(), ends_ns)])
     )
     assert denied(s.acquire(2)).reason is DenialReason.DRAINED
     assert WarmUp not in kinds(s.do(PoolTimerFired()))
@@ -162,15 +164,15 @@ def test_a_drain_goes_on_to_the_same_deadline(left_s: int, is_over: bool) -> Non
     assert placed(s.acquire(3)) == [(3, "GPU-a")]
 
 
-def test_no_context_is_made_before_all_is_entered() -> None:
+def test_no_warm_context_is_made_before_all_is_restored() -> None:
     s = Restored(kept(1, 30), warm=1)
     assert WarmUp not in kinds(s.restore(kept(2, 60)))
     assert s.do(PoolTimerFired()) == []
 
 
-def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
+def test_an_unknown_worker_is_killed_and_forgotten() -> None:
     s = Restored()
-    assert kinds(s.do(WorkerFound(5, "GPU-a", 60))) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(s.do(WorkerFound(5, "GPU-a", 60))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().available_bytes == 40
     assert denied(s.do(FreeRequested(9, 5, "ann"))).reason is DenialReason.NOT_FOUND
     assert denied(s.acquire(6, 45)).reason is DenialReason.CAPACITY_EXCEEDED
@@ -180,13 +182,13 @@ def test_a_worker_that_nobody_knows_is_killed_and_forgotten() -> None:
 
 
 def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
-    """Told as it was while its worker's bytes are held again, and afterwards; it ends no second time."""
+    """The lease is reported as ended while its worker's bytes are held again, and ends no second time."""
     before = Scenario()
     before.active(5)
     end(before, 5)
     s = Restored(past=Past((before.lease(5),)))
     effects = s.do(WorkerFound(5, "GPU-a", 60))
-    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
     left_id = one(effects, RenameWorker).to_id
     assert s.card().warm_bytes == 60
     assert s.lease(5) == before.lease(5)
@@ -200,15 +202,15 @@ def test_a_worker_of_a_lease_that_has_ended_is_not_that_lease() -> None:
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
-    """A submit's, or a second one: a number that was drawn for it is never told as a lease's."""
+def test_an_additional_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
+    """A submit's worker, or a second one, gets a drawn id that is never reported as a lease's."""
     before = Scenario()
     before.active(5)
     end(before, 5)
     s = Restored(past=Past((before.lease(5),))) if is_ended else Restored(kept(5))
     held_bytes = s.card().held_bytes
     effects = s.do(WorkerFound(1234, "GPU-a", 60, 5))
-    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, ArmTimer]
+    assert kinds(effects) == [RenameWorker, RefuseWork, KillWorker, TimerFired]
     assert s.table.get(1234) is None
     assert s.card().warm_bytes == 60
     effects = s.gone(one(effects, RenameWorker).to_id)
@@ -217,7 +219,7 @@ def test_one_more_worker_of_a_lease_is_no_lease(is_ended: bool) -> None:
     assert (s.card().warm_bytes, s.card().held_bytes) == (0, held_bytes)
 
 
-def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
+def test_a_worker_left_by_an_ended_lease_takes_no_id_that_is_found() -> None:
     before = Scenario()
     before.active(5)
     end(before, 5)
@@ -234,9 +236,9 @@ def test_what_an_ended_lease_left_takes_no_number_that_is_found() -> None:
     assert one(again.do(WorkerFound(5, "GPU-a", 30)), RenameWorker).to_id == left_id + 1
 
 
-def test_a_warm_context_that_nobody_knows_is_dropped() -> None:
+def test_an_unknown_warm_context_is_dropped() -> None:
     s = Restored(warm=1)
-    assert kinds(s.do(WorkerFound(WARM + 7, "GPU-a", 10))) == [RefuseWork, KillWorker, ArmTimer]
+    assert kinds(s.do(WorkerFound(WARM + 7, "GPU-a", 10))) == [RefuseWork, KillWorker, TimerFired]
     assert s.card().warm_bytes == 10
     assert one(s.do(PoolTimerFired()), WarmUp).warm_id == WARM + 8
     s.gone(WARM + 7)
@@ -254,7 +256,7 @@ def test_a_card_that_is_not_here() -> None:
     assert s.do(WorkerExited(3, "killed")) == []
 
 
-def test_more_than_there_is_goes_on_and_lets_nobody_in() -> None:
+def test_leases_over_the_capacity_go_on_and_nothing_more_is_granted() -> None:
     limits = CoreLimits(max_leases=1)
     s = Restored(kept(1, 80), kept(2, 50, charge_bytes=55), limits=limits)
     assert (s.card().held_bytes, s.card().available_bytes) == (145, 0)
@@ -267,7 +269,7 @@ def test_more_than_there_is_goes_on_and_lets_nobody_in() -> None:
 
 
 def test_a_lease_to_be_alone_stays_alone() -> None:
-    s = Restored(kept(exclusivity=Exclusivity.DEVICE_EXCLUSIVE))
+    s = Restored(kept(terms=TERMS._replace(exclusivity=Exclusivity.DEVICE_EXCLUSIVE)))
     assert denied(s.acquire(2)).reason is DenialReason.CAPACITY_EXCEEDED
 
 
@@ -306,7 +308,7 @@ def test_a_lease_whose_fence_was_cleared_was_never_torn_down(way: str) -> None:
     assert denied(s.acquire(1)).reason is DenialReason.INVALID_REQUEST
 
 
-def test_tombstones_tell_what_they_told() -> None:
+def test_tombstones_give_the_same_answers() -> None:
     s = Scenario()
     s.active(1)
     s.do(FreeRequested(9, 1, "ann"))
@@ -317,7 +319,7 @@ def test_tombstones_tell_what_they_told() -> None:
     assert denied(again.do(RenewRequested(9, 1, "bob", 1000))).reason is DenialReason.NOT_FOUND
 
 
-def test_what_comes_twice_is_entered_once() -> None:
+def test_a_repeated_event_is_entered_once() -> None:
     s = Restored(kept())
     assert s.restore(kept()) == []
     assert s.do(WorkerFound(1, "GPU-a", 30)) == []

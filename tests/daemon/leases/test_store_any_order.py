@@ -1,7 +1,7 @@
-"""The line of those who wait, in any order, judged from outside: who keeps whom off free bytes, and for how long.
+"""The queue in any order, judged from outside: who keeps whom off free bytes, and for how long.
 
-Tenants come, wait, leave, get leases and end them; timers fire on time. The node's bytes, and who has joined the line
-when, are kept apart from the table's own books.
+Tenants come, wait, leave, get leases and end them; timers fire on time. The node's bytes, and who joined the queue
+when, are kept apart from the table's own state.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from gpulease.daemon.leases import (
     AcquireRequested,
-    ArmHoldTimer,
-    ArmWaitTimer,
+    ArmTimer,
     Card,
     CoreLimits,
     DenialReason,
@@ -24,6 +23,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     HoldTimerFired,
     LeaseTable,
+    LeaseTerms,
     ReclaimProved,
     RequesterGone,
     SpawnWorker,
@@ -42,18 +42,18 @@ ANY = st.integers(min_value=0, max_value=1 << 16)
 
 @dataclass(frozen=True)
 class Asked:
-    """An acquire and when it was made; its lease has the same number."""
+    """An acquire and its time; its lease has the same number."""
 
     event: AcquireRequested
     since_ns: int
 
     def cards(self) -> set[str]:
-        wanted, size = self.event.selector, self.event.size_bytes
+        wanted, size = self.event.selector, self.event.terms.size_bytes
         return {card.uuid for card in CARDS if wanted in (None, str(card.index)) and size <= card.capacity_bytes}
 
 
 class Line(RuleBasedStateMachine):
-    """Draws what happens next."""
+    """State machine that draws the next event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class Line(RuleBasedStateMachine):
 
     def free_bytes(self, uuid: str) -> int:
         capacity = next(card.capacity_bytes for card in CARDS if card.uuid == uuid)
-        return capacity - sum(asked.event.size_bytes for asked, at in self.placed.values() if at == uuid)
+        return capacity - sum(asked.event.terms.size_bytes for asked, at in self.placed.values() if at == uuid)
 
     def room_for(self, asked: Asked) -> set[str]:
-        return {uuid for uuid in asked.cards() if asked.event.size_bytes <= self.free_bytes(uuid)}
+        return {uuid for uuid in asked.cards() if asked.event.terms.size_bytes <= self.free_bytes(uuid)}
 
     def keepers(self, uuid: str, behind: list[Asked]) -> set[str]:
-        """The tenants of those in line, ahead, who may keep others off the card."""
+        """Return the waiters ahead whose tenants may keep others off the card."""
         able = [asked for asked in behind if uuid in asked.cards() and self.now_ns - asked.since_ns < HOLD_NS]
         return {asked.event.tenant for asked in able if not self.has_own(asked)}
 
@@ -86,7 +86,7 @@ class Line(RuleBasedStateMachine):
         return any(other.event.tenant == tenant and at in cards for other, at in self.placed.values())
 
     def judge_kept_off(self, asked: Asked, ahead: list[Asked]) -> None:
-        """Somebody is not placed though there is room: for each card with room, somebody ahead must be the reason."""
+        """Check that each card with room is kept by someone ahead of a request that was not placed."""
         for uuid in self.room_for(asked):
             keepers = self.keepers(uuid, ahead)
             assert keepers, f"{asked} is kept off {uuid} by nobody who may"
@@ -98,7 +98,7 @@ class Line(RuleBasedStateMachine):
                     assert apart_ns < HOLD_NS or apart_ns > WINDOW_NS - HOLD_NS, "a tenant kept others off for too long"
 
     def judge_passed(self, uuid: str, ahead: list[Asked]) -> None:
-        """A newcomer was placed: nobody in line who is new to holding others back may have been passed."""
+        """Check that a newcomer passed nobody who had just begun to hold others back."""
         for asked in ahead:
             begun = [joined for joined in self.joins[asked.event.tenant] if joined <= asked.since_ns]
             is_first = all(joined == asked.since_ns or asked.since_ns - joined >= WINDOW_NS for joined in begun)
@@ -117,9 +117,9 @@ class Line(RuleBasedStateMachine):
                 self.placed[effect.lease_id] = (self.line.pop(effect.lease_id), effect.card_uuid)
             elif isinstance(effect, Denied):
                 self.line.pop(effect.request, None)
-            elif isinstance(effect, ArmWaitTimer):
-                self.wait_due[effect.request] = effect.due_ns
-            elif isinstance(effect, ArmHoldTimer):
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
+                self.wait_due[effect.event.request] = effect.due_ns
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, HoldTimerFired):
                 assert effect.due_ns > self.now_ns
                 self.hold_due = effect.due_ns
         return effects
@@ -140,7 +140,7 @@ class Line(RuleBasedStateMachine):
     def acquire(self, tenant: str, size: int, selector: str | None, wait_ms: int) -> None:
         self.number += 1
         number = self.number
-        event = AcquireRequested(number, tenant, number, size, 60_000, selector=selector, wait_ms=wait_ms)
+        event = AcquireRequested(number, tenant, number, LeaseTerms(size, 60_000), selector=selector, wait_ms=wait_ms)
         asked, ahead = Asked(event, self.now_ns), list(self.line.values())
         for effect in (effects := self.send(event)):
             if isinstance(effect, SpawnWorker) and effect.lease_id == number:
@@ -149,7 +149,7 @@ class Line(RuleBasedStateMachine):
             elif isinstance(effect, Denied) and effect.denial.reason is DenialReason.CAPACITY_EXCEEDED:
                 self.judge_kept_off(asked, ahead)
                 assert not self.room_for(asked) or "first in line" in effect.denial.message
-            elif isinstance(effect, ArmWaitTimer):
+            elif isinstance(effect, ArmTimer) and isinstance(effect.event, WaitTimerFired):
                 self.line[number] = asked
                 self.joins.setdefault(tenant, []).append(self.now_ns)
         assert effects
@@ -176,7 +176,7 @@ class Line(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from([1, 200, 500, 999, 1000, 3000, 8000, 9000, 10_000]))
     def time_passes(self, ms: int) -> None:
-        """Timers that come due on the way fire on time."""
+        """Let time pass; timers that come due fire on time."""
         end_ns = self.now_ns + ms * MS
         while (due_ns := min([*self.wait_due.values(), self.hold_due or end_ns + 1])) <= end_ns:
             self.now_ns = max(self.now_ns, due_ns)

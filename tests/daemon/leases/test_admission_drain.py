@@ -1,9 +1,8 @@
-"""A node that is drained: who is let in, who is told what, and who is ended when."""
+"""Drains: refused acquires, warnings, the deadline, cancellation."""
 
 import pytest
 
 from gpulease.daemon.leases import (
-    ArmDrainTimer,
     Card,
     Cause,
     DenialReason,
@@ -33,7 +32,7 @@ from gpulease.daemon.leases.admission import RENEWAL_SLACK_MS
 from gpulease.daemon.leases.rules import DRAINS, ENDS_SOON
 from gpulease.protocol.opcodes import Phase
 
-from .scenario import MS, S, Scenario, denied, one
+from .scenario import MS, S, Scenario, armed, denied, one
 
 SLACK_NS = RENEWAL_SLACK_MS * MS
 
@@ -46,7 +45,7 @@ def renew(s: Scenario, ttl_ms: int) -> list[Effect]:
     return s.do(RenewRequested(91, 1, "ann", ttl_ms))
 
 
-def test_nobody_is_let_in() -> None:
+def test_a_drained_node_grants_nothing() -> None:
     s = Scenario()
     s.acquire(1, 60)
     s.do(WorkerReady(1))
@@ -65,13 +64,13 @@ def test_nobody_is_let_in() -> None:
     assert "is drained" in denied(s.acquire(5)).message
 
 
-def test_who_is_there_is_warned_and_ended_at_the_deadline() -> None:
+def test_active_leases_are_warned_and_ended_at_the_deadline() -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     out = drain(s)
     assert one(out, Warned) == Warned(1, Phase.WARNING, 5000)
-    assert one(out, ArmDrainTimer).due_ns == s.now_ns + 5 * S
-    assert one(s.at(4).do(DrainTimerFired()), ArmDrainTimer).due_ns == s.now_ns + S, "an early timer ends nobody"
+    assert armed(out, DrainTimerFired).due_ns == s.now_ns + 5 * S
+    assert armed(s.at(4).do(DrainTimerFired()), DrainTimerFired).due_ns == s.now_ns + S, "an early timer ends nobody"
     out = s.at(1).do(DrainTimerFired())
     assert one(out, RefuseWork).cause is Cause.DRAINED
     assert s.lease(1).reason == "the node is drained"
@@ -111,7 +110,7 @@ def test_renewals_reach_to_the_deadline(had_ms: int, asked_ms: int, lasts_ns: in
     assert s.lease(1).cause is Cause.DRAINED or lasts_ns < 5 * S
 
 
-def test_a_worker_stops_by_itself_if_nobody_tells_it_of_the_end() -> None:
+def test_a_worker_that_never_hears_of_the_end_stops_by_itself() -> None:
     s = Scenario()
     s.active(1, ttl_ms=1000)
     drain(s)
@@ -121,7 +120,7 @@ def test_a_worker_stops_by_itself_if_nobody_tells_it_of_the_end() -> None:
 
 
 @pytest.mark.parametrize(("later_s", "left_ms"), [(1, 1000), (9, 9000), (0, 0)])
-def test_asked_again_the_new_deadline_counts(later_s: int, left_ms: int) -> None:
+def test_a_second_drain_moves_the_deadline(later_s: int, left_ms: int) -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     drain(s)
@@ -131,7 +130,7 @@ def test_asked_again_the_new_deadline_counts(later_s: int, left_ms: int) -> None
     assert one(out, RefuseWork).cause is Cause.DRAINED
 
 
-def test_cancelled_all_goes_on() -> None:
+def test_after_a_cancelled_drain_all_goes_on() -> None:
     s = Scenario()
     s.active(1, ttl_ms=60_000)
     drain(s)
@@ -144,7 +143,7 @@ def test_cancelled_all_goes_on() -> None:
     assert one(s.do(DrainCancelled(94)), DrainSet).deadline_ns is None
 
 
-def test_the_pool_is_let_go_and_made_anew() -> None:
+def test_the_pool_is_dropped_and_made_anew() -> None:
     s = Scenario()
     s.table = type(s.table)([Card("GPU-a", 0, "a", 1000, 10)], warm_contexts=1)
     warm = one(s.do(PoolTimerFired()), WarmUp)
@@ -170,7 +169,7 @@ def test_a_lease_placed_on_a_warm_context_is_refused_too() -> None:
 
 
 def standing(s: Scenario, lease_id: int = 1) -> tuple[Phase, int, str, str]:
-    found = s.table.standing(lease_id, s.now_ns)
+    found = s.table.phase(lease_id, s.now_ns)
     assert found is not None
     return found.phase, found.left_ms(s.now_ns), found.cause, found.reason
 
@@ -178,12 +177,12 @@ def standing(s: Scenario, lease_id: int = 1) -> tuple[Phase, int, str, str]:
 @pytest.mark.parametrize(("ttl_s", "warning_s"), [(10, 1), (300, 30), (3600, 30)])
 def test_a_lease_s_own_end_is_warned_of(ttl_s: int, warning_s: int) -> None:
     s = Scenario()
-    assert s.table.standing(1, s.now_ns) is None
+    assert s.table.phase(1, s.now_ns) is None
     s.acquire(1, ttl_ms=ttl_s * 1000)
-    assert s.table.standing(1, s.now_ns) is None, "nobody has it yet"
+    assert s.table.phase(1, s.now_ns) is None, "nobody has it yet"
     s.do(WorkerReady(1))
     assert standing(s) == (Phase.ACTIVE, (ttl_s - warning_s) * 1000, "", "")
-    found = s.table.standing(1, s.now_ns)
+    found = s.table.phase(1, s.now_ns)
     assert found is not None
     assert found.look_again_ns == s.now_ns + (ttl_s - warning_s) * S
     s.at(ttl_s - warning_s)

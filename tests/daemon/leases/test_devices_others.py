@@ -1,4 +1,4 @@
-"""What others hold of a card: booked once it lasts, off the capacity, and never in the way of a dead worker's proof."""
+"""Memory held by others: booked once it lasts, off the capacity, and no obstacle to a dead worker's proof."""
 
 from typing import Final
 
@@ -33,7 +33,7 @@ SLACK: Final = 8
 
 
 class Node(Scenario):
-    """A card of 110 bytes whose contexts cost 10; it was looked at once, when there was nobody else."""
+    """A card of 110 bytes with contexts of 10; one look found no others."""
 
     def __init__(self, *, warm: int = 0, spare: int = 0, slack: int = 0, is_looked_at: bool = True) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Node(Scenario):
             self.look(0)
 
     def fill(self) -> None:
-        """Let the pool make what it wants."""
+        """Let the pool make its contexts."""
         self.do(PoolTimerFired())
         while wanted := [one.warm_id for one in self.table.warming() if one.state is WarmState.WARMING]:
             self.do(WorkerReady(wanted[0]))
@@ -53,24 +53,24 @@ class Node(Scenario):
         return self.do(CardLooked("GPU-a", unowned, outside, self.now_ns))
 
     def settled(self, unowned: int, outside: int = 0) -> list[Effect]:
-        """Two looks that show the same, far enough apart."""
+        """Return two looks that show the same, far enough apart."""
         self.look(unowned, outside)
         return self.at(SETTLE_S).look(unowned, outside)
 
     def dead(self, lease_id: int) -> int:
-        """A lease is given back and its worker reaped; the time."""
+        """Free a lease and reap its worker; return the time."""
         self.do(FreeRequested(50, lease_id, "ann"))
         self.reaped(lease_id)
         return self.now_ns
 
     def unlisted(self, lease_id: int, unowned: int, since_ns: int, least: int | None = None) -> list[Effect]:
-        """The card does not list the lease's process; so much belongs to nobody."""
+        """Report that the card does not list the lease's process, with so many unowned bytes."""
         least = unowned if least is None else least
         return self.do(WorkerUnlisted(lease_id, "GPU-a", unowned, least, since_ns, self.now_ns))
 
     @property
     def figures(self) -> tuple[int, int, int]:
-        """Capacity, and what is booked as unowned and as outside."""
+        """Return the capacity and the bytes booked as unowned and as outside."""
         card = self.card()
         return card.capacity_bytes, card.unowned_bytes, card.outside_bytes
 
@@ -79,7 +79,7 @@ class Node(Scenario):
 
 
 def test_a_dead_workers_bytes_are_granted_only_when_they_are_nobodys_no_more() -> None:
-    """They stay in the card's sum for a while after the process has left the card's list."""
+    """A dead process's bytes stay in the card's sum for a while after it has left the card's list."""
     s = Node()
     s.active(1, 90)
     since = s.dead(1)
@@ -92,7 +92,7 @@ def test_a_dead_workers_bytes_are_granted_only_when_they_are_nobodys_no_more() -
 
 
 def test_bytes_that_stay_are_the_nodes_and_the_slice_is_not_fenced() -> None:
-    """As with a managed variable: the driver keeps 15 bytes for as long as any context lives."""
+    """A managed variable does this: the driver keeps 15 bytes as long as any context lives."""
     s = Node()
     s.active(1, 60)
     s.active(2, 10)
@@ -106,8 +106,8 @@ def test_bytes_that_stay_are_the_nodes_and_the_slice_is_not_fenced() -> None:
     assert s.card().available_bytes == 95 - 20 - OVERHEAD
 
 
-def test_what_is_booked_for_a_proof_is_what_lasted() -> None:
-    """Another worker's bytes, which linger as it dies, are in the last look and not in the first."""
+def test_bytes_booked_for_a_proof_are_those_that_lasted() -> None:
+    """Another dying worker's bytes are in the last look and not in the first."""
     s = Node()
     s.active(1, 20)
     since = s.dead(1)
@@ -141,7 +141,7 @@ def test_a_warm_contexts_bytes_are_proved_by_the_same_rules() -> None:
 # --- what others take and give back ---
 
 
-def test_what_lasts_is_booked_and_comes_down_again() -> None:
+def test_lasting_bytes_are_booked_and_released_again() -> None:
     s = Node()
     s.look(15)
     assert s.figures == (110, 0, 0)
@@ -155,7 +155,7 @@ def test_what_lasts_is_booked_and_comes_down_again() -> None:
     assert s.figures == (107, 3, 0), "the most of what was seen"
 
 
-def test_what_does_not_last_is_not_booked() -> None:
+def test_passing_bytes_are_not_booked() -> None:
     s = Node()
     for unowned in (15, 0, 90, 0, 15, 0):
         s.at(0.9 * SETTLE_S).look(unowned)
@@ -175,8 +175,8 @@ def test_other_programs_bytes_are_off_the_capacity_at_once() -> None:
     assert s.figures == (110, 0, 0)
 
 
-def test_the_first_look_counts_as_it_is() -> None:
-    """A daemon that comes back does not know what its predecessor had booked."""
+def test_the_first_look_is_booked_at_once() -> None:
+    """A daemon that comes back does not know its predecessor's bookings."""
     s = Node(is_looked_at=False)
     s.look(15, outside=20)
     assert s.figures == (75, 15, 20)
@@ -197,7 +197,7 @@ def test_a_look_from_before_the_last_proof_counts_for_nothing() -> None:
     assert s.card().capacity_bytes == 70
 
 
-def test_who_waits_is_served_when_others_leave() -> None:
+def test_waiters_are_served_when_others_leave() -> None:
     s = Node()
     s.settled(60)
     assert s.acquire(1, 60, wait_ms=60_000, ttl_ms=1000) != []
@@ -245,7 +245,7 @@ def test_leases_keep_what_they_were_granted() -> None:
     assert s.card().available_bytes == 50 - OVERHEAD
 
 
-def test_what_the_operator_spares_is_taken_first() -> None:
+def test_spare_bytes_are_taken_first() -> None:
     s = Node(spare=40)
     s.settled(15, outside=20)
     assert s.figures == (110, 15, 20)
@@ -256,7 +256,7 @@ def test_what_the_operator_spares_is_taken_first() -> None:
 # --- slack ---
 
 
-def test_what_is_within_the_slack_is_not_booked() -> None:
+def test_bytes_within_the_slack_are_not_booked() -> None:
     s = Node(slack=SLACK)
     s.settled(SLACK)
     assert s.figures == (110, 0, 0)
@@ -268,7 +268,7 @@ def test_what_is_within_the_slack_is_not_booked() -> None:
 
 
 @pytest.mark.parametrize("seen", [SLACK + 1, SLACK, SLACK // 2 + 1])
-def test_a_figure_about_the_slack_is_not_booked_and_let_go_in_turns(seen: int) -> None:
+def test_a_figure_near_the_slack_is_not_booked_and_released_in_turns(seen: int) -> None:
     growth = Growth(SLACK, settles=False)
     growth.look(SLACK + 1, 0)
     assert growth.booked_bytes == SLACK + 1

@@ -1,4 +1,4 @@
-"""What is known of contexts that serve again, kept apart from the table's own books."""
+"""Expected state of recycled contexts, kept apart from the table's own state."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 RECYCLING: Final = Recycling(idle_s=2, max_leases=3, max_idle=2, scrub_timeout_ms=400)
 
 
-class RecyclingBooks:
-    """Whom each context has served, and what must never be used again.
+class ExpectedRecycling:
+    """Tenants that each context served, and contexts that must never be used again.
 
     Attributes:
-        bounds: What the table was told; None if no context serves again.
-        tainted: Leases that others than their tenant attached to.
-        renamed: Tenants who may have been other people when a context served them.
+        bounds: Bounds given to the table; None if no context is recycled.
+        tainted: Leases that someone besides their tenant attached to.
+        renamed: Tenant names that may have belonged to other people when a context served them.
     """
 
     def __init__(self, bounds: Recycling | None) -> None:
@@ -36,7 +36,7 @@ class RecyclingBooks:
         self._on_warm: set[int] = set()
 
     def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
-        """A lease takes a context that served nobody, or its own tenant; or gives one back that never served it."""
+        """Check that a lease takes a context that served nobody or its tenant, or gives back an unused one."""
         served = self._served.pop(from_id, None)
         assert to_id < FIRST_SUBMIT_ID or served is None, "a submit was given a context that served a lease"
         if to_id >= FIRST_WARM_ID:
@@ -50,12 +50,12 @@ class RecyclingBooks:
             self._served[to_id] = served
 
     def scrub(self, lease_id: int, luck: int, shell: "Shell") -> None:
-        """A worker that is asked answers, if it lives."""
+        """Let a live worker answer a scrub."""
         if lease_id in shell.alive:
             shell.send(WorkerScrubbed(lease_id, "" if luck % 8 else "the card shows more"))
 
     def on_recycle(self, effect: RecycleWorker, shell: "Shell") -> None:
-        """Scrubbed and proved so, by a worker that lives, of a lease that its tenant alone had and gave back."""
+        """Check that the worker lives, was proved scrubbed, and that its tenant alone had the lease."""
         lease_id, warm_id = effect.lease_id, effect.warm_id
         lease = shell.table.get(lease_id)
         assert lease is not None

@@ -1,0 +1,126 @@
+"""Restoration: a new table takes over what an earlier one left, before anything else happens.
+
+1. An ACTIVE lease whose worker lives goes on with its deadline and generation. If its time is over, it expires.
+2. A lease whose worker is gone, or that was DRAINING, ends as if that happened now. A cause that it has stays.
+3. A FENCED slice stays fenced. For a card that is missing nothing is held: its fences wait in the journal.
+4. An unknown worker is killed, and its bytes are held until they are proved back. So is a worker left by an ended
+   lease, which does not end a second time. So is an additional worker of any lease, and no lease ends with it.
+5. A drained node stays drained, to the same deadline. The first `DrainTimerFired` ends the leases left; the shell sends
+   it when all is restored.
+6. A submit whose lease goes on goes on too, with its time counted anew. Otherwise it ends with its lease.
+7. Restored leases may exceed bounds that were lowered meanwhile, and the card's capacity. Then nothing more is granted.
+"""
+
+from gpulease.daemon.leases import events
+from gpulease.daemon.leases.events import (
+    ArmTimer,
+    Effect,
+    KillWorker,
+    LeaseEnded,
+    RefuseSubmit,
+    RefuseWork,
+    SetDeadline,
+    TimerFired,
+    TimerKind,
+)
+from gpulease.daemon.leases.model import Cause, Lease, LeaseState, LeaseTerms, Trigger, WorkerKind, kind_of
+from gpulease.daemon.leases.persisted import Past, revive
+from gpulease.daemon.leases.store import LeaseStore, RevokedIds
+from gpulease.daemon.leases.teardown import Teardown
+from gpulease.daemon.leases.warm_pool import WarmPool
+
+
+class Restoration:
+    """Enters an earlier table's state. Each handler appends the effects to execute to `out`."""
+
+    def __init__(self, store: LeaseStore, teardown: Teardown, pool: WarmPool) -> None:
+        self._store = store
+        self._teardown = teardown
+        self._pool = pool
+
+    def recall(self, past: Past) -> None:
+        """Remember ended leases, hold fenced bytes, and restore a drain."""
+        self._store.revoked, self._store.cleared = RevokedIds(past.revoked), RevokedIds(past.cleared)
+        self._store.drain_ns = past.drain_ns
+        for tombstone in past.tombstones:
+            self._store.remember(tombstone)
+        for kept in past.fenced_warm:
+            if kept.card_uuid in self._store.account_by_uuid:
+                self._pool.restore_fence(kept)
+
+    def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+        """Enter a lease of an earlier table."""
+        lease = revive(event.kept, self._store.limits.max_history_entries, has_session=event.has_session)
+        if lease.lease_id in self._store.live:
+            return
+        if lease.card_uuid not in self._store.account_by_uuid:
+            self._end_without_card(lease, event, now_ns, out)
+            return
+        lease.is_worker_gone = not event.has_worker
+        self._store.restore(lease)
+        if lease.state is LeaseState.DRAINING:
+            self._teardown.resume(lease, now_ns, out)
+        elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
+            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, out)
+        elif lease.state is LeaseState.ACTIVE:
+            self._go_on(lease, now_ns, out)
+
+    def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+        """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved back.
+
+        Its grant was never told, or it was made ahead. Or its lease has ended, but the daemon was killed before its
+        zygote could forget the worker.
+        """
+        kind = kind_of(event.worker_id)
+        # A submit's worker comes as `SubmitFound`, or under an id drawn for it.
+        if kind is WorkerKind.SUBMIT or event.worker_id in self._store.live or event.worker_id in self._store.warm:
+            return
+        if event.card_uuid not in self._store.account_by_uuid:
+            out += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
+        elif kind is WorkerKind.WARM:
+            self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
+        elif event.beside_lease_id or event.worker_id in self._store.ended:
+            self._pool.drop_left(event, now_ns, out)
+        else:
+            lease = Lease(
+                lease_id=event.worker_id,
+                tenant="",
+                card_uuid=event.card_uuid,
+                terms=LeaseTerms(event.charge_bytes, ttl_ms=0, orphan_ms=0),
+                charge_bytes=event.charge_bytes,
+                request=0,
+                created_ns=now_ns,
+                spawn_due_ns=0,
+                max_history_entries=self._store.limits.max_history_entries,
+                state=LeaseState.DRAINING,
+                cause=Cause.REVOKED if event.worker_id in self._store.revoked else Cause.ABANDONED,
+                reason="nobody was told of it before the daemon ended",
+                is_restored=True,
+            )
+            self._store.restore(lease)
+            self._teardown.resume(lease, now_ns, out)
+
+    def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
+        """Enter a submit of a restored lease; it goes on if the lease does."""
+        if not self._teardown.submits.restore(event, now_ns, out):
+            out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
+
+    def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+        self._teardown.expire_if_due(lease, now_ns, out)
+        if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
+            out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
+
+    def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+        if lease.state is LeaseState.FENCED:
+            return
+        if lease.state is LeaseState.ACTIVE:
+            lease.move(Cause.WORKER_DIED, now_ns)
+            lease.cause, lease.reason = Cause.WORKER_DIED, "its card is not here any more"
+        cause = lease.cause or Cause.WORKER_DIED
+        if event.has_worker:
+            out += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]
+        lease.move(Trigger.RECLAIM_PROVED, now_ns)
+        lease.ended_ns = now_ns
+        self._store.remember(lease.snapshot())
+        out.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.history)))
