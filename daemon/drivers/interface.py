@@ -289,7 +289,7 @@ class Context(Protocol):
     def launch(self, kernel: Kernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int) -> None:
         """Queue a launch and return. `params` is the kernel's parameter buffer, laid out. Raises LaunchRejected."""
 
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """How waits look at the card: again and again for a while before they sleep; with others let in between."""
 
     def native(self) -> NativeLaunch | None:

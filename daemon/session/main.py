@@ -1,7 +1,7 @@
-"""A worker from its birth in the zygote to its end: open the context, say so, serve, and leave.
+"""A worker from its fork in the zygote to its exit: open the context, report that, serve, leave.
 
-One that is made ahead has no lease at first: it opens its context, rehearses, and waits to be told of one. It may serve
-another one behind it, once it is scrubbed.
+A warm worker has no lease at first: it opens its context, rehearses, and waits until the broker gives it a lease. Once
+it is scrubbed, it may serve another lease.
 """
 
 import contextlib
@@ -26,24 +26,27 @@ from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
 from gpulease.daemon.session.scrub import NotScrubbed, scrub
-from gpulease.daemon.session.server import LOOK_MS, OnceServer, Server
+from gpulease.daemon.session.server import LOOK_MS, Server, SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import SubmitOption
 from gpulease.protocol.primitives import Tlv
 
 WARM_NAME = "gpul-warm"
-"""Of a worker without a lease, for ps(1)."""
+"""Process name, for ps(1), of a worker without a lease."""
 
 SUBMIT_NAME = "gpul-submit"
-"""Of a submit's."""
+"""Process name of a submit's worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scrubbed:
-    """What a worker goes on with after a lease that left nothing: its next control pages and the rest of its context.
+    """A worker after a lease that left nothing behind.
 
-    `held_bytes` is what its own books say that it still has.
+    Attributes:
+        page_fds: The control pages of the next lease.
+        opening: Makes the context anew, once the next lease's slice is known.
+        held_bytes: What the session's ledger still counts.
     """
 
     page_fds: PageFds
@@ -52,17 +55,17 @@ class _Scrubbed:
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be the worker of one lease, in a process just forked and shut in; returns how to exit."""
+    """Be the worker of one lease, in a process just forked and sandboxed; returns how to exit."""
 
     def serve(page: WorkerPage) -> WorkerExit:
         served = _serve(spec, driver, channel, page, lambda: driver.open_context(spec.card_uuid, spec.size_bytes))
         return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
-    return _begin(serve, page_fds)
+    return _run(serve, page_fds)
 
 
 def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be a worker without a lease, and then that of one lease, in a process just forked; returns how to exit."""
+    """Be a warm worker, then the worker of one lease after the other, in a process just forked; returns how to exit."""
 
     def wait_and_serve(page: WorkerPage) -> WorkerExit:
         set_name(WARM_NAME)
@@ -77,13 +80,13 @@ def stand_by(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds:
         _tell(channel, {"op": "ready"})
         return _serve_leases(spec, driver, channel, page, opening)
 
-    return _begin(wait_and_serve, page_fds)
+    return _run(wait_and_serve, page_fds)
 
 
 def _serve_leases(
     spec: WorkerSpec, driver: Driver, channel: socket.socket, page: WorkerPage, opening: Opening
 ) -> WorkerExit:
-    """Wait for a lease and be its worker; and for another, if nothing of that one is left."""
+    """Wait for a lease and be its worker; then for another, as long as each leaves nothing behind."""
     while True:
         lease = _await_lease(channel, page)
         if lease is None:
@@ -97,13 +100,13 @@ def _serve_leases(
         page.close()
         page, opening = WorkerPage(served.page_fds), served.opening
         close_all([*served.page_fds])
-        # What the lease's objects held is overwritten as they go, and they are cycles.
+        # The heap overwrites what it frees. The lease's objects are cycles, so only the collector frees them.
         gc.collect()
         page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
         _tell(channel, {"op": "scrubbed", "doubt": "", "held": served.held_bytes})
 
 
-def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
+def _run(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> WorkerExit:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         page = WorkerPage(page_fds)
@@ -116,7 +119,7 @@ def _begin(serve: Callable[[WorkerPage], WorkerExit], page_fds: PageFds) -> Work
 
 
 def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
-    """Show that this process goes round until it is told of its lease; None if the broker is gone."""
+    """Wait for the broker to give this worker a lease, showing that it does not hang; None if the broker is gone."""
     channel.setblocking(False)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -129,7 +132,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Else it is told that the lease it was to take is over: it will be killed.
+        # Any other message says that the lease it was to take is over: the broker will kill this process.
         if message.get("op") == "spawn":
             return WorkerSpec.from_message(message)
 
@@ -143,8 +146,8 @@ def _serve(
         _tell(channel, {"op": "failed", "reason": str(error)})
         return WorkerExit.NO_CONTEXT
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
-    patience = spin_policy_of(spec.waiting)
-    context.be_patient(spins=patience.spins_at_all, yields=patience.yields)
+    spin_policy = spin_policy_of(spec.waiting)
+    context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
     _tell(channel, {"op": "ready"})
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
@@ -153,13 +156,13 @@ def _serve(
             number = Tlv(SubmitOption.NUMBER, spec.submit_number.to_bytes(8, "big"))
             welcome = replace(welcome, options=(number, Tlv(SubmitOption.TYPED_VALUES, b"")))
             session = Session(spec.submit_of, context, ledger, page, spec.max_kernel_ms, is_submit=True)
-            OnceServer(channel, session, welcome).run()
+            SubmitServer(channel, session, welcome).run()
             return WorkerExit.OK
         session = Session(spec.lease_id, context, ledger, page, spec.max_kernel_ms, context.native())
-        server = Server(channel, session, welcome, is_shared=spec.is_shared, patience=patience)
+        server = Server(channel, session, welcome, is_shared=spec.is_shared, spin_policy=spin_policy)
         server.run()
     except MemoryError:
-        # What the operation was about is let go by now. Whether the session is whole, nobody knows.
+        # The operation's own memory is free again by now, but the session may be incomplete.
         _tell(channel, {"op": "faulted", "reason": "its process found no memory on this host"})
         return WorkerExit.NO_MEMORY
     if server.next_pages is None:
@@ -173,6 +176,6 @@ def _serve(
 
 
 def _tell(channel: socket.socket, message: dict[str, Any]) -> None:
-    # If the broker is gone, the loop will see it too, and leave; or the next one will read it.
+    # If the broker is gone, the loop sees that too, and leaves; or the next broker reads the message.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message)

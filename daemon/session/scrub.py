@@ -1,7 +1,8 @@
-"""After a lease that was given back: all that it left is released and overwritten, so that its context may serve again.
+"""The scrub after a freed lease: release and overwrite all that it left, so that its context may serve another lease.
 
-Anything that can't be undone ends the attempt: a fault, a kernel that goes on, what the driver keeps for good, modules
-with variables, memory that somebody still has a view of. The worker is killed then, as any is.
+Anything that can't be undone ends the attempt: a fault, a kernel that goes on, memory that the driver keeps for good, a
+module with variables, memory that something still has a view of. The broker then kills the worker, as it does any
+other.
 """
 
 import select
@@ -11,24 +12,24 @@ from typing import Final
 
 from gpulease.daemon.drivers.interface import Context, Driver, DriverError, Opening
 from gpulease.daemon.host.heap import is_heap_wiped
-from gpulease.daemon.session.native.launch_fast_path import LeaseOver
+from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.session import Session
 
 BUSY_S: Final = 0.1
-"""How long what was launched may go on. Its tenant has said that it is done, so it is idle as a rule."""
+"""How long kernels may still run. The tenant has freed the lease, so as a rule none does."""
 
 _STDERR: Final = 2
 
 
 class NotScrubbed(Exception):
-    """Something of the lease is left, or may be; the message says what."""
+    """Something of the lease is left, or may be left; the message says what."""
 
 
 def scrub(session: Session, context: Context, driver: Driver) -> Opening:
-    """Leave nothing of a session behind; the rest of making its context anew. Raises NotScrubbed."""
+    """Leave nothing of a session behind; returns the opening that makes its context anew. Raises NotScrubbed."""
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
-    if not _is_heard():
+    if not _has_log_reader():
         raise NotScrubbed("it has said more than is logged of one process: of the next lease nothing would be")
     try:
         session.release(_until(time.monotonic() + BUSY_S))
@@ -39,8 +40,8 @@ def scrub(session: Session, context: Context, driver: Driver) -> Opening:
     return opening
 
 
-def _is_heard() -> bool:
-    """Whether somebody reads what this process says: of a pipe that nobody does, the end tells (pipe(7), poll(2))."""
+def _has_log_reader() -> bool:
+    """Whether something reads this process's stderr: poll(2) reports POLLERR for a pipe without a reader (pipe(7))."""
     poll = select.poll()
     poll.register(_STDERR, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))

@@ -403,7 +403,7 @@ class CudaContext(Replays):
             self._call(self._markers.add_kernel, self._streams.selected, self._stream)
         self._last_kernel = kernel.name
 
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """See the interface."""
         self._spin_s = SPIN_S if spins else 0.0
         self._yields = yields

@@ -311,7 +311,7 @@ class CpuContext:
         record, is_shared = self.record(kernel, grid, block, shared_bytes, params, tag)
         self._stream.submit(record, is_shared=is_shared)
 
-    def be_patient(self, *, spins: bool, yields: bool) -> None:
+    def set_spinning(self, *, spins: bool, yields: bool) -> None:
         """See the interface."""
         self._stream.spin_s, self._stream.yields = SPIN_S if spins else 0.0, yields
 

@@ -135,7 +135,7 @@ def test_what_can_not_be_a_graph(rig: Rig) -> None:
         with pytest.raises(AssertionError, match=match):
             raise AssertionError(failure.message)
         assert not rig.session._graphs._graphs
-        assert not rig.session._ledger.allocation_uses._users
+        assert not rig.session._ledger.allocation_dependents._callbacks
     rig.replay(rig.graph(rig.launch("bias", 1)))
     assert rig.floats() == [1, 1, 1, 1], "the session goes on"
 
@@ -183,8 +183,8 @@ def test_a_graph_is_void_once_what_it_names_is_gone(rig: Rig, names: str) -> Non
     rig.ask(Opcode.GRAPH_DESTROY, Handle(other))
     desk, ledger = rig.session._graphs, rig.session._ledger
     assert not desk._graphs
-    assert not ledger.allocation_uses._users
-    assert not ledger.module_uses._users
+    assert not ledger.allocation_dependents._callbacks
+    assert not ledger.module_dependents._callbacks
     assert (desk._part_count, desk._payload_bytes) == (0, 0)
 
 

@@ -137,7 +137,7 @@ def bench() -> Iterator[Bench]:
         spins_per_byte=1,
         spins_per_reply=2,
         spin_ns=1000,
-        turn_ns=1_000_000,
+        quantum_ns=1_000_000,
     )
     of_requests, of_replies = ((ctypes.c_uint64 * 32).from_address(memory.at) for memory in (words, reply_words))
     it = Bench(desk, ends, of_requests, of_replies, data)

@@ -111,7 +111,7 @@ def test_a_refused_expected_launch_is_kept_and_what_is_behind_it_skipped(made: R
 @pytest.mark.exhaustive
 def test_a_kernel_refused_at_its_first_launch_is_charged_again(made: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[int] = []
-    monkeypatch.setattr(made.session._ledger, "keep", charged.append)
+    monkeypatch.setattr(made.session._ledger, "charge_kept", charged.append)
     made.context.refuse_tag = 2
     made.feed(b"".join(quiet(launch_of(made), number) for number in (1, 1, 1)), expect_launches=True)
     assert len(charged) == 1

@@ -63,7 +63,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_all_is_given_back(scene: Scene) -> None:
     scene.load(TRANSFORM)
-    slot = scene.session.slots.take()
+    slot = scene.session.pinned_buffers.acquire()
     assert slot is not None
     arena = scene.session.arena.open(4 << 20)
     scene.end()
@@ -100,13 +100,13 @@ def test_a_kernel_that_ends_too_late(scene: Scene, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_the_driver_keeps(scene: Scene) -> None:
-    scene.ledger.keep(4096)
+    scene.ledger.charge_kept(4096)
     with pytest.raises(NotScrubbed, match="keeps memory"):
         scene.scrub()
 
 
 def test_memory_that_somebody_uses(scene: Scene) -> None:
-    slot = scene.session.slots.take()
+    slot = scene.session.pinned_buffers.acquire()
     assert slot is not None
     view = slot.view[:8]
     with pytest.raises(NotScrubbed):

@@ -16,7 +16,7 @@ from gpulease.daemon.drivers.ptx.context import CpuContext
 from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.session import Session
-from gpulease.daemon.session.streams import Place
+from gpulease.daemon.session.streams import ConnectionStreams
 from gpulease.protocol.codec import build_body, parse_body, reply_body
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.framing import Frame, FrameReader
@@ -238,24 +238,24 @@ def test_a_selection_is_never_skipped(rig: Rig, over: str) -> None:
 
 
 def test_each_connection_has_its_own(rig: Rig) -> None:
-    streams, here = rig.session.streams, rig.session.streams.place
-    there = Place()
+    streams, here = rig.session.streams, rig.session.streams.current
+    there = ConnectionStreams()
     mine = rig.stream()
     rig.ask(Opcode.STREAM_SELECT, Handle(mine))
-    streams.sit(there)
+    streams.switch_to(there)
     assert rig.refused(Opcode.STREAM_SELECT, Handle(mine)) is Status.INVALID_HANDLE
     rig.launch()
     theirs = rig.stream()
     rig.ask(Opcode.STREAM_SELECT, Handle(theirs))
-    streams.sit(here)
+    streams.switch_to(here)
     rig.launch()
-    streams.sit(there)
+    streams.switch_to(there)
     rig.launch()
-    streams.leave(there)
+    streams.release(there)
     rig.launch()
     assert rig.told.calls == [("launch", 0), ("launch", 101), ("launch", 102), ("launch", 0)]
     assert rig.told.live == {101}
-    streams.sit(here)
+    streams.switch_to(here)
     rig.launch()
     assert rig.told.calls[-1] == ("launch", 101)
 
@@ -276,7 +276,7 @@ STEPS = st.lists(
 def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
     """Every launch that is done goes into the stream that its connection selected last, whatever failed before."""
     with made_rig() as rig:
-        model = Model([rig.session.streams.place, Place()])
+        model = Model([rig.session.streams.current, ConnectionStreams()])
         for at in (1, 0, 1, 0):
             switch(rig, model, at, True)
             create(rig, model, 0, True)
@@ -290,7 +290,7 @@ def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
 class Model:
     """What the specification says of two connections; streams by the context's numbers."""
 
-    places: list[Place]
+    connections: list[ConnectionStreams]
     at: int = 0
     failed: bool = False
     created: int = 0
@@ -352,7 +352,7 @@ def fence(rig: Rig, model: Model, _: int, quiet: bool) -> None:
 
 def switch(rig: Rig, model: Model, number: int, _: bool) -> None:
     model.at = number % 2
-    rig.session.streams.sit(model.places[model.at])
+    rig.session.streams.switch_to(model.connections[model.at])
 
 
 STEP: dict[str, Callable[[Rig, Model, int, bool], None]] = {

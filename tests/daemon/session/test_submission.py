@@ -18,7 +18,7 @@ from gpulease.daemon.drivers.ptx.driver import CpuDriver
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.session import server as once
 from gpulease.daemon.session.ledger import Ledger
-from gpulease.daemon.session.server import OnceServer
+from gpulease.daemon.session.server import SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.capabilities import Permission
 from gpulease.protocol.codec import build_body, parse_body
@@ -106,7 +106,7 @@ def bench() -> Iterator[Bench]:
     driver = CpuDriver()
     context = driver.open_context("GPU-x", SLICE)
     session = Session(LEASE, context, Ledger(SLICE), worker_page, is_submit=True)
-    server = OnceServer(broker[1], session, AttachReply(SLICE, "cpu", "GPU-x", ()))
+    server = SubmitServer(broker[1], session, AttachReply(SLICE, "cpu", "GPU-x", ()))
     bench = Bench(session, page, broker[0], socket.socket(), threading.Thread(target=server.run))
     bench.thread.start()
     yield bench
@@ -216,5 +216,5 @@ def test_one_that_gets_no_connection_is_over(bench: Bench, message: dict[str, st
 
 
 def test_and_one_that_is_told_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(once, "HAND_OVER_S", 0.05)
+    monkeypatch.setattr(once, "HANDOVER_S", 0.05)
     assert request.getfixturevalue("bench").is_over()
