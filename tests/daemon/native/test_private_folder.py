@@ -1,4 +1,4 @@
-"""The directory of kept code: entries are whole or not there, and nobody else's is ever taken."""
+"""The directory of cached code: entries are whole or absent, and another user's entry is never read."""
 
 import os
 import tracemalloc
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.native import private_folder as keeping
-from gpulease.daemon.native.private_folder import MAX_KEPT_ENTRY_BYTES, PrivateFolder, open_for
+from gpulease.daemon.native import private_folder
+from gpulease.daemon.native.private_folder import MAX_ENTRY_BYTES, PrivateFolder, open_for
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 
@@ -40,7 +40,7 @@ def test_a_small_entry_is_read_into_little_memory(folder: Path) -> None:
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most_bytes < MAX_KEPT_ENTRY_BYTES // 16
+    assert most_bytes < MAX_ENTRY_BYTES // 16
 
 
 def _entry(folder: Path) -> Path:
@@ -72,7 +72,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
     "a changed byte": _flip_a_bit,
     "a short entry": lambda folder: os.truncate(_entry(folder), 33),
     "an empty entry": lambda folder: os.truncate(_entry(folder), 0),
-    "a huge entry": lambda folder: os.truncate(_entry(folder), MAX_KEPT_ENTRY_BYTES + 1),
+    "a huge entry": lambda folder: os.truncate(_entry(folder), MAX_ENTRY_BYTES + 1),
     "another key's": lambda folder: _entry(folder).rename(folder / OTHER.hex()),
     "an entry others can write": lambda folder: _entry(folder).chmod(0o602),
     "an entry of another user": lambda folder: os.chown(_entry(folder), 12345, -1),
@@ -106,9 +106,9 @@ def test_a_place_that_can_t_be_is_no_error(tmp_path: Path) -> None:
     assert keeper.read(KEY) is None
 
 
-@pytest.mark.parametrize(("bound", "most"), [("MAX_KEPT_ENTRIES", 3), ("MAX_KEPT_BYTES", 3 * 132)])
+@pytest.mark.parametrize(("bound", "most"), [("MAX_CACHED_ENTRIES", 3), ("MAX_CACHED_BYTES", 3 * 132)])
 def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
-    monkeypatch.setattr(keeping, bound, most)
+    monkeypatch.setattr(private_folder, bound, most)
     keys = [bytes([n] * 32) for n in range(5)]
     for age, key in enumerate(keys):
         PrivateFolder(tmp_path / "kept").write(key, bytes(100))
@@ -119,7 +119,7 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
 
 
 def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MAX_KEPT_ENTRY_BYTES", 40)
+    monkeypatch.setattr(private_folder, "MAX_ENTRY_BYTES", 40)
     PrivateFolder(folder).write(OTHER, bytes(9))
     assert PrivateFolder(folder).read(OTHER) is None
     PrivateFolder(folder).write(OTHER, bytes(8))
