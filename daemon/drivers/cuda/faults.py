@@ -1,7 +1,8 @@
-"""What a failed call of the driver means for its context.
+"""Failed calls of the driver, and the fault that ends a context.
 
-Errors are sticky (CUDA driver API, "Error handling"): after a kernel faulted, every call of this context fails with the
-same error, and only the end of the process makes the card usable again. The driver does not say which launch it was.
+Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call of the context fails with
+the same error, and only the end of the process makes the card usable again. The driver does not say which launch it
+was.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from gpulease.daemon.drivers.interface import DriverError, KernelFault
 
 
 class Faults:
-    """A context's calls, and the fault that ended it."""
+    """The part of a context that calls the driver and keeps the fault that ended the context."""
 
     _stream: Any
     _launcher: Launcher
@@ -23,7 +24,7 @@ class Faults:
         self._last_kernel = ""
 
     def fault(self) -> KernelFault | None:
-        """What an earlier call found; asking the card costs microseconds, and the next real call finds it anyway."""
+        """The fault that an earlier call found. Asking the card takes microseconds; the next call finds it anyway."""
         return self._fault
 
     def _call(self, function: Any, *arguments: Any) -> Any:
@@ -33,11 +34,11 @@ class Faults:
             raise self._error(error) from None
 
     def _error(self, error: Exception) -> DriverError:
-        """What a failed call was: of that call alone, or the context's end."""
+        """A failed call's error: the call's own, or the fault that ended the context."""
         return DriverError(str(error)) if self._is_usable() else self._lost(error)
 
     def _is_usable(self) -> bool:
-        """A sticky error is given again by every call; any other was the failed call's own."""
+        """Whether the context works: after a sticky error every call fails, after any other only that call did."""
         try:
             self._stream.is_done()
         except cuda.Error:
@@ -45,7 +46,7 @@ class Faults:
         return True
 
     def _lost(self, error: Exception | str) -> KernelFault:
-        """The context's sticky fault, told as well as CUDA lets us."""
+        """The fault that ended the context, with the launch as precisely as CUDA lets us tell."""
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches
