@@ -85,14 +85,14 @@ class KernelFault(DriverError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One kernel parameter's place in the parameter buffer, in bytes."""
+    """A kernel parameter's offset and size in the parameter buffer, in bytes."""
 
     offset: int
     size: int
 
 
 class Kernel(Protocol):
-    """One entry point of a loaded module."""
+    """A kernel: an entry point of a loaded module."""
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class Module(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """How many of `device_bytes` lie in pages shared with other modules; the card may keep those until all go."""
+        """The part of `device_bytes` in pages shared with other modules; the card may keep those until all go."""
 
     @property
     def kept_bytes(self) -> int:
@@ -254,11 +254,11 @@ class Ticket(Protocol):
     """A copy that may still be under way."""
 
     def is_done(self) -> bool:
-        """Whether the caller may use the host memory again: the copy is complete, or the context is lost."""
+        """Return whether the caller may use the host memory again: the copy is complete, or the context is lost."""
 
 
 class Context(Protocol):
-    """One device context, used by one thread.
+    """A device context, used by one thread.
 
     Each stream runs in order. Streams run beside one another where the driver can do that; a driver may also run all
     of them in the order of the calls. Launches and copies go into the stream that was selected last, at first into
@@ -356,7 +356,7 @@ class Context(Protocol):
         """Choose whether waits spin on the card before they sleep, and whether they yield the core meanwhile."""
 
     def native(self) -> NativeLaunch | None:
-        """How native code launches in this context; None if it can't. Not to be used after `watch`."""
+        """The functions by which native code launches here; None if it can't. Not to be used after `watch`."""
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph, poll: Poll = keep_waiting) -> Graph:
         """Make a launch graph of at least one step, after `admit` has admitted its bytes. Raises LaunchRejected."""
@@ -371,7 +371,7 @@ class Context(Protocol):
         """
 
     def running(self) -> Mapping[int, int]:
-        """By stream that has reached a kernel which has not ended: how many of the stream's operations have ended.
+        """Map each stream whose current operation is a kernel to the number of its operations that have ended.
 
         Only after `watch`. While a stream's number does not change, it is the same kernel.
         """

@@ -43,7 +43,7 @@ def initialise() -> None:
 
 
 class Effort(Enum):
-    """How much the compiler optimises.
+    """Optimisation efforts of the compiler.
 
     FULL: all passes of OPTIMISATION_LEVEL.
     FEW: turns stack slots into values and simplifies, in half the time. For code that is made of vectors: it has no

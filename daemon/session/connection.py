@@ -1,4 +1,4 @@
-"""One connection of a session: what its bytes go through, and what it has received and not yet sent.
+"""A session's connection: the wire that moves its bytes, what it has received, and what it has still to send.
 
 In this order: `SpinPolicy`, how long the worker looks for more before it sleeps; `ReceiveBuffer`, where received bytes
 go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a reply that the peer has not read; and
@@ -46,11 +46,11 @@ from gpulease.protocol.ring import DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted,
 # --- spinning ---
 
 SPIN_NS: Final = 150_000
-"""How long the worker looks at a served connection again and again before it sleeps. A sleep costs the next request a
-wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies is soon back."""
+"""Time for which the worker looks at a served connection again and again before it sleeps. A sleep costs the next
+request a wake-up, tens of microseconds on a virtual machine, and a tenant that waits for replies is soon back."""
 
 SPINS_PER_REPLY: Final = 2
-"""How often the worker spins for so long after a reply. A tenant that only launches waits for nothing: the worker
+"""Spins of that time after a reply. A tenant that only launches waits for nothing: the worker
 sleeps while requests gather, and takes many at once."""
 
 MIN_SPIN_CORES: Final = 4
@@ -62,7 +62,7 @@ _HAS_SPIN_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
 @dataclass(frozen=True, slots=True)
 class SpinPolicy:
-    """How one session's worker waits, as its lease's tenant chose.
+    """The way in which a session's worker waits, as the lease's tenant chose.
 
     Attributes:
         spins_per_reply: How often to spin for requests after a reply.
@@ -127,7 +127,7 @@ class PinnedBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether no connection holds it and the card has finished its copy."""
+        """Return whether no connection holds it and the card has finished its copy."""
         return not self.is_held and (self.ticket is None or self.ticket.is_done())
 
 
@@ -168,7 +168,7 @@ class PinnedBuffers:
 
 
 class ReceiveBuffer:
-    """What one connection has received; used as a FrameReader is.
+    """The bytes that a connection has received; used as a FrameReader is.
 
     The payload of a large write goes to a pinned buffer, all else to the reader.
 
@@ -190,16 +190,16 @@ class ReceiveBuffer:
 
     @property
     def has_write(self) -> bool:
-        """Whether a large write has arrived whole."""
+        """Return whether a large write has arrived whole."""
         return self._pinned is not None and not self._rest
 
     @property
     def is_mid_frame(self) -> bool:
-        """Whether part of a frame has arrived."""
+        """Return whether part of a frame has arrived."""
         return self._pinned is not None or self.reader.is_mid_frame
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty. Views of earlier frames are void from here on."""
+        """Room for the next bytes, never empty. Views of earlier frames are void from here on."""
         self._release_returned()
         if self._rest:
             return self._rest
@@ -276,8 +276,8 @@ BELLS_BYTES: Final = 4096
 """Bells received at a time: a peer that rings without end costs one system call for so many."""
 
 QUANTUM_NS: Final = 1_000_000
-"""How long native code serves one connection before other connections, the broker and the broker's watchdog get their
-share."""
+"""Time for which native code serves one connection before other connections, the broker and the broker's watchdog get
+their share."""
 
 NS_PER_MS: Final = 1_000_000
 
@@ -288,7 +288,7 @@ class Receiver(Protocol):
     """Takes the bytes that arrive."""
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Room for the next bytes, never empty."""
 
     def buffer_updated(self, count: int) -> None:
         """`count` bytes were put into the last `get_buffer()`."""
@@ -314,7 +314,7 @@ class Wire(Protocol):
         """The sleep is over; `has_event` says that poll(2) named the socket."""
 
     def events(self, *, for_room: bool) -> int:
-        """What poll(2) is to look for on the socket."""
+        """The events that poll(2) is to report of the socket."""
 
     def receive(self, receiver: Receiver) -> bool:
         """Take what has arrived; False if nothing has. Raises ConnectionLost or FramingError."""
@@ -356,7 +356,7 @@ class SocketWire:
         return select.POLLOUT if for_room else select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:
-        """By one recv(2)."""
+        """Receive by one recv(2)."""
         try:
             count = self._sock.recv_into(receiver.get_buffer())
         except BlockingIOError:
@@ -369,7 +369,7 @@ class SocketWire:
         return True
 
     def spin(self, receiver: Receiver) -> bool:
-        """By recv(2) again and again."""
+        """Receive by recv(2) again and again."""
         until = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < until:
             if self.receive(receiver):
@@ -379,7 +379,7 @@ class SocketWire:
         return False
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Through the socket, asleep in poll(2) while its buffer is full."""
+        """Send through the socket, asleep in poll(2) while its buffer is full."""
         until_ns = 0
         while True:
             try:
@@ -397,7 +397,7 @@ class SocketWire:
                 return data
 
     def send_final(self, frame: bytes) -> None:
-        """By one send(2)."""
+        """Send by one send(2)."""
         with contextlib.suppress(OSError):
             self._sock.send(frame, socket.MSG_NOSIGNAL)
 
@@ -478,7 +478,7 @@ class RingWire:
         return select.POLLIN
 
     def receive(self, receiver: Receiver) -> bool:
-        """From the ring. Raises ConnectionLost only once the ring is empty."""
+        """Take bytes from the ring. Raises ConnectionLost only once the ring is empty."""
         count = self._requests.take(receiver.get_buffer()) if self._requests.has_bytes else 0
         if count:
             receiver.buffer_updated(count)
@@ -488,7 +488,7 @@ class RingWire:
         return False
 
     def spin(self, receiver: Receiver) -> bool:
-        """By looking at the ring's tail again and again."""
+        """Look at the ring's tail again and again."""
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
         while not requests.look(1 if yields else LOOKS_PER_CLOCK):
@@ -518,7 +518,7 @@ class RingWire:
         return outcome, ends.spins_left
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Into the ring. Raises FramingError too: the peer's counter is part of what it sends."""
+        """Put the data into the ring. Raises FramingError too: the peer's counter is part of what it sends."""
         replies = self._replies
         until_ns = 0
         try:
@@ -535,7 +535,7 @@ class RingWire:
         return None
 
     def send_final(self, frame: bytes) -> None:
-        """Into the ring, whole or not at all."""
+        """Put the frame into the ring, whole or not at all."""
         with contextlib.suppress(OSError, FramingError):
             self._replies.put_whole(frame)
 
@@ -550,7 +550,7 @@ class RingWire:
             os.close(self.fd)
 
     def _await_room(self, until_ns: int) -> bool:
-        """Whether the peer makes room by then."""
+        """Return whether the peer makes room by then."""
         replies = self._replies
         if self._spin_policy.spins_when_quiet:
             spin_until_ns = min(until_ns, time.monotonic_ns() + SPIN_NS)
@@ -578,7 +578,7 @@ class RingWire:
 
 
 def can_share(sock: socket.socket) -> bool:
-    """Whether a socket's peer is on this host, so that descriptors of shared memory can be sent to it."""
+    """Return whether a socket's peer is on this host, so that descriptors of shared memory can be sent to it."""
     return sock.family == socket.AF_UNIX
 
 
@@ -611,13 +611,13 @@ def _ring_bell(sock: socket.socket) -> None:
 # --- sending ---
 
 ALONE_WAIT_NS: Final = 20_000_000
-"""How long a reply waits for room in a session's only connection: nobody but the broker needs the thread meanwhile."""
+"""Longest wait of a reply for room in a session's only connection: only the broker needs the thread meanwhile."""
 
 SHARED_WAIT_NS: Final = 2_000_000
-"""How long a reply waits for room in one of several connections."""
+"""Longest wait of a reply for room in one of several connections."""
 
 NO_WAIT_S: Final = 10.0
-"""For how long, after a pause, replies to one of several connections do not wait at all. Stops a peer that reads each
+"""Time after a pause for which replies to one of several connections do not wait at all. Stops a peer that reads each
 reply only after the pause began from taking SHARED_WAIT_NS of the others' time for each of its requests."""
 
 UNSENT_BYTES: Final = 64 << 20
@@ -625,7 +625,7 @@ UNSENT_BYTES: Final = 64 << 20
 asks for 1 MiB at a time."""
 
 UNSENT_TIMEOUT_S: Final = 60.0
-"""For how long a peer may read fewer than STEP_BYTES and not to the end. Stops a peer that never reads from keeping
+"""Time for which a peer may read fewer than STEP_BYTES and not to the end. Stops a peer that never reads from keeping
 memory and a connection's place."""
 
 STEP_BYTES: Final = 64 << 10
@@ -652,22 +652,22 @@ class SendBuffer:
             self._step_bytes, self._step_s = len(self.unsent), time.monotonic()
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether the peer has not read on for UNSENT_TIMEOUT_S."""
+        """Return whether the peer has not read on for UNSENT_TIMEOUT_S."""
         return now_s - self._step_s > UNSENT_TIMEOUT_S
 
 
 # --- the connection ---
 
 FRAME_TIMEOUT_S: Final = 60.0
-"""From the last byte of an incomplete frame to the next. Stops a peer from keeping half a frame in the worker's memory;
-a peer that is only slow never pauses for so long."""
+"""Longest time from the last byte of an incomplete frame to the next. Stops a peer from keeping half a frame in the
+worker's memory; a peer that is only slow never pauses for so long."""
 
 ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
 """Has native code serve a ring, behind what its reader has; None if it can't now."""
 
 
 class Connection:
-    """One attached socket.
+    """An attached socket.
 
     Attributes:
         guest: The token's bearer that the connection is bound to; None if it is the lease's own.
@@ -708,7 +708,7 @@ class Connection:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the peer has to read on before any request of it is done."""
+        """Return whether the peer has to read on before any request of it is done."""
         return self.send_buffer is not None
 
     def overdue(self, now_s: float) -> ConnectionLost | FramingError | None:

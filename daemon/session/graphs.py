@@ -51,7 +51,7 @@ _BUFFER_VALUE: Final = Struct("<QQ")
 
 @dataclass(slots=True, eq=False)
 class _Parameter:
-    """One parameter of a graph.
+    """A parameter of a graph.
 
     Attributes:
         start: Where its value begins among the values of a GRAPH_LAUNCH, `end` where it ends.
@@ -100,7 +100,7 @@ class _Steps:
 
 @dataclass(slots=True, eq=False)
 class _SessionGraph:
-    """One graph of the session.
+    """A graph of the session.
 
     Attributes:
         part_count: Its nodes, buffers, parameters and places, as MAX_SESSION_PARTS counts them.
@@ -355,7 +355,7 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
 
 
 def _value_bytes(given: GraphParameter) -> int:
-    """How many bytes a parameter's value has in a GRAPH_LAUNCH. Raises BodyError."""
+    """Size of a parameter's value in a GRAPH_LAUNCH. Raises BodyError."""
     if given.kind == ParameterKind.BUFFER and given.size_bytes == POINTER_BYTES:
         return _BUFFER_VALUE.size
     if given.kind == ParameterKind.VALUE and given.size_bytes:

@@ -110,7 +110,7 @@ class Plan:
 
 
 class Planner:
-    """One session's plans, by what the launches look like on the wire.
+    """A session's plans, by what the launches look like on the wire.
 
     Attributes:
         expected: The plan that the next launch is expected to be of; None if there is none.
@@ -278,5 +278,5 @@ class KernelWatch:
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 
     def look_after_ms(self) -> int | None:
-        """How soon to look again, None if nothing runs."""
+        """Milliseconds until the next look, None if nothing runs."""
         return self._look_ms if self._counters[Counter.KERNEL_SINCE_NS] else None

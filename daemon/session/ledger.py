@@ -1,7 +1,7 @@
-"""What a session owns, and what of the slice it takes: allocations, modules, graphs, streams.
+"""The ledger of a session: its allocations, modules, graphs and streams, and the bytes that they take of the slice.
 
-An allocation counts with the bytes asked for. What the card takes besides (rounding to pages, modules, local memory of
-kernels) counts on the node's side up to the lease's allowance, and on the slice beyond it. So a tenant gets all the
+An allocation counts with the bytes asked for. The card takes more besides: rounding to pages, modules, local memory of
+kernels. Up to the lease's allowance the node pays for that; beyond it, the slice does. So a tenant gets all the
 bytes that it asked for, and the card never gives more than the broker admitted.
 
 A module's number is never used again. A device pointer becomes valid again only when the driver gives the same address
@@ -52,7 +52,7 @@ def _keep_all(most_bytes: int) -> None:
 
 
 class Dependents:
-    """Who must know when something of the session is released.
+    """Callbacks of those who must know when something of the session is released.
 
     Nothing depends on most of what a session has: a look at an empty map is all it costs then.
     """
@@ -79,7 +79,7 @@ class Dependents:
 
 
 class Ledger:
-    """One session's allocations and modules, and the bytes that all of it takes.
+    """A session's allocations and modules, and the bytes that all of it takes.
 
     Args:
         slice_bytes: The lease's bytes of the card.
@@ -158,7 +158,7 @@ class Ledger:
             )
 
     def spare_bytes_beside(self, size_bytes: int) -> int:
-        """How many bytes of the card may stay unused while an allocation, checked before, takes its pages."""
+        """Most bytes of the card that may stay cached while an allocation, checked before, takes its pages."""
         return self.room_bytes - size_bytes - -size_bytes % self._page_bytes
 
     def add_allocation(self, address: int, size_bytes: int) -> None:
@@ -235,7 +235,7 @@ class Ledger:
 
     @property
     def keeps_for_good(self) -> bool:
-        """Whether the context keeps memory until its end: for streams, graphs, or kernels' local memory and heap."""
+        """Return whether the context keeps memory until its end, for streams, graphs, or kernels' memory and heap."""
         return bool(self._kept_bytes or self._streams_bytes or self._most_graph_bytes)
 
     def modules(self) -> list[tuple[int, Module]]:
@@ -248,7 +248,7 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """What the context keeps for kernels: their local memory, and the heap of their system calls."""
+        """Bytes that the context keeps for kernels: their local memory, and the heap of their system calls."""
         return self._kept_bytes
 
     def restore_kept(self, kept_bytes: int) -> None:

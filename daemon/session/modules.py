@@ -108,7 +108,7 @@ _VECTORS: Final = frozenset({b".v2", b".v4", b"["})
 
 
 def parameter_types(image: bytes, kernels: Mapping[str, Kernel]) -> tuple[bytes, ...]:
-    """One byte, a `ParameterType`, for each parameter of each kernel, in the kernels' order.
+    """The types of all kernels' parameters, in the kernels' order: one byte, a `ParameterType`, for each parameter.
 
     A kernel that the text declares with another number of parameters has b"". Takes time in proportion to the image.
     """

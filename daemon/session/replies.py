@@ -46,7 +46,7 @@ _DRIVER_STATUS: Final[dict[int, Status]] = {
 
 
 def refusal_of(status: Status, reason: str = "") -> Failure:
-    """Why every operation is refused from now on, by the control page's word and what the page says besides."""
+    """The failure that refuses every operation after the lease's end, with the broker's reason if it gave one."""
     message, hint = _REFUSAL_TEXT.get(status, ("the lease has ended", "Acquire a new lease."))
     return Failure(status, f"{message}: {reason}" if reason else message, hint=hint)
 
@@ -74,7 +74,7 @@ NO_NUMBER: Final = bytes(8)
 """The request id that no request may have, as it travels."""
 
 _EMPTY_REPLIES: Final[dict[int, tuple[int, bytes, bytes]]] = {}
-"""By opcode: a session id, and that session's empty successful reply before and behind the request id."""
+"""Empty successful replies by opcode: the session id, and the reply's bytes before and behind the request id."""
 
 
 _REFUSALS: Final = {status: build_body(refusal_of(status).to_body()) for status in REFUSALS}

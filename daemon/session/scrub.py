@@ -16,7 +16,7 @@ from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.session import Session
 
 BUSY_S: Final = 0.1
-"""How long kernels may still run. The tenant has freed the lease, so as a rule none does."""
+"""Time for which kernels may still run. The tenant has freed the lease, so as a rule none does."""
 
 _STDERR: Final = 2
 
@@ -41,7 +41,7 @@ def scrub(session: Session, context: Context, driver: Driver) -> Opening:
 
 
 def _has_log_reader() -> bool:
-    """Whether something reads this process's stderr: poll(2) reports POLLERR for a pipe without a reader (pipe(7))."""
+    """Return whether a process reads this one's stderr: poll(2) gives POLLERR for a pipe without a reader (pipe(7))."""
     poll = select.poll()
     poll.register(_STDERR, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))

@@ -207,7 +207,7 @@ class Server:
         self._drop_expired_guests()
 
     def _admission_failure(self) -> Failure | None:
-        """Why no further connection may attach; None if one may."""
+        """The failure for a further connection; None if it may attach."""
         failure = self._session.refusal()
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
@@ -415,7 +415,7 @@ def report(channel: socket.socket, message: dict[str, Any]) -> bool:
 # --- submits ---
 
 HANDOVER_S: Final = 10.0
-"""From ready to the connection. A broker that dies in between hands over none, and the next broker can't know that."""
+"""Longest time from ready to the connection. A broker that dies in between hands over none, and the next broker can't know that."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 

@@ -1,10 +1,10 @@
-"""One session: whether its lease is over, the dispatch by opcode, and the failures it has yet to report.
+"""A session: the check whether its lease is over, the dispatch by opcode, and the failures it has yet to report.
 
-`Session` checks every request in this order: the control page (the lease expired or was revoked), a failure that an
-earlier quiet request left, the opcode and the session id, then what the operation itself checks. A quiet request that
-fails leaves its failure, and the session skips the requests behind it. The next request with a reply is not done
-either: its reply reports the failure. After a fault that cost the context, every later reply reports that fault.
-A guest's PING reports the failure of that guest's own requests and no other.
+`Session` checks every request in this order: the control page, which says that the lease expired or was revoked; a
+failure that an earlier quiet request left; the opcode and the session id; what the operation itself checks. A quiet
+request that fails leaves its failure, and the session skips the requests behind it. The next request with a reply is
+not done either: its reply reports the failure. After a fault that cost the context, every later reply reports that
+fault. A guest's PING reports the failure of that guest's own requests and no other.
 
 A session knows frames and the driver, no sockets.
 """
@@ -66,7 +66,7 @@ Operation = Callable[[Frame], bytes | memoryview]
 
 
 class Session:
-    """One lease's session.
+    """A lease's session.
 
     Args:
         lease_id: The session id of every request.
@@ -358,7 +358,7 @@ class Session:
             self._page.guest = None
 
     def is_held_by(self, guest: Guest) -> bool:
-        """Whether a guest's token permits anything now."""
+        """Return whether a guest's token permits anything now."""
         return self._page.is_held_by(guest)
 
     def count_connections(self, count: int) -> None:
@@ -366,7 +366,7 @@ class Session:
         self._counters[Counter.CONNECTIONS] = count
 
     def take_growth(self) -> bool:
-        """Whether the card may hold more for this context than the ledger counts; reported once."""
+        """Return whether the card may hold more for this context than the ledger counts; reported once."""
         has_grown, self._resources.may_have_grown = self._resources.may_have_grown, False
         return has_grown
 

@@ -23,7 +23,7 @@ DEFAULT: Final = 0
 
 
 class ConnectionStreams:
-    """One connection's streams.
+    """The streams of a connection.
 
     Attributes:
         known: The driver's stream by the number on the wire.

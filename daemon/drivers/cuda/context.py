@@ -1,4 +1,4 @@
-"""One CUDA context, in the only thread that uses it, and its scrub between two leases."""
+"""The CUDA context of a worker's process, which one thread uses, and its scrub between two leases."""
 
 import ctypes
 import os
@@ -44,7 +44,7 @@ from gpulease.daemon.drivers.interface import (
 from gpulease.daemon.host.heap import is_heap_wiped
 
 SPIN_S: Final = 200e-6
-"""How long a sync spins on the card before it sleeps between two looks: most waits end within it."""
+"""Time for which a sync spins on the card before it sleeps between two looks: most waits end within it."""
 
 COPY_SPIN_BYTES_PER_S: Final = 10e9
 """A wait spins on a pinned copy for as long as the copy would take at this rate, which any bus exceeds: a sleep would
@@ -385,7 +385,7 @@ class CudaContext(GraphContext):
         self._last_kernel = kernel.name
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CudaGraph:
-        """One CUDA graph for each segment."""
+        """Make one CUDA graph for each segment."""
         admit(device_bytes_of(steps))
         if self._retired:
             self.sync(poll)
@@ -403,7 +403,7 @@ class CudaContext(GraphContext):
         self._launcher.state.launches = 0
 
     def watch(self, poll: Poll) -> None:
-        """From now on, put an event behind each operation in a stream."""
+        """Put an event behind each operation in a stream from now on."""
         self._markers = Markers(poll)
 
     def running(self) -> dict[int, int]:

@@ -59,7 +59,7 @@ _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a module takes of the card.
+    """The weight of a module: what it takes of the card.
 
     Attributes:
         device_bytes: Bytes of the card for as long as it is loaded.
@@ -278,7 +278,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
 
 
 def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]", architecture: int) -> bool:
-    """Whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
+    """Return whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
     at = next(at for since, at in _ENVIRONMENT_AT if architecture >= since)
     words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
     is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
@@ -288,7 +288,7 @@ def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
 
 
 def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
-    """By section of code: the sections of code that may call into it."""
+    """Map each section of code to the sections that may call into it."""
     callers: dict[int, set[int]] = {}
     addressed, calling = set[int](), set[int]()
     part, graph = 0, None

@@ -38,7 +38,7 @@ class Faults:
         return DriverError(str(error)) if self._is_usable() else self._lost(error)
 
     def _is_usable(self) -> bool:
-        """Whether the context works: after a sticky error every call fails, after any other only that call did."""
+        """Return whether the context works: after a sticky error every call fails, after any other only one did."""
         try:
             self._stream.is_done()
         except cuda.Error:

@@ -31,7 +31,7 @@ _LINE: Final = re.compile(r"\bline (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
-    """One kernel of a module.
+    """A kernel of a module.
 
     Attributes:
         function: Its CUfunction.

@@ -40,7 +40,7 @@ class LaunchState(ctypes.Structure):
 
 
 class LaunchRecord(ctypes.Structure):
-    """One kernel's launch without its parameters; launch.ll repeats the offsets.
+    """A kernel's launch without its parameters; launch.ll repeats the offsets.
 
     function      The CUfunction.
     grid          Blocks in x, y, z.

@@ -44,7 +44,7 @@ class CopyTicket:
         self._event = event
 
     def is_done(self) -> bool:
-        """Whether the card has reached the event, or the context is lost: it reads nothing more then."""
+        """Return whether the card has reached the event, or the context is lost: it reads nothing more then."""
         try:
             return bool(self._event.query())
         except cuda.Error:
@@ -82,7 +82,7 @@ class Streams:
         return self._streams[number]
 
     def __len__(self) -> int:
-        """How many streams may hold something, destroyed ones included."""
+        """Number of streams that may hold something, destroyed ones included."""
         return len(self._streams)
 
     def create(self) -> int:
@@ -116,7 +116,7 @@ class Streams:
         self._streams[number].wait_for_event(self._mark)
 
     def reuse_behind_all(self) -> None:
-        """From now on, zero used memory only behind what any stream holds now. Raises cuda.Error."""
+        """Zero used memory, from now on, only behind what any stream holds now. Raises cuda.Error."""
         if self._zeroing_used is None:
             return  # there is one stream, and it zeroes the memory in order
         for stream in self._streams:
@@ -139,7 +139,7 @@ class Streams:
 
     @property
     def is_full(self) -> bool:
-        """Whether the selected stream must be waited for before another copy is begun in it."""
+        """Return whether the selected stream must be waited for before another copy is begun in it."""
         return self._copies_begun.get(self.selected, 0) >= MAX_BEGUN_COPIES
 
     def count_copy(self) -> None:
@@ -158,7 +158,7 @@ _SLEEP_S: Final = 2e-4
 
 
 class _Marked:
-    """One stream's operations.
+    """The operations in a stream.
 
     Attributes:
         ended: How many are known to have ended.
@@ -206,7 +206,7 @@ class Markers:
         marked.waiting.append((event, is_kernel))
 
     def running(self) -> dict[int, int]:
-        """How many operations have ended, by stream that has reached a kernel which has not ended."""
+        """Map each stream whose current operation is a kernel to the number of its operations that have ended."""
         self._collect()
         return {
             number: marked.ended for number, marked in self._marked.items() if marked.waiting and marked.waiting[0][1]

@@ -189,7 +189,7 @@ _ALIGNMENT: Final = 16
 
 
 class NativeServing:
-    """One session's launches and syncs in native code.
+    """A session's launches and syncs in native code.
 
     Raises nothing that a tenant can cause: native code leaves what it can't do as it was.
     """

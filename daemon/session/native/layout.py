@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """Why `gpulease_serve_ring` returned.
+    """The reason why `gpulease_serve_ring` returned.
 
     IDLE: the ring had nothing, for as long as it was to be looked at.
     FRAMES: the buffer, or the ring's end, holds something that Python has to handle.
@@ -25,7 +25,7 @@ class Outcome(IntEnum):
 
 
 class Move(ctypes.Structure):
-    """One argument's way from the wire's bytes to the parameter buffer.
+    """The move of an argument from the wire's bytes to the parameter buffer.
 
     start   Its first byte among the argument bytes of the frame.
     target  Its first byte in the parameter buffer.
@@ -69,7 +69,7 @@ class PlanRecord(ctypes.Structure):
 
 
 class ServingState(ctypes.Structure):
-    """One session, and the receive buffer that native code works on.
+    """A session, and the receive buffer that native code works on.
 
     page          Address of the lease's control page: the revocation word, then the deadline.
     counters      Address of the control page's counters.
