@@ -48,7 +48,7 @@ _ARENA_BYTES: Final = 4 << 20
 _FAR_NS: Final = 1 << 62
 
 _ROUNDS: Final = 3
-"""Rounds in which the rehearsal launches, waits and copies. The interpreter specialises code that ran twice (PEP 659)."""
+"""Rounds of a launch, a wait and copies: the interpreter specialises code that has run twice (PEP 659)."""
 
 _PTX: Final = b""".version 7.0
 .target sm_75

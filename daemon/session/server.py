@@ -415,7 +415,8 @@ def report(channel: socket.socket, message: dict[str, Any]) -> bool:
 # --- submits ---
 
 HANDOVER_S: Final = 10.0
-"""Longest time from ready to the connection. A broker that dies in between hands over none, and the next broker can't know that."""
+"""Longest time from ready to the connection. A broker that dies in between hands over none, and the next broker can't
+know that."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 

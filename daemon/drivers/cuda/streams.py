@@ -6,8 +6,8 @@ for the next one that is wanted. What it still holds then runs before the new us
 every wait covers it.
 
 Markers. An event behind each operation in a stream tells without a wait how much has ended (CUDA driver API,
-cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so that a launch never blocks inside
-the driver, where nobody could see for how long the kernel before it has been running. Copies and waits for other
+cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so a launch never blocks inside the
+driver: there nobody could see for how long the kernel before it has been running. Copies and waits for other
 streams are marked too: the time that a stream takes for them is no kernel's.
 """
 
