@@ -13,7 +13,6 @@ import contextlib
 import select
 import socket
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -177,7 +176,7 @@ class Server:
         if failure is not None:
             # Before the peer hears it, who may try again at once.
             self._tell_of(guest, is_in=False)
-            with suppress(ConnectionLost):
+            with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
                 connection.wire.send(failure.to_frame(Opcode.ATTACH, request_id=request_id, session_id=lease_id), 0)
             connection.wire.close()

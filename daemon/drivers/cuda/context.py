@@ -11,7 +11,7 @@ from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.compiled import Compiled
 from gpulease.daemon.drivers.cuda.elf import Weight
-from gpulease.daemon.drivers.cuda.graphs import CudaGraph, GraphContext, device_bytes_of
+from gpulease.daemon.drivers.cuda.graphs import CudaGraph, PinnedBytes, device_bytes_of
 from gpulease.daemon.drivers.cuda.images import CudaModule, load_image, unload
 from gpulease.daemon.drivers.cuda.memory import (
     HEAP_BYTES,
@@ -30,6 +30,7 @@ from gpulease.daemon.drivers.interface import (
     AdmitGraph,
     Dim3,
     DriverError,
+    KernelFault,
     LaunchRejected,
     NativeLaunch,
     OutOfMemory,
@@ -57,7 +58,7 @@ MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two looks at card and lease."""
 
 
-class CudaContext(GraphContext):
+class CudaContext:
     """A `gpulease.daemon.drivers.interface.Context` on a CUDA card.
 
     Attributes:
@@ -67,7 +68,6 @@ class CudaContext(GraphContext):
     page_bytes = PAGE_BYTES
 
     def __init__(self, context: Any, local: LocalMemory, stream: Any = None, compiled: Compiled | None = None) -> None:
-        super().__init__()
         self._context = context
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
@@ -85,6 +85,12 @@ class CudaContext(GraphContext):
         self._markers: Markers | None = None
         self._launcher = Launcher(self._stream.handle)
         self._spin_s = SPIN_S
+        # Addresses given to `pin`, and bytes that replays of closed graphs may still read.
+        self._pinned: list[int] = []
+        self._retired: list[PinnedBytes] = []
+        # The fault that ended the context, and the name of the last kernel, to report with it; "" if not known.
+        self._fault: KernelFault | None = None
+        self._last_kernel = ""
         self._yields = False
 
     @classmethod
@@ -412,6 +418,90 @@ class CudaContext(GraphContext):
 
     def close(self) -> None:
         """Do nothing: the end of the process ends the context, whatever state it is in."""
+
+    # --- for this context's graphs ---
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether the context must see each kernel's end."""
+        return self._markers is not None
+
+    @property
+    def stream(self) -> Any:
+        """The selected stream, as cuda-bindings takes it."""
+        return api.CUstream(self._stream.handle)
+
+    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
+        """Note that a graph of these kernels was queued."""
+        self._launcher.state.launches += 1
+        self._launcher.state.tag = tag
+        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
+
+    def retire(self, memory: PinnedBytes) -> None:
+        """Keep bytes that queued copies may still read, until the next graph is made."""
+        self._retired.append(memory)
+
+    def unpin(self) -> None:
+        """Unpin all memory; no queued copy may use it. Raises DriverError."""
+        while self._retired:
+            self._retired.pop().release()
+        while self._pinned:
+            (error,) = api.cuMemHostUnregister(self._pinned.pop())
+            if error:
+                raise self.failure(error)
+
+    def failure(self, error: Any) -> DriverError:
+        """The error of a failed call through cuda-bindings."""
+        _, text = api.cuGetErrorString(error)
+        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))
+
+    # --- failed calls ---
+    #
+    # Errors are sticky (CUDA driver API, "Error handling"): after a kernel has faulted, every call of the context fails
+    # with the same error, and only the end of the process makes the card usable again. The driver does not say which
+    # launch it was.
+
+    def fault(self) -> KernelFault | None:
+        """The fault that an earlier call found. Asking the card takes microseconds; the next call finds it anyway."""
+        return self._fault
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except cuda.Error as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> DriverError:
+        """A failed call's error: the call's own, or the fault that ended the context."""
+        return DriverError(str(error)) if self._is_usable() else self._lost(error)
+
+    def _is_usable(self) -> bool:
+        """Return whether the context works: after a sticky error every call fails, after any other only one did."""
+        try:
+            self._stream.is_done()
+        except cuda.Error:
+            return False
+        return True
+
+    def _lost(self, error: Exception | str) -> KernelFault:
+        """The fault that ended the context, with the launch as precisely as CUDA lets us tell."""
+        if self._fault is None:
+            reason = str(error).rpartition("failed: ")[2]
+            launches = self._launcher.state.launches
+            which = "no launch was waiting for its end"
+            if launches == 1:
+                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
+            elif launches:
+                last = self._last_kernel or "a graph's"
+                which = f"one of {launches} launches since the last sync, the last of them {last}"
+            self._fault = KernelFault(
+                f"{reason} ({which}); the context is lost",
+                tag=self._launcher.state.tag if launches == 1 else 0,
+                kernel=self._last_kernel if launches == 1 else "",
+                context_lost=True,
+                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
+            )
+        return self._fault
 
 
 # --- scrubbing the driver's buffers ---

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cuda.bindings import driver as api
 
-from gpulease.daemon.drivers.cuda.faults import Faults
-from gpulease.daemon.drivers.cuda.streams import Markers
 from gpulease.daemon.drivers.interface import (
     SEGMENT_STEPS,
     CopyStep,
     DataStep,
-    DriverError,
     KernelStep,
     LaunchRejected,
     Poll,
@@ -232,48 +229,3 @@ class PinnedBytes:
         if self._is_pinned:
             api.cuMemHostUnregister(self.address)
             self._is_pinned = False
-
-
-class GraphContext(Faults):
-    """The part of a context that its graphs use, and its pinned memory."""
-
-    _markers: Markers | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._retired: list[PinnedBytes] = []
-        self._pinned: list[int] = []
-
-    @property
-    def is_watched(self) -> bool:
-        """Return whether the context must see each kernel's end."""
-        return self._markers is not None
-
-    @property
-    def stream(self) -> Any:
-        """The selected stream, as cuda-bindings takes it."""
-        return api.CUstream(self._stream.handle)
-
-    def replayed(self, tag: int, kernels: Sequence[str]) -> None:
-        """Note that a graph of these kernels was queued."""
-        self._launcher.state.launches += 1
-        self._launcher.state.tag = tag
-        self._last_kernel = kernels[0] if len(kernels) == 1 else ""
-
-    def retire(self, memory: PinnedBytes) -> None:
-        """Keep bytes that queued copies may still read, until the next graph is made."""
-        self._retired.append(memory)
-
-    def unpin(self) -> None:
-        """Unpin all memory; no queued copy may use it. Raises DriverError."""
-        while self._retired:
-            self._retired.pop().release()
-        while self._pinned:
-            (error,) = api.cuMemHostUnregister(self._pinned.pop())
-            if error:
-                raise self.failure(error)
-
-    def failure(self, error: Any) -> DriverError:
-        """The error of a failed call through cuda-bindings."""
-        _, text = api.cuGetErrorString(error)
-        return self._error(DriverError(f"the driver's call failed: {text.decode()}"))

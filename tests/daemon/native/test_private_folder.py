@@ -15,7 +15,7 @@ KEY, OTHER = bytes(32), bytes([1] * 32)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Kept in here is one entry."""
+    """A folder with one entry."""
     folder = tmp_path / "above" / "kept"
     PrivateFolder(folder).write(KEY, b"code")
     return folder
@@ -28,7 +28,7 @@ def test_what_is_written_is_read_again(folder: Path) -> None:
     assert [entry.stat().st_mode & 0o777 for entry in folder.iterdir()] == [0o600]
 
 
-def test_a_second_writer_replaces_it(folder: Path) -> None:
+def test_a_second_write_replaces_the_entry(folder: Path) -> None:
     PrivateFolder(folder).write(KEY, b"")
     assert PrivateFolder(folder).read(KEY) == b""
 
@@ -85,7 +85,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
+def test_an_entry_that_another_user_could_change_is_not_read(folder: Path, how: str) -> None:
     if "another user" in how and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     SPOILT[how](folder)
@@ -93,13 +93,13 @@ def test_what_could_be_anothers_is_not_taken(folder: Path, how: str) -> None:
     assert PrivateFolder(folder).read(OTHER) is None
 
 
-def test_nothing_is_written_where_others_may(folder: Path) -> None:
+def test_nothing_is_written_where_others_may_write(folder: Path) -> None:
     folder.chmod(0o770)
     PrivateFolder(folder).write(OTHER, b"more")
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_place_that_can_t_be_is_no_error(tmp_path: Path) -> None:
+def test_a_directory_that_can_not_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     keeper = PrivateFolder(tmp_path / "file" / "kept")
     keeper.write(KEY, b"code")
@@ -118,7 +118,7 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     assert [PrivateFolder(tmp_path / "kept").read(key) is not None for key in keys] == [True, False, False, True, True]
 
 
-def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_an_entry_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_folder, "MAX_ENTRY_BYTES", 40)
     PrivateFolder(folder).write(OTHER, bytes(9))
     assert PrivateFolder(folder).read(OTHER) is None
@@ -126,7 +126,7 @@ def test_too_large_an_entry_is_not_kept(folder: Path, monkeypatch: pytest.Monkey
     assert PrivateFolder(folder).read(OTHER) == bytes(8)
 
 
-def test_an_open_directory_is_as_good_as_its_name(folder: Path) -> None:
+def test_an_open_directory_works_like_its_path(folder: Path) -> None:
     opened = open_for(os.geteuid(), folder)
     assert opened is not None
     assert PrivateFolder(opened).read(KEY) == b"code"
@@ -146,6 +146,6 @@ def test_a_directory_for_another_user_is_only_theirs(tmp_path: Path) -> None:
     os.close(opened)
 
 
-def test_a_link_in_a_directorys_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_the_directory_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert open_for(os.geteuid(), tmp_path / "link") is None

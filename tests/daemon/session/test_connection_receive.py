@@ -1,4 +1,4 @@
-"""Frames come out of a receive buffer as out of a reader, however their bytes arrive; buffers are few and come back."""
+"""A receive buffer gives the frames of a reader, however their bytes arrive; pinned buffers are few and come back."""
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def write_frame(payload: bytes, number: int, *, op: int = Opcode.MEM_WRITE) -> b
 
 
 def feed(receive_buffer: ReceiveBuffer, stream: bytes, pieces: list[int]) -> list[tuple[int, int, bytes]]:
-    """What comes out, when the stream arrives in pieces of these sizes, again and again."""
+    """The frames that come out when the stream arrives in pieces of these sizes, again and again."""
     frames, at, turn = [], 0, 0
     while at < len(stream):
         room = receive_buffer.get_buffer()
@@ -87,7 +87,7 @@ def test_peers_that_hold_all_pinned_buffers_block_nobody(context: Context) -> No
     assert buffers.acquire() is not None
 
 
-def test_bytes_that_are_no_frame(context: Context) -> None:
+def test_bytes_that_are_no_frame_are_refused(context: Context) -> None:
     receive_buffer = ReceiveBuffer(FrameReader(MAX_PAYLOAD_BYTES), PinnedBuffers(context))
     with pytest.raises(FramingError):
         feed(receive_buffer, write_frame(bytes(100_000), 1) + b"X" * 100, [1 << 20])

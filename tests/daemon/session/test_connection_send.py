@@ -1,4 +1,4 @@
-"""Who is waited for, for how long, and who is not any more."""
+"""Replies to peers that do not read: the waits, the send buffer, the end of the connection."""
 
 import contextlib
 import select
@@ -27,7 +27,7 @@ MS = 1_000_000
 LARGE = bytes(range(256)) * (64 << 10)
 
 
-def test_a_peer_is_stale_that_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_on_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     found = SendBuffer(bytes(4 * STEP_BYTES))
@@ -41,7 +41,7 @@ def test_a_peer_is_stale_that_does_not_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert found.is_stale(210.1)
 
 
-def test_it_keeps_its_own_bytes() -> None:
+def test_a_send_buffer_copies_its_bytes() -> None:
     reply = bytearray(b"reply")
     found = SendBuffer(memoryview(reply))
     reply[:] = b"other"
@@ -100,7 +100,9 @@ def pair() -> Iterator[Pair]:
         yield Pair(made, channel, stack)
 
 
-def test_who_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_waits_longest_alone_less_when_shared_and_not_after_a_pause(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, first = pair.connect()
     assert first.wait_ns == connections.ALONE_WAIT_NS
     _, second = pair.connect()
@@ -123,7 +125,7 @@ def test_who_is_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.wait_ns == connections.ALONE_WAIT_NS
 
 
-def test_one_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     near, first = pair.connect()
     _, second = pair.connect()
     assert not pair.server._send(first, LARGE)
@@ -136,7 +138,7 @@ def test_one_that_never_reads_is_dropped(pair: Pair, monkeypatch: pytest.MonkeyP
         assert data in LARGE + LARGE, "nothing stands behind half a reply"
 
 
-def test_what_is_kept_is_bounded(pair: Pair) -> None:
+def test_unsent_bytes_are_bounded(pair: Pair) -> None:
     connections = [pair.connect()[1] for _ in range(UNSENT_BYTES // len(LARGE))]
     for connection in connections:
         assert not pair.server._send(connection, LARGE)

@@ -1,4 +1,4 @@
-"""Launch graphs of a session on the embedded driver: what they do, what is refused, what ends them."""
+"""Launch graphs of a session on the embedded driver: replays, refusals, ends."""
 
 import os
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ def bad_graphs(rig: Rig) -> list[tuple[str, GraphCreate | bytes, Status]]:
     ]
 
 
-def test_what_can_not_be_a_graph(rig: Rig) -> None:
+def test_impossible_graphs_are_refused(rig: Rig) -> None:
     for match, body, status in bad_graphs(rig):
         failure = rig.refused(Opcode.GRAPH_CREATE, body)
         assert failure.status is status, (match, failure)
@@ -140,7 +140,7 @@ def test_what_can_not_be_a_graph(rig: Rig) -> None:
     assert rig.floats() == [1, 1, 1, 1], "the session goes on"
 
 
-def test_values_that_do_not_fit(rig: Rig) -> None:
+def test_values_that_do_not_fit_are_refused(rig: Rig) -> None:
     graph = rig.graph(
         rig.launch("bias", 0), parameters=(POINTER, FOUR), places=(GraphPlace(0, 0, 0), GraphPlace(1, 0, 12))
     )

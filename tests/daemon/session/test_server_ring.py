@@ -1,4 +1,4 @@
-"""A ring served by native code and by Python: the same comes out, whatever the client puts in or scribbles over."""
+"""A ring served by native code and by Python: both do the same, whatever the client puts in or overwrites."""
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +60,7 @@ def follow(made: Pair, steps: list[tuple[str, object, int]]) -> tuple[object, ..
 @pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, max_size=10))
-def test_whatever_comes_native_code_and_python_say_the_same(steps: list[tuple[str, object, int]]) -> None:
+def test_native_code_and_python_do_the_same(steps: list[tuple[str, object, int]]) -> None:
     outcomes = []
     for is_native in (False, True):
         with pair(is_native=is_native) as made:
@@ -98,8 +98,8 @@ def test_a_writer_that_waits_for_room_is_woken() -> None:
             assert len(made.made.context.launches) == 10
 
 
-def test_one_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that always has more to do gets no more than its time, and goes on in the next turn."""
+def test_the_quantum_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always has more to do gets its quantum and no more, and goes on in the next round."""
     monkeypatch.setattr(connection, "QUANTUM_NS", 0)
     with pair(is_native=True) as made:
         made.put(quiet(launch_of(made.made), 1) * 2)
@@ -111,7 +111,7 @@ def test_one_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replies_without_room_are_left_to_python() -> None:
-    """A ring full of replies that nobody has taken: Python leaves the peer aside, until it reads."""
+    """The ring is full of unread replies: Python pauses the connection until the peer reads."""
     with pair(is_native=True) as made:
         made.put(quiet(launch_of(made.made), 1) * 2 + sync(1))
         asked = SMALL.reply_bytes // HEADER_BYTES + 1

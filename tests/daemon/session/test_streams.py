@@ -1,4 +1,4 @@
-"""A session's streams without a daemon: what the context is told, whatever a tenant sends in whatever order."""
+"""A session's streams without a daemon: the calls of the context, whatever a tenant sends in whatever order."""
 
 import os
 import time
@@ -32,7 +32,7 @@ U64 = 2**64 - 1
 
 @dataclass
 class Told:
-    """The embedded driver's context, and what it was told of streams; `selected` is what launches went into."""
+    """The embedded driver's context, which records the calls for streams; `selected` is where launches go."""
 
     context: CpuContext
     calls: list[tuple[object, ...]] = field(default_factory=list)
@@ -237,7 +237,7 @@ def test_a_selection_is_never_skipped(rig: Rig, over: str) -> None:
     assert rig.told.selected == (102 if over == "revoked" else 101)
 
 
-def test_each_connection_has_its_own(rig: Rig) -> None:
+def test_each_connection_has_its_own_streams(rig: Rig) -> None:
     streams, here = rig.session.streams, rig.session.streams.current
     there = ConnectionStreams()
     mine = rig.stream()
@@ -288,7 +288,7 @@ def test_any_order(steps: list[tuple[str, int, bool]]) -> None:
 
 @dataclass
 class Model:
-    """What the specification says of two connections; streams by the context's numbers."""
+    """The state of two connections by the specification; streams by the context's numbers."""
 
     connections: list[ConnectionStreams]
     at: int = 0

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Card:
-    """Gives blocks out and knows what they take."""
+    """A card that gives out blocks and counts their pages."""
 
     def __init__(self) -> None:
         self.pages = Pages()
@@ -63,7 +63,7 @@ def test_blocks_are_those_of_the_card_and_each_has_one_owner() -> None:
         assert blocks.cached_blocks == len(card.sizes) - len(live)
 
 
-def test_the_one_freed_last_is_used_first_and_the_one_freed_first_goes_back_first() -> None:
+def test_the_block_freed_last_is_reused_first_and_the_one_freed_first_goes_back_first() -> None:
     card, blocks = Card(), Blocks()
     addresses = [card.give(block_bytes(2 * MIB)) for _ in range(3)]
     for address in addresses:
@@ -76,7 +76,7 @@ def test_the_one_freed_last_is_used_first_and_the_one_freed_first_goes_back_firs
     assert blocks.cached_bytes == 2 * MIB
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_cached_blocks_are_bounded() -> None:
     card, blocks = Card(), Blocks()
     for size, fits in ((MAX_CACHED_BYTES // 4, 4), (MAX_CACHED_BYTES // (4 * MAX_CACHED_BLOCKS), MAX_CACHED_BLOCKS)):
         addresses = [card.give(size) for _ in range(fits + 1)]
